@@ -29,11 +29,10 @@ from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import draft_model, rank_plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
-from kvserve.kernels import decode_inputs, quantized_triton
+from kvserve.kernels import decode_inputs, int4_log, quantized_triton
 from kvserve.kernels.compact_kv import TRITON as MOVES
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_queries_triton
-from kvserve.kernels.int4_log import gather_int4_triton, store_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
@@ -84,7 +83,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = TritonAttention(needs.scale, needs.block_size)
         quantized = quantized_triton.TRITON
-        stores = store_kv_triton, store_queries_triton, store_int4_triton, quantized
+        stores = store_kv_triton, store_queries_triton, int4_log.TRITON, quantized
         both = ByPhase(attention, attention)
         return Choice("triton", both, *stores, "", rotate_and_store_triton, MOVES)
 
@@ -95,7 +94,6 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
-    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

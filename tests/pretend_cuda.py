@@ -28,8 +28,8 @@ from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, rank_plan
+from kvserve.kernels import int4_log
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.int4_log import store_int4_torch
 from kvserve.kernels.quantized_entries import TORCH
 from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
 
@@ -281,7 +281,7 @@ def pretend_cuda() -> Iterator[Queue]:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = triton.TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_torch, store_queries_torch, store_int4_torch, TORCH
+        stores = store_kv_torch, store_queries_torch, int4_log.TORCH, TORCH
         return Choice("triton", ByPhase(attention, attention), *stores, "")
 
     mode = PretendCuda()

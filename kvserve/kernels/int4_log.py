@@ -9,6 +9,7 @@ holds the codes of dimensions 2j (low) and 2j + 1 (high); a code is its number p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -202,6 +203,19 @@ def gather_int4_triton(
         num_warps=4,
     )
     return Int4Queries(codes, scales)
+
+
+class Int4Kernels(NamedTuple):
+    """One implementation of logging queries in 4 bits, and of reading them."""
+
+    store: Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
+    gather: Callable[[Int4Queries, Tensor, Tensor | None], Int4Queries]
+
+
+BY_DEVICE = Int4Kernels(store_int4, gather_int4)
+"""Triton's on CUDA, torch's elsewhere."""
+TORCH = Int4Kernels(store_int4_torch, gather_int4_torch)
+TRITON = Int4Kernels(store_int4_triton, gather_int4_triton)
 
 
 @Helper

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.cpu import fitted_remainder as cpu_fit
 from kvserve.kernels.cpu import window_scores as cpu_scores
 from kvserve.kernels.cpu.paged_attention import paged_attention
-from kvserve.kernels.int4_log import quantize
+from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, merged
-from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
+from kvserve.kernels.scores.fitted_remainder import (
+    fitted_remainder,
+    fitted_remainder_torch,
+    probs_of,
+)
 from kvserve.kernels.scores.window_scores import window_log_sums, window_probs, window_scores
 from kvserve.kernels.shares import Given, Seen, Shares
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
@@ -176,9 +181,27 @@ def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(given.log_sums, sums, rtol=1e-4, atol=1e-4)
     probs = window_probs(log, keys, 0.2, seen).sum(dim=(-3, -2))
     torch.testing.assert_close(given.keys, probs, rtol=1e-3, atol=1e-5)
-    one = cpu_scores.given_to_one(log, keys[..., 3, :], sums, 0.2)
-    expected = probs_of(log, keys[..., 3:4, :], sums, 0.2).sum(dim=(-3, -2))[..., 0]
-    torch.testing.assert_close(one, expected, rtol=1e-3, atol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 24, 64, 128])
+def test_a_compiled_fit_is_that_of_torch(dim: int, dtype: torch.dtype) -> None:
+    """Also of keys that lie as an event reads them, and as those of one event alone."""
+    log = quantize(torch.randn(3, 2, 6, 21, dim), -torch.rand(3, 2, 6, 21))
+    keys, values = (torch.randn(2, 2, 3, 30, dim).to(dtype).permute(2, 0, 1, 3, 4) for _ in "kv")
+    dropped = torch.rand(3, 2, 2, 30) > 0.4
+    dropped[1, 0, 1] = False
+    sums = window_log_sums(log, keys, 0.2)
+    given = Given(sums, probs_of(log, keys, sums, 0.2).sum(dim=(-3, -2)))
+    assert cpu_fit.takes(log, keys, values)
+    left = fitted_remainder(log, keys, values, dropped, given, 0.2)
+    assert left.bias[1, 0, 1] == NOTHING
+    expected = fitted_remainder_torch(log, keys, values, dropped, given, 0.2)
+    torch.testing.assert_close(left, expected, rtol=1e-4, atol=1e-5)
+    queries, shared = Int4Queries(*(x[1:2] for x in log)), Given(*(x[1:2] for x in given))
+    own = fitted_remainder(queries, keys[1:2], values[1:2], dropped[1:2], shared, 0.2)
+    assert all(torch.equal(x[1:2], y) for x, y in zip(left, own, strict=True))
 
 
 @pytest.mark.parametrize("form", ["numbers", "int4"])

@@ -12,7 +12,6 @@ from torch import Tensor
 from kvserve.engine.attention.coded_rows import CodedRows
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
@@ -24,9 +23,6 @@ StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
 """``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
 StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
 """``store_queries`` of that file, likewise."""
-StoreInt4 = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
-"""``store_int4`` of ``kvserve.kernels.int4_log``, likewise."""
-
 StoreRotated = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """``rotate_and_store_triton`` of that file, likewise."""
 

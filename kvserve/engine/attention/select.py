@@ -13,7 +13,6 @@ import torch
 from kvserve.engine.attention import triton
 from kvserve.engine.attention.base import (
     AttentionBackend,
-    StoreInt4,
     StoreKV,
     StoreQueries,
     StoreRotated,
@@ -32,6 +31,7 @@ from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
 from kvserve.kernels.entry_format import FORMATS
+from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
@@ -72,7 +72,7 @@ class Choice:
     backend: AttentionBackend
     store_kv: StoreKV
     store_queries: StoreQueries
-    store_int4: StoreInt4
+    int4: Int4Kernels
     quantized: QuantizedKernels
     reason: str
     store_rotated: StoreRotated | None = None
@@ -92,7 +92,7 @@ class _Candidate:
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
     store_queries: StoreQueries = store_kv.store_queries
-    store_int4: StoreInt4 = int4_log.store_int4
+    int4: Int4Kernels = int4_log.BY_DEVICE
     store_kv: StoreKV = store_kv.store_kv
     store_rotated: StoreRotated | None = None
     quantized: QuantizedKernels | None = quantized_entries.TORCH
@@ -172,7 +172,7 @@ _CANDIDATES = (
         make=_make_cpu,
         store_kv=cpu_store_kv.store_kv,
         store_queries=cpu_store_kv.store_queries,
-        store_int4=query_log.store_int4,
+        int4=query_log.COMPILED,
         quantized=cpu_quantized.COMPILED,
         moves=move_kv.COMPILED,
         dtypes=paged_attention.DTYPES,
@@ -188,7 +188,7 @@ _CANDIDATES = (
         quantized=quantized_triton.TRITON,
         moves=compact_kv.TRITON,
         store_queries=store_kv.store_queries_triton,
-        store_int4=int4_log.store_int4_triton,
+        int4=int4_log.TRITON,
         only_named=("cpu",),
         refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
     ),
@@ -241,7 +241,7 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
     assert decode.quantized is not None or needs.form == "auto"
     quantized = decode.quantized or quantized_entries.TORCH
-    stores = decode.store_kv, decode.store_queries, decode.store_int4, quantized
+    stores = decode.store_kv, decode.store_queries, decode.int4, quantized
     if prefill is decode:
         how = "; ".join([decode.how(needs), *refusals])
         backend = _by_layer(tokens, needs)

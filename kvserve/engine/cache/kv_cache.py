@@ -12,7 +12,6 @@ from kvserve.engine.attention.base import (
     Entries,
     ForwardBatch,
     RotateAndStore,
-    StoreInt4,
     StoreKV,
     StoreQueries,
     StoreRotated,
@@ -29,9 +28,10 @@ from kvserve.engine.cache.entry_store import (
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels import int4_log
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.entry_format import EntryFormat, entry_format
-from kvserve.kernels.int4_log import store_int4
+from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout, LayerKinds
@@ -70,7 +70,7 @@ class KVCache:
         store_kv: StoreKV = store_kv,
         store_rotated: StoreRotated | None = None,
         store_queries: StoreQueries = store_queries,
-        store_int4: StoreInt4 = store_int4,
+        int4: Int4Kernels = int4_log.BY_DEVICE,
         quantized: QuantizedKernels = TORCH,
         moves: MoveKernels = BY_DEVICE,
     ) -> None:
@@ -100,7 +100,7 @@ class KVCache:
             self.entries = QuantizedEntries(blocks, quantized, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
         blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
-        self.query_log = QueryLog(blocks_of_queries, log, store_queries, store_int4)
+        self.query_log = QueryLog(blocks_of_queries, log, store_queries, int4)
         self.logs_shares = self.query_log.holds_shares
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import StoreInt4, StoreQueries
+from kvserve.engine.attention.base import StoreQueries
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import gather_queries
-from kvserve.kernels.int4_log import gather_int4, int4_bytes, int4_log
+from kvserve.kernels.int4_log import Int4Kernels, int4_bytes, int4_log
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.layout import KVLayout
 
@@ -64,10 +64,10 @@ class QueryLog:
     """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
 
     def __init__(
-        self, blocks: Queries, form: LogForm, store_queries: StoreQueries, store_int4: StoreInt4
+        self, blocks: Queries, form: LogForm, store_queries: StoreQueries, int4: Int4Kernels
     ) -> None:
         self.blocks, self.form = blocks, form
-        self._store_queries, self._store_int4 = store_queries, store_int4
+        self._store_queries, self._int4 = store_queries, int4
 
     @property
     def block_tokens(self) -> int:
@@ -93,7 +93,7 @@ class QueryLog:
             self._store_queries(self.blocks, layer, slots, q)
         else:
             assert shares is not None, "attention was asked for them"
-            self._store_int4(self.blocks, layer, slots, q, shares)
+            self._int4.store(self.blocks, layer, slots, q, shares)
 
     def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
         """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
@@ -101,6 +101,6 @@ class QueryLog:
         4-bit and e4m3 queries keep their form; the scoring kernels widen them.
         """
         if not isinstance(self.blocks, Tensor):
-            return gather_int4(self.blocks, slots, layers)
+            return self._int4.gather(self.blocks, slots, layers)
         entries = gather_queries(self.blocks, slots, layers)
         return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries

@@ -14,7 +14,7 @@ from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.scores.causal_scores import Queries
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.slot_mapping import slots_of_entries
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
@@ -121,9 +121,7 @@ def slots_of(
 ) -> Tensor:
     """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]."""
     at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
-    by_lane = at.clamp(min=0).expand(-1, *lanes, -1).permute(1, 2, 0, 3).reshape(*lanes, -1)
-    owners = to_device(np.repeat(rows, entries.shape[-1]), tables.device)
-    return slot_mapping(tables, owners, by_lane, block_tokens)
+    return slots_of_entries(tables, to_device(rows, tables.device), at, lanes, block_tokens)
 
 
 def by_window(x: Tensor, windows: int) -> Tensor:
@@ -141,6 +139,9 @@ def queries_by_window(queries: Queries, windows: int) -> Queries:
 def by_shape(task: Task, *sizes: IntArray) -> Iterator[tuple[Task, IntArray]]:
     """Yield batches of events that are equal in all of ``sizes [E]``, with their indices."""
     shapes = np.stack(sizes, axis=1)
+    if (shapes == shapes[0]).all():
+        yield task, np.arange(len(shapes))
+        return
     for shape in np.unique(shapes, axis=0):
         at = np.flatnonzero((shapes == shape).all(axis=1))
         yield task.part(at), at  # type: ignore[misc]

@@ -148,7 +148,7 @@ class RankPlan:
             store_kv=attention.store_kv,
             store_rotated=attention.store_rotated,
             store_queries=attention.store_queries,
-            store_int4=attention.store_int4,
+            int4=attention.int4,
             quantized=attention.quantized,
             moves=attention.moves,
         )

@@ -12,9 +12,9 @@ from kvserve.kernels.cpu import levels, paged_attention
 from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
 
 _NAMES = (
-    *("calls", "centre_scores", "decode_inputs", "elementwise", "linear", "move_kv"),
-    *("paged_attention", "quantized_entries", "query_log", "store_kv", "top_places"),
-    "window_scores",
+    *("calls", "centre_scores", "decode_inputs", "elementwise", "fitted_remainder", "linear"),
+    *("move_kv", "paged_attention", "quantized_entries", "query_log", "slot_mapping"),
+    *("store_kv", "top_places", "window_scores"),
 )
 
 

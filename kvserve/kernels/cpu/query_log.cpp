@@ -1,5 +1,5 @@
 // Logs queries in 4 bits in a paged cache: codes, a scale and a share of attention for each vector, in one
-// pass.
+// pass; and reads them as they are.
 
 #include <algorithm>
 #include <cmath>
@@ -22,6 +22,20 @@ extern "C" struct StoreInt4 {
   int64_t* fault;        // the slot that was refused
   int64_t query_stride, codes_stride, scales_stride;
   int64_t num_tokens, num_blocks, block_size, num_tables, heads, dim, is_bf16;
+};
+
+// Likewise. Layers of a block are layer strides apart.
+extern "C" struct GatherInt4 {
+  const uint8_t* codes;     // as of StoreInt4, of all layers of a block
+  const uint16_t* scales;
+  const int64_t* slots;     // [L, H, S]
+  const int64_t* layers;    // [L], the layer of each; null: they are 0 to L
+  uint8_t* codes_out;       // [L, H, S, dim / 2]
+  uint16_t* scales_out;     // [L, H, S, 2]
+  int64_t* fault;
+  int64_t codes_stride, scales_stride, codes_layer_stride, scales_layer_stride;
+  int64_t num_layers, num_heads, length;
+  int64_t num_blocks, block_layers, block_size, heads, dim;
 };
 
 namespace {
@@ -67,13 +81,19 @@ void store_vector(const T* from, float share, int64_t dim, uint8_t* codes, uint1
   for (int64_t d = 0; d < dim / 2; ++d) codes[d] = numbers[2 * d] | numbers[2 * d + 1] << 4;
 }
 
-template <typename T>
-int store(const StoreInt4& c) {
-  for (int64_t i = 0; i < c.num_tables * c.num_tokens; ++i)
+template <typename Call>
+int refusal(const Call& c, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
     if (c.slots[i] < 0 || c.slots[i] >= c.num_blocks * c.block_size) {
       *c.fault = c.slots[i];
       return 1;
     }
+  return 0;
+}
+
+template <typename T>
+int store(const StoreInt4& c) {
+  if (refusal(c, c.num_tables * c.num_tokens)) return 1;
   for (int64_t r = 0; r < c.num_tables; ++r)
     for (int64_t t = 0; t < c.num_tokens; ++t) {
       const int64_t slot = c.slots[r * c.num_tokens + t];
@@ -94,4 +114,26 @@ int store(const StoreInt4& c) {
 
 extern "C" int kvserve_store_int4(const StoreInt4* call) {
   return call->is_bf16 ? store<bf16>(*call) : store<float>(*call);
+}
+
+extern "C" int kvserve_gather_int4(const GatherInt4* call) {
+  const GatherInt4& c = *call;
+  const int64_t half = c.dim / 2;
+  if (refusal(c, c.num_layers * c.num_heads * c.length)) return 1;
+  const int64_t* slot = c.slots;
+  uint8_t* codes_out = c.codes_out;
+  uint16_t* scales_out = c.scales_out;
+  for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane) {
+    const int64_t layer = c.layers ? c.layers[lane / c.num_heads] : lane / c.num_heads;
+    const uint8_t* codes = c.codes + layer % c.block_layers * c.codes_layer_stride;
+    const uint16_t* scales = c.scales + layer % c.block_layers * c.scales_layer_stride;
+    const int64_t head = lane % c.num_heads % c.heads;
+    for (int64_t i = 0; i < c.length; ++i, ++slot, codes_out += half, scales_out += 2) {
+      const int64_t block = *slot / c.block_size;
+      const int64_t at = (*slot - block * c.block_size) * c.heads + head;
+      std::memcpy(codes_out, codes + block * c.codes_stride + at * half, half);
+      std::memcpy(scales_out, scales + block * c.scales_stride + at * 2, 2 * sizeof *scales);
+    }
+  }
+  return 0;
 }

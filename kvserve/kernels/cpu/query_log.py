@@ -1,4 +1,4 @@
-"""Logging queries in 4 bits on a CPU: calls ``query_log.cpp``."""
+"""Logging queries in 4 bits on a CPU, and reading them: calls ``query_log.cpp``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
-from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.int4_log import Int4Kernels, Int4Queries
 
 _POINTERS = ("query", "shares", "codes", "scales", "slots", "fault")
 _NUMBERS = (
@@ -25,6 +25,20 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _NUMBERS),
+    )
+
+
+class _GatherCall(ctypes.Structure):
+    """``GatherInt4`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "slots", "layers")),
+        *((name, ctypes.c_void_p) for name in ("codes_out", "scales_out", "fault")),
+        *((f"{part}_stride", ctypes.c_int64) for part in ("codes", "scales")),
+        *((f"{part}_layer_stride", ctypes.c_int64) for part in ("codes", "scales")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "num_heads", "length")),
+        *((name, ctypes.c_int64) for name in ("num_blocks", "block_layers", "block_size")),
+        *((name, ctypes.c_int64) for name in ("heads", "dim")),
     )
 
 
@@ -74,3 +88,32 @@ def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, share
     )
     refusal = calls.slot_refusal("store_int4", fault, num_blocks, size)
     calls.run(load_library("query_log"), "store_int4", call, refusal)
+
+
+def gather_int4(log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None) -> Int4Queries:
+    """Logged queries as they are, as ``kvserve.kernels.int4_log``: [L', Hlog, S, ...].
+
+    slots: int64 [L', Hlog, S]. ``IndexError``, with nothing read, for a slot that is not there.
+    """
+    num_blocks, layers, size, heads, half = log.codes.shape
+    slots = slots.contiguous()
+    ids = None if layer_ids is None else layer_ids.contiguous()
+    found = Int4Queries(
+        log.codes.new_empty(*slots.shape, half), log.scales.new_empty(*slots.shape, 2)
+    )
+    fault = ctypes.c_int64()
+    call = _GatherCall(
+        *(x.data_ptr() for x in (*log, slots)),
+        None if ids is None else ids.data_ptr(),
+        *(x.data_ptr() for x in found),
+        ctypes.addressof(fault),
+        *(x.stride(at) for at in (0, 1) for x in log),
+        *slots.shape,
+        *(num_blocks, layers, size, heads, 2 * half),
+    )
+    refusal = calls.slot_refusal("gather_int4", fault, num_blocks, size)
+    calls.run(load_library("query_log"), "gather_int4", call, refusal)
+    return found
+
+
+COMPILED = Int4Kernels(store_int4, gather_int4)

@@ -262,56 +262,6 @@ class Kernel {
 
 }  // namespace
 
-// What the queries of a group give to one key: the sum of exp(q . k - log_sum) over its queries.
-extern "C" struct GivenToOne {
-  const uint8_t* codes;   // as of WindowScores, these five too
-  const float* scales;
-  const float* log_sums;
-  const float* keys;      // [outer, inner, Hkv, D], dense
-  float* out;             // [outer, inner, Hkv]
-  int64_t codes_strides[4];
-  int64_t outer, inner, num_heads, num_kv_heads, window, dim;
-};
-
-extern "C" void kvserve_given_to_one(const GivenToOne* call) {
-  const GivenToOne& c = *call;
-  const int64_t group = c.num_heads / c.num_kv_heads, half = c.dim / 2;
-  std::vector<float> even(half), odd(half);
-  for (int64_t lane = 0; lane < c.outer * c.inner * c.num_kv_heads; ++lane) {
-    const int64_t event = lane / c.num_kv_heads, first = lane % c.num_kv_heads * group;
-    float base = 0.0f;  // codes count from 8
-    for (int64_t d = 0; d < half; ++d) {
-      even[d] = c.keys[lane * c.dim + 2 * d];
-      odd[d] = c.keys[lane * c.dim + 2 * d + 1];
-      base += 8 * (even[d] + odd[d]);
-    }
-    float given = 0.0f;
-    for (int64_t member = 0; member < group; ++member) {
-      const uint8_t* from = c.codes + event / c.inner * c.codes_strides[0] +
-                            event % c.inner * c.codes_strides[1] +
-                            (first + member) * c.codes_strides[2];
-      const int64_t place = (lane * group + member) * c.window;
-      for (int64_t row = 0; row < c.window; ++row) {
-        const uint8_t* code = from + row * c.codes_strides[3];
-        F sum = {};
-        for (int64_t d = 0; d < half; d += W) {
-          const int count = std::min<int64_t>(W, half - d);
-          alignas(64) float low[W] = {}, high[W] = {};
-          for (int i = 0; i < count; ++i) {
-            low[i] = code[d + i] & 15;
-            high[i] = code[d + i] >> 4;
-          }
-          sum += X::load(low) * X::load(even.data() + d, count);
-          sum += X::load(high) * X::load(odd.data() + d, count);
-        }
-        const float logit = (X::total(sum) - base) * c.scales[place + row];
-        given += std::exp(logit - c.log_sums[place + row]);
-      }
-    }
-    c.out[lane] = given;
-  }
-}
-
 extern "C" void kvserve_window_scores(const WindowScores* call) {
   call->is_bf16 ? Kernel<bf16>(*call).run() : Kernel<float>(*call).run();
 }

@@ -32,17 +32,6 @@ class _Call(ctypes.Structure):
     )
 
 
-class _OneCall(ctypes.Structure):
-    """``GivenToOne`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales", "log_sums", "keys", "out")),
-        ("codes_strides", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int64) for name in ("outer", "inner", "num_heads", "num_kv_heads")),
-        *((name, ctypes.c_int64) for name in ("window", "dim")),
-    )
-
-
 def missing() -> str | None:
     """Why the compiled kernel is not there; ``None`` if it is."""
     try:
@@ -77,7 +66,7 @@ def window_scores(
     *lead, heads, window, _ = query.shape
     kv_heads, held, dim = key.shape[-3:]
     length = held if seen is None else held - seen.later
-    codes, keys = (_five_dims(x) for x in (query.codes, key))
+    codes, keys = (five_dims(x) for x in (query.codes, key))
     scales = query.scales[..., 0].float().mul_(scale).contiguous()
     shares = None if seen is None else seen.shares.float().contiguous()
     out = torch.empty(*lead, kv_heads, length)
@@ -107,27 +96,7 @@ def window_scores(
     return out
 
 
-def given_to_one(query: Int4Queries, keys: Tensor, log_sums: Tensor, scale: float) -> Tensor:
-    """What a group's queries give to one key each: keys [..., Hkv, D] -> float32 [..., Hkv].
-
-    log_sums: float32 [..., Hq, W], as of ``Given``.
-    """
-    *lead, heads, window, dim = query.shape
-    codes, kv_heads = _five_dims(query.codes), keys.shape[-2]
-    scales = query.scales[..., 0].float().mul_(scale).contiguous()
-    own, sums = keys.float().contiguous(), log_sums.contiguous()
-    out = torch.empty(*lead, kv_heads)
-    call = _OneCall(
-        *(x.data_ptr() for x in (codes, scales, sums, own, out)),
-        (ctypes.c_int64 * 4)(*codes.stride()[:4]),
-        *codes.shape[:2],
-        *(heads, kv_heads, window, dim),
-    )
-    calls.run(load_library("window_scores"), "given_to_one", call)
-    return out
-
-
-def _five_dims(x: Tensor) -> Tensor:
+def five_dims(x: Tensor) -> Tensor:
     while x.dim() < 5:
         x = x[None]
     return x.flatten(0, -5)

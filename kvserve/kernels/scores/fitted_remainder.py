@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import runs_triton
-from kvserve.kernels.cpu import window_scores as cpu
+from kvserve.kernels.cpu import fitted_remainder as cpu
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, logits_of
@@ -25,14 +25,22 @@ def fitted_remainder(
     the one entry as for all it stands for. Returns float32 [..., Hkv, D] and [..., Hkv]; a bias of
     -inf where no query gave them anything.
     """
+    how = query, key, value, dropped, given, scale
+    if isinstance(query, Int4Queries) and cpu.takes(query, key, value):
+        return cpu.fitted_remainder(query, *how[1:])
+    return fitted_remainder_torch(*how)
+
+
+def fitted_remainder_torch(
+    query: Queries, key: Tensor, value: Tensor, dropped: Tensor, given: Given, scale: float
+) -> Remainder:
+    """The reference of ``fitted_remainder``; on CUDA a kernel finds what the one entry is given."""
     weights = given.keys * dropped
     mass = weights.sum(dim=-1)
     share = (weights / mass.clamp(min=torch.finfo(torch.float32).tiny)[..., None])[..., None, :]
     keys, values = ((share @ x.float())[..., 0, :] for x in (key, value))
     if runs_triton(key):
         one = given_triton(query, keys[..., None, :].to(key.dtype), given.log_sums, scale)[..., 0]
-    elif isinstance(query, Int4Queries) and cpu.takes(query, key):
-        one = cpu.given_to_one(query, keys, given.log_sums, scale)
     else:
         one = probs_of(query, keys[..., None, :], given.log_sums, scale).sum(dim=(-3, -2))[..., 0]
     bias = torch.where(mass > 0, mass.log() - one.log(), -torch.inf)

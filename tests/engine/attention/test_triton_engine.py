@@ -17,7 +17,6 @@ from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_queries_triton
-from kvserve.kernels.int4_log import gather_int4_triton
 from kvserve.kernels.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
@@ -65,7 +64,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     fill = decode_inputs.decode_inputs_triton
     monkeypatch.setattr(rank_plan, "select_decode_inputs", lambda: fill)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
-    monkeypatch.setattr(query_log, "gather_int4", gather_int4_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

@@ -1,0 +1,64 @@
+"""Slots of entries on a CPU: calls ``slot_mapping.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.cpu import calls
+from kvserve.kernels.cpu.build import BuildError, load_library
+
+_NUMBERS = (
+    *("num_events", "num_layers", "num_heads", "length"),
+    *("groups", "num_rows", "tables_per_row", "columns", "block_tokens"),
+)
+
+
+class _Call(ctypes.Structure):
+    """``SlotMapping`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tables", "rows", "entries", "out", "fault")),
+        ("strides", ctypes.c_int64 * 4),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+    )
+
+
+def takes(block_tables: Tensor) -> bool:
+    """Whether the compiled kernel is there, and takes these tables."""
+    if block_tables.device.type != "cpu" or block_tables.dtype is not torch.int32:
+        return False
+    try:
+        load_library("slot_mapping")
+    except BuildError:
+        return False
+    return True
+
+
+def slots_of_entries(
+    block_tables: Tensor, rows: Tensor, entries: Tensor, lanes: tuple[int, int], block_tokens: int
+) -> Tensor:
+    """As ``kernels.slot_mapping``. ``IndexError`` for a row or an entry that is not there."""
+    tables, rows = block_tables.contiguous(), rows.contiguous()
+    count, length = len(rows), entries.shape[-1]
+    wide = entries.expand(count, *lanes, -1)
+    out = torch.empty(*lanes, count * length, dtype=torch.int64)
+    fault = ctypes.c_int64()
+    call = _Call(
+        *(x.data_ptr() for x in (tables, rows, wide, out)),
+        ctypes.addressof(fault),
+        (ctypes.c_int64 * 4)(*wide.stride()),
+        *wide.shape,
+        *tables.shape,
+        block_tokens,
+    )
+
+    def refusal(code: int) -> IndexError:
+        what = "row" if code == 1 else "entry"
+        held = f"{tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
+        return IndexError(f"slots_of_entries: {what} {fault.value} is not in {held}")
+
+    calls.run(load_library("slot_mapping"), "slot_mapping", call, refusal)
+    return out
