@@ -35,7 +35,7 @@ extern "C" struct WindowScores {
 namespace {
 
 constexpr int W = kMaxLanes;
-constexpr int kRows = 4;
+constexpr int kRows = kMaxLanes == 8 ? 6 : 4;  // as many sums as registers hold
 constexpr int kVectors = kMaxLanes / 4;  // of a row of logits that are computed at a time
 constexpr int kWidth = kVectors * W;
 constexpr int kLargestDim = 256;
@@ -123,8 +123,7 @@ class Kernel {
         for (int r = 0; r < count; ++r) {
           const int64_t query = (lane * group_ + member) * call_.window + row + r;
           const Sum sum = soften(logits + r * stride_, query, row + r);
-          add(logits + r * stride_, 1.0f / sum.total, share);
-          if (call_.given) give(logits + r * stride_, 1.0f / sum.total, given);
+          add(logits + r * stride_, 1.0f / sum.total, share, call_.given ? given : nullptr);
           if (call_.log_sums) call_.log_sums[query] = sum.high + std::log(sum.total);
         }
       }
@@ -157,30 +156,45 @@ class Kernel {
         std::memcpy(row, key, call_.dim * sizeof(T));
       else
         for (int d = 0; d < call_.dim; d += 8) Lanes<8>::store(row + d, Lanes<8>::load(key + d));
-      for (int d = 0; d < depth; ++d) column[d * kWidth] = row[d];
+      for (int d = 0; d < depth; ++d) column[place(d) * kWidth] = row[d];
     }
   }
+
+  // Numbers of even dimensions come before those of odd ones, as they are in a query's bytes.
+  int place(int dim) const { return kPairs<T> ? dim : dim % 2 * (call_.dim / 2) + dim / 2; }
 
   // Queries [row, row + count) of a head; others are zero.
   void read(int64_t lane, int member, int64_t row, int count, Query* to) const {
     const int64_t* strides = call_.codes_strides;
-    const int64_t event = lane / call_.num_kv_heads;
+    const int64_t event = lane / call_.num_kv_heads, half = call_.dim / 2;
     const int64_t head = lane % call_.num_kv_heads * group_ + member;
     const uint8_t* from = call_.codes + event / call_.inner * strides[0] +
                           event % call_.inner * strides[1] + head * strides[2];
     const float* scales = call_.scales + (lane * group_ + member) * call_.window;
-    for (int r = 0; r < kRows; ++r)
-      for (int d = 0; d < call_.dim / 2; ++d) {
-        const int both = r < count ? from[(row + r) * strides[3] + d] : 0x88;
-        const float low = (both & 15) - 8, high = (both >> 4) - 8;
-        if constexpr (kPairs<T>) {
-          to[r * call_.dim / 2 + d] = upper_half(high) << 16 | upper_half(low);
-        } else {
-          const float scale = r < count ? scales[row + r] : 0.0f;
-          to[r * call_.dim + 2 * d] = low * scale;
-          to[r * call_.dim + 2 * d + 1] = high * scale;
+    for (int r = 0; r < kRows; ++r) {
+      const uint8_t* codes = from + (row + r) * strides[3];
+      if constexpr (kPairs<T>) {
+        for (int d = 0; d < half; ++d) {
+          const int both = r < count ? codes[d] : 0x88;
+          to[r * half + d] = upper_half((both >> 4) - 8) << 16 | upper_half((both & 15) - 8);
+        }
+      } else if (r >= count) {
+        std::fill_n(to + r * call_.dim, call_.dim, 0.0f);
+      } else {
+        for (int64_t d = 0; d < half; d += W) {
+          const int some = std::min<int64_t>(W, half - d);
+          F low, high;
+          load(codes + d, some, low, high);
+          X::store(to + r * call_.dim + d, (low - 8.0f) * scales[row + r], some);
+          X::store(to + r * call_.dim + half + d, (high - 8.0f) * scales[row + r], some);
         }
       }
+    }
+  }
+  static void load(const uint8_t* codes, int count, F& low, F& high) {
+    uint8_t part[W] = {};
+    std::memcpy(part, codes, count);
+    X::load(reinterpret_cast<const int4x2*>(count == W ? codes : part), low, high);
   }
   // A whole number of few bits as bfloat16.
   static uint32_t upper_half(float x) {
@@ -207,7 +221,7 @@ class Kernel {
   Sum soften(float* row, int64_t query, int64_t index) const {
     const bool absolute = call_.shares != nullptr;
     const int64_t own = absolute ? call_.first + call_.step * index : -1;
-    const int64_t first = absolute ? own / call_.span * call_.span : 0;
+    const int64_t first = absolute ? own - (uint32_t)own % (uint32_t)call_.span : 0;
     const int64_t end = absolute ? held_ : call_.length;
     const auto lane = X::count();
     F highest = F{} - INFINITY;
@@ -221,9 +235,11 @@ class Kernel {
     for (int64_t j = 0; j < end; j += W) {
       const F power = X::exp(X::load(row + j) - high);
       X::store(row + j, power);
-      if (j + W <= end && (j > own || j + W <= first)) {  // most are on one side, as a whole
+      const bool old = j + W <= first, known = j >= first && j + W <= own + 1;
+      if (j + W <= end && (j > own || old || known)) {  // most are on one side, as a whole
         all += power;
         if (j > own) later += power;
+        if (known) recent += power;
         continue;
       }
       const F counts = lane < (int)(end - j) ? power : F{};
@@ -238,20 +254,16 @@ class Kernel {
     return {high, std::max(window, X::total(later) + X::total(recent) * elsewhere)};
   }
 
-  // Adds the n probabilities as they are.
-  void give(const float* row, float factor, float* given) const {
-    for (int64_t j = 0; j < call_.length; j += W)
-      X::store(given + j, X::load(given + j) + X::load(row + j) * factor);
-  }
-
-  // Adds the n probabilities that these powers are, times factor, to the scores.
-  void add(const float* row, float factor, float* share) const {
+  // Adds the n probabilities that these powers are, times factor, to the scores; to `given` as they
+  // are.
+  void add(const float* row, float factor, float* share, float* given) const {
     for (int64_t j = 0; j < call_.length; j += W) {
       const F x = X::load(row + j) * factor, old = X::load(share + j);
       if (call_.aggregate == kMax)
         X::store(share + j, x > old ? x : old);
       else
         X::store(share + j, old + (call_.aggregate == kSquares ? x * x : x));
+      if (given) X::store(given + j, X::load(given + j) + x);
     }
   }
 
