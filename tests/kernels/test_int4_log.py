@@ -126,6 +126,22 @@ def test_the_triton_kernels_pass_over_slots_that_are_not_there() -> None:
         store_int4_triton(log, 1, slots, torch.ones(3, 2, 16), torch.ones(3, 2).half())
 
 
+@pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
+def test_the_compiled_gather(heads: int, rows: int, dim: int) -> None:
+    memory, log, tokens = log_of(heads, dim)
+    memory.random_(0, 120)  # no NaN among the scales
+    for layers in (None, torch.tensor([3, 0])):
+        count = LAYERS if layers is None else len(layers)
+        slots = torch.randint(0, BLOCKS * tokens, (count, rows * heads, 9)).transpose(0, 1)
+        slots = slots.contiguous().transpose(0, 1)
+        found = query_log.gather_int4(log, slots, layers)
+        for part, expected in zip(found, gather_int4_torch(log, slots, layers), strict=True):
+            assert torch.equal(part, expected) and part.any()
+    for wrong in (BLOCKS * tokens, -1):
+        with pytest.raises(IndexError, match=f"slot {wrong} "):
+            query_log.gather_int4(log, torch.full((1, heads, 1), wrong))
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
 def test_what_is_read_of_several_layers(heads: int, rows: int, dim: int) -> None:

@@ -11,11 +11,17 @@ from torch import Tensor
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.cpu import fitted_remainder as cpu_fit
+from kvserve.kernels.cpu import remainder as cpu_remainder
 from kvserve.kernels.cpu import window_scores as cpu_scores
 from kvserve.kernels.cpu.paged_attention import paged_attention
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.remainder import Remainder, merged
+from kvserve.kernels.remainder import (
+    Remainder,
+    add_remainders,
+    add_remainders_torch,
+    merged,
+)
 from kvserve.kernels.scores.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_torch,
@@ -220,3 +226,26 @@ def test_a_fit_meets_the_mass_of_what_is_dropped(form: str) -> None:
     weights = (given.keys * dropped)[1, 0]
     torch.testing.assert_close(left.keys[1, 0], weights @ keys[1, 0] / weights.sum())
     torch.testing.assert_close(left.values[1, 0], weights @ values[1, 0] / weights.sum())
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rows_have_lost_is_merged_in_place(dtype: torch.dtype) -> None:
+    """Lanes that had lost nothing, or lose nothing now, hold anything there; other rows stay."""
+    lanes = [random_remainder(7, 4, 16, dtype, seed) for seed in range(2)]
+    whole = Remainder(*(torch.stack(parts).contiguous() for parts in zip(*lanes, strict=True)))
+    more = random_remainder(4 * 2, 4, 16, torch.float32, 9)
+    more = Remainder(*(part.unflatten(0, (4, 2)) for part in more))
+    rows = torch.tensor([5, 0, 3, 6])
+    expected = Remainder(*(part.clone() for part in whole))
+    add_remainders_torch(expected, rows, more)
+    assert cpu_remainder.takes(whole.keys)
+    add_remainders(whole, rows, more)
+    within = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(whole, expected, rtol=within, atol=within, equal_nan=True)
+    assert (whole.bias == NOTHING).any()
+    before = whole.bias.clone()
+    for wrong in (7, -1):
+        with pytest.raises(IndexError, match=f"row {wrong} "):
+            add_remainders(whole, torch.tensor([0, wrong]), more.at(slice(2)))
+    assert torch.equal(whole.bias, before)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.remainder import Remainder, merged
+from kvserve.kernels.remainder import Remainder, add_remainders
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RemainderMoves
 
@@ -63,9 +63,7 @@ class Remainders:
     def add(self, rows: Tensor, more: Remainder) -> None:
         """Merge what events have dropped, [E, L, Hkv, ...], into what their ``rows`` have."""
         self.used = True
-        both = merged(self.of(rows), more)
-        for part, new in zip(self.whole, both, strict=True):
-            part[:, rows] = new.transpose(0, 1).to(part.dtype)
+        add_remainders(self.whole, rows, more)
 
     def begin(self, rows: Tensor) -> None:
         """New rows have lost nothing."""

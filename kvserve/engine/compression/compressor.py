@@ -183,7 +183,7 @@ class Compressor:
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        dst = self._destinations(task, task.copy_start, plan.exists)
+        dst = self._destinations(task, task.copy_start, plan.src.shape[-1], plan.counts)
         self._cache.entries.move(src, dst, runs=len(task.rows))
 
     def _leave(
@@ -203,19 +203,19 @@ class Compressor:
             more = mean_of_dropped(self._cache, task, plan, start, block_tables)
         self._remainders.add(_long(task.rows, plan.src), more)
 
-    def _destinations(self, task: CompactionTask, start: IntArray, exists: Tensor) -> Tensor:
-        """Slots [L, Hkv, E * P], after the event, of the entries from ``start [E]`` on.
+    def _destinations(
+        self, task: CompactionTask, start: IntArray, length: int, counts: Tensor
+    ) -> Tensor:
+        """Slots [L, Hkv, E * length], after the event, of the entries from ``start [E]`` on.
 
-        ``exists``: bool [E, L, Hkv, P]; entries that do not exist get slot 0.
+        Those behind the first ``counts [E, L, Hkv]`` do not exist, and get slot 0.
         """
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        place = torch.arange(exists.shape[-1], device=exists.device)
-        first = _long(start - task.copy_start // size * size, exists)[:, None, None, None]
-        tables = to_device(task.dst_blocks, exists.device, torch.int32)
-        ends = torch.where(exists, first + place, 0)
-        slots = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size)
-        return torch.where(exists.permute(1, 2, 0, 3).reshape(slots.shape), slots, 0)
+        first = start - task.copy_start // size * size
+        ends = first[:, None, None, None] + np.arange(length)
+        tables = to_device(task.dst_blocks, counts.device, torch.int32)
+        return slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, counts)
 
     def _select(
         self,
@@ -252,10 +252,8 @@ class Compressor:
 
     def _write_values(self, task: CompactionTask, values: Tensor) -> None:
         """Write the new values [E, L, Hkv, C, D] of kept entries, which have been moved already."""
-        place = torch.arange(values.shape[3], device=values.device)
-        counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None, None]
-        exists = (place < counts).expand(values.shape[:-1])
-        slots = self._destinations(task, task.plan.region_start, exists)
+        counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None]
+        slots = self._destinations(task, task.plan.region_start, values.shape[3], counts)
         self._cache.entries.write_values(slots, values.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:

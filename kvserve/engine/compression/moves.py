@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.moved_entries import moved_entries
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask
@@ -39,24 +40,12 @@ def plan_moves(task: CompactionTask, kept: Tensor, chosen: IntArray, layout: KVL
     kept: int64 [E, L, Hkv, C], physical entries; the first ``chosen [E, L, Hkv]`` ascend and count.
     """
     old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
-    counts = new - task.copy_start[:, None, None]
-    place = torch.arange(int(counts.max()), device=kept.device)
-    start, before, last_chosen, evicted = (
-        to_device(x, kept.device)[..., None]
-        for x in (
-            task.copy_start[:, None, None],
-            (task.plan.region_start - task.copy_start)[:, None, None],
-            (task.plan.region_start - task.copy_start)[:, None, None] + chosen,
-            old - new,
-        )
-    )
-    rank = (place - before).clamp(0, max(kept.shape[-1] - 1, 0)).expand(*kept.shape[:3], -1)
-    src = start + place + evicted
-    if kept.shape[-1]:
-        src = torch.where(place < last_chosen, kept.gather(-1, rank), src)
-    src = torch.where(place < before, start + place, src)
-    plan = MovePlan(src, start.view(-1), to_device(counts, kept.device))
-    return MovePlan(torch.where(plan.exists, src, 0), plan.copy_start, plan.counts)
+    start = task.copy_start[:, None, None]
+    counts, before = new - start, task.plan.region_start[:, None, None] - start
+    numbers = np.stack(np.broadcast_arrays(start, before, chosen, old - new, counts))
+    of_lanes = to_device(numbers, kept.device)
+    src = moved_entries(kept, of_lanes, int(counts.max()))
+    return MovePlan(src, of_lanes[0, :, 0, 0], of_lanes[4])
 
 
 def lanes_of(lens: IntArray, layout: KVLayout) -> IntArray:

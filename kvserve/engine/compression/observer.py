@@ -15,6 +15,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.scheduler.arrays import IntArray
@@ -124,9 +125,12 @@ class Observer:
         if scores is not None and scores.shape[1] > lanes:
             scores = led(scores, at)
         missing = part.missing(keys.device)
-        left = None
-        if policy.leaves != "off" and self._remainders is not None:
-            left = self._remainders.of(to_device(part.rows, keys.device), at)
+
+        def left() -> Remainder | None:
+            if policy.leaves == "off" or self._remainders is None:
+                return None
+            return self._remainders.of(to_device(part.rows, keys.device), at)
+
         sinks = self._sinks_of(queries.shape[:-2], at)
         how = self._scale, scores, missing, self._gather, policy.later_entries, values, left, sinks
         if not policy.uses_centres:

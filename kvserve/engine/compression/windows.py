@@ -118,10 +118,13 @@ def slots_of(
     entries: IntArray | Tensor,
     lanes: tuple[int, int],
     block_tokens: int,
+    counts: Tensor | None = None,
 ) -> Tensor:
-    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]."""
+    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]. Those
+    behind the first ``counts [E', A, H]`` of a lane get slot 0."""
     at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
-    return slots_of_entries(tables, to_device(rows, tables.device), at, lanes, block_tokens)
+    owners = to_device(rows, tables.device)
+    return slots_of_entries(tables, owners, at, lanes, block_tokens, counts)
 
 
 def by_window(x: Tensor, windows: int) -> Tensor:

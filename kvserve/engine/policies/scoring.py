@@ -42,6 +42,10 @@ def _alone(x: Tensor) -> Tensor:
     return x
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
@@ -54,7 +58,7 @@ class Observation:
     no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
     ask for them. ``values``, in the shape of the keys, are given to policies that
     declare ``uses_values``, or fit something.
-    ``remainder [E, L, Hkv, ...]`` stands for what was dropped before; ``None``: nothing was.
+    ``left`` reads the ``remainder [E, L, Hkv, ...]``, for policies that look at it.
     ``sinks`` float32 [E, L, Hlog] take part in each head's softmax, if the model has them.
     ``centres`` are where the model's queries usually point, for policies that use them;
     ``positions [E]`` are the sequences' next logical positions then.
@@ -70,11 +74,16 @@ class Observation:
     gather: Callable[[Tensor], Tensor] = _alone
     later: int = 0
     values: Tensor | None = None
-    remainder: Remainder | None = None
+    left: Callable[[], Remainder | None] = _nothing
     sinks: Tensor | None = None
     centres: Centres | None = None
     positions: Tensor | None = None
     _known: list[Given] = field(default_factory=list, repr=False)
+
+    @property
+    def remainder(self) -> Remainder | None:
+        """What stands for all that was dropped before: [E, L, Hkv, ...]; ``None``: nothing was."""
+        return self.left()
 
     @property
     def shares(self) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import BuildError, load_library
 
+_POINTERS = ("tables", "rows", "entries", "counts", "out", "fault")
 _NUMBERS = (
     *("num_events", "num_layers", "num_heads", "length"),
     *("groups", "num_rows", "tables_per_row", "columns", "block_tokens"),
@@ -20,8 +21,9 @@ class _Call(ctypes.Structure):
     """``SlotMapping`` of the C++ file, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("tables", "rows", "entries", "out", "fault")),
+        *((name, ctypes.c_void_p) for name in _POINTERS),
         ("strides", ctypes.c_int64 * 4),
+        ("counts_strides", ctypes.c_int64 * 3),
         *((name, ctypes.c_int64) for name in _NUMBERS),
     )
 
@@ -38,18 +40,27 @@ def takes(block_tables: Tensor) -> bool:
 
 
 def slots_of_entries(
-    block_tables: Tensor, rows: Tensor, entries: Tensor, lanes: tuple[int, int], block_tokens: int
+    block_tables: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """As ``kernels.slot_mapping``. ``IndexError`` for a row or an entry that is not there."""
     tables, rows = block_tables.contiguous(), rows.contiguous()
     count, length = len(rows), entries.shape[-1]
     wide = entries.expand(count, *lanes, -1)
+    exist = None if counts is None else counts.expand(count, *lanes)
     out = torch.empty(*lanes, count * length, dtype=torch.int64)
     fault = ctypes.c_int64()
     call = _Call(
-        *(x.data_ptr() for x in (tables, rows, wide, out)),
+        *(x.data_ptr() for x in (tables, rows, wide)),
+        None if exist is None else exist.data_ptr(),
+        out.data_ptr(),
         ctypes.addressof(fault),
         (ctypes.c_int64 * 4)(*wide.stride()),
+        (ctypes.c_int64 * 3)(*(() if exist is None else exist.stride())),
         *wide.shape,
         *tables.shape,
         block_tokens,

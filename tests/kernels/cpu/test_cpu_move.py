@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.compact_kv import compact_kv_torch
-from kvserve.kernels.cpu import move_kv
+from kvserve.kernels.cpu import move_kv, moved_entries, slot_mapping
 from kvserve.kernels.gather_kv import gather_keys_torch
+from kvserve.kernels.moved_entries import moved_entries_torch
+from kvserve.kernels.slot_mapping import slots_of_entries_torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 BLOCKS, BLOCK, LAYERS, HEADS, HELD = 12, 4, 4, 2, 37
@@ -86,3 +88,42 @@ def test_slots_that_are_not_there(slot: int) -> None:
         move_kv.move_kv(cache, wrong, wrong[..., :3])
     with pytest.raises(ValueError, match="have to be dense"):
         move_kv.gather_keys(cache[:, ::2], slots_of_rows())
+
+
+@pytest.mark.parametrize(("groups", "tables"), [(1, 1), (LAYERS, 1), (2, HEADS)])
+def test_slots_of_entries(groups: int, tables: int) -> None:
+    """Entries of each lane, or as in all layers or heads; those behind a lane's end have none."""
+    torch.manual_seed(2)
+    table = torch.randint(1, 50, (groups, 7, tables, 9), dtype=torch.int32)
+    rows, lanes = torch.tensor([4, 0, 6]), (LAYERS, HEADS)
+    counts = torch.randint(0, 12, (3, LAYERS, HEADS))
+    for shape in ((LAYERS, HEADS), (LAYERS, 1), (1, 1)):
+        entries = torch.randint(-3, 9 * BLOCK, (3, *shape, 11))
+        if shape == (LAYERS, HEADS):
+            entries = entries.transpose(0, 1).contiguous().transpose(0, 1)
+        how = table, rows, entries, lanes, BLOCK
+        assert slot_mapping.takes(table)
+        expected = slots_of_entries_torch(*how)
+        assert torch.equal(slot_mapping.slots_of_entries(*how), expected)
+        for some in (counts, counts[:, :1, :1]):
+            found = slot_mapping.slots_of_entries(*how, some)
+            assert torch.equal(found, slots_of_entries_torch(*how, some))
+            assert (found == 0).any() and not torch.equal(found, expected)
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    for row, entry, message in ((7, 0, "row 7"), (-1, 0, "row -1"), (0, 36, "entry 36")):
+        with pytest.raises(IndexError, match=f"{message} is not in 7 rows of 9 blocks of 4"):
+            slot_mapping.slots_of_entries(table, torch.tensor([row]), first + entry, lanes, BLOCK)
+
+
+@pytest.mark.parametrize("num_kept", [0, 5])
+def test_moved_entries(num_kept: int) -> None:
+    """Lanes of one event differ in what they keep, lose and hold."""
+    torch.manual_seed(3)
+    shape = 3, LAYERS, HEADS
+    kept = torch.randint(20, 60, (LAYERS, 3, HEADS, num_kept)).transpose(0, 1)
+    limits = (9, 4, num_kept + 1, 30, 19)
+    numbers = torch.stack([torch.randint(limit, shape) for limit in limits])
+    assert moved_entries.takes(kept)
+    found = moved_entries.moved_entries(kept, numbers, 18)
+    assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
+    assert len(found.unique()) > 20
