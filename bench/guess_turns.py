@@ -2,11 +2,16 @@
 
     python -m bench.guess_turns --model kvserve/tiny --task chain --num-prompts 64 --max-num-seqs 64
     python -m bench.guess_turns --model kvserve/tiny-long --task long-chain-1000 --num-prompts 32
+    python -m bench.guess_turns --steps-between 41
     python -m bench.tiny_model.train --recipe draft --out /tmp/draft --minutes 14
     python -m bench.guess_turns --max-num-seqs 1 --num-prompts 4 --draft-model /tmp/draft/model
 
 Both are in one process and take turns of a tenth of a second, on one thread, so that what disturbs
 the machine disturbs both. Answers have to be the same, token for token.
+
+Sequences that begin together have their events together, in few steps. Guesses part them, and each
+step with events costs something whatever their number. ``--steps-between`` parts them beforehand,
+as traffic does.
 """
 
 from __future__ import annotations
@@ -44,21 +49,29 @@ class Side:
         ).engine
         self.seconds = 0.0
         self.answers: dict[str, list[int]] = {}
-        for i in range(len(workload)):
-            length = workload.max_tokens(i)
-            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            prompt = workload.prompt(i, [])
-            assert prompt is not None, "a task has one turn"
-            self.engine.add_request(str(i), prompt, params)
+        self._workload, self._steps, self._between = workload, 0, args.steps_between
+        self._added = 0
 
     @property
     def busy(self) -> bool:
-        return self.engine.has_unfinished_requests
+        return self._added < len(self._workload) or self.engine.has_unfinished_requests
+
+    def _add(self) -> None:
+        """The requests whose turn it is."""
+        while self._added < len(self._workload) and self._steps >= self._added * self._between:
+            length = self._workload.max_tokens(self._added)
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            prompt = self._workload.prompt(self._added, [])
+            assert prompt is not None, "a task has one turn"
+            self.engine.add_request(str(self._added), prompt, params)
+            self._added += 1
 
     def run(self, seconds: float) -> None:
         """Steps of a turn."""
         began = time.thread_time()
         while self.busy and time.thread_time() < began + seconds:
+            self._add()
+            self._steps += 1
             for output in self.engine.step():
                 if output.finished:
                     self.answers[output.request_id] = list(output.outputs[0].token_ids)
@@ -90,6 +103,8 @@ def make_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N")
     words = "guesses are this model's (default: n-grams)"
     parser.add_argument("--draft-model", metavar="MODEL", help=words)
+    words = "requests arrive N steps apart (default: all at once)"
+    parser.add_argument("--steps-between", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
     return parser
 
