@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Sequence
@@ -249,7 +250,18 @@ def generate(
 
 
 def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """The tokens alone, in float32."""
+    """The tokens alone, in float32; of the same files they are computed once."""
+    files = tuple(sorted((path, path.stat().st_mtime_ns) for path in directory.rglob("*")))
+    return [list(row) for row in _greedy(directory, files, tuple(map(tuple, prompts)), tokens)]
+
+
+@functools.cache
+def _greedy(
+    directory: Path,
+    files: tuple[tuple[Path, int], ...],
+    prompts: tuple[tuple[int, ...], ...],
+    tokens: int,
+) -> list[list[int]]:
     return [done.token_ids for done in generate(directory, prompts, tokens)]
 
 

@@ -9,7 +9,12 @@ import pytest
 from tests.scheduler.traffic import CODES, Traffic
 
 OPERATIONS = 1_000
-RUNS = 10
+
+
+def seeds(first: int) -> pytest.MarkDecorator:
+    """So many runs, and ten others as a slow test."""
+    others = pytest.param(range(first, first + 10), marks=pytest.mark.slow)
+    return pytest.mark.parametrize("seeds", [range(first), others], ids=["first", "others"])
 
 
 def what_happened(traffic: Traffic) -> Counter[str]:
@@ -27,11 +32,11 @@ def what_happened(traffic: Traffic) -> Counter[str]:
     )
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_10_000_random_operations(half: int) -> None:
+@seeds(5)
+def test_10_000_random_operations(seeds: range) -> None:
     """All that can happen does happen, and after each operation everything adds up."""
     seen: Counter[str] = Counter()
-    for seed in range(half * RUNS // 2, (half + 1) * RUNS // 2):
+    for seed in seeds:
         traffic = Traffic(seed)
         traffic.run(OPERATIONS)
         seen += what_happened(traffic)
@@ -53,10 +58,11 @@ def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> 
     assert seen["compactions"] > requests and seen["recomputed"] and seen["hits"], seen
 
 
-def test_steps_that_are_scheduled_before_tokens_are_known() -> None:
+@seeds(5)
+def test_steps_that_are_scheduled_before_tokens_are_known(seeds: range) -> None:
     """The same, and sequences that end, are aborted or lose their rows with a token unknown."""
     seen: Counter[str] = Counter()
-    for seed in range(9):
+    for seed in seeds:
         traffic = Traffic(seed, overlaps=True)
         traffic.run(600)
         seen += what_happened(traffic)
@@ -64,22 +70,26 @@ def test_steps_that_are_scheduled_before_tokens_are_known() -> None:
     assert len(seen) == 10, seen
 
 
-def test_a_further_group_goes_where_rows_go() -> None:
+@seeds(6)
+def test_a_further_group_goes_where_rows_go(seeds: range) -> None:
     """A group that only this test knows: through growth, prefixes, swaps, copies, turns, aborts."""
     seen: Counter[str] = Counter()
-    for seed in range(8):
+    for seed in seeds:
         traffic = Traffic(seed, continuations=bool(seed % 2), further=True)
         traffic.run(250)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "pruned")), seen
 
 
+@seeds(4)
 @pytest.mark.parametrize("windows", [1, 9, 50])
-def test_layers_with_windows_hold_what_the_next_token_sees(windows: int) -> None:
+def test_layers_with_windows_hold_what_the_next_token_sees(windows: int, seeds: range) -> None:
     """And no more than their window, through all that happens to rows."""
     seen: Counter[str] = Counter()
-    for seed in range(8):
-        traffic = Traffic(seed, overlaps=seed > 4, continuations=bool(seed % 2), windows=windows)
+    for seed in seeds:
+        traffic = Traffic(
+            seed, overlaps=seed % 4 > 1, continuations=bool(seed % 2), windows=windows
+        )
         traffic.run(250)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "early")), seen
@@ -98,24 +108,26 @@ def guessing(seed: int, *, overlaps: bool, drafted: bool = False) -> Traffic:
     return traffic
 
 
+@seeds(7)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_guesses_leave_no_trace(overlaps: bool) -> None:
+def test_guesses_leave_no_trace(overlaps: bool, seeds: range) -> None:
     """Right ones are tokens like others; of wrong ones nothing is held, read or said later."""
     seen: Counter[str] = Counter()
-    for seed in range(9):
+    for seed in seeds:
         traffic = guessing(seed, overlaps=overlaps)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
         seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
         seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
     assert len(seen) == 13, seen
-    assert seen["guessed"] > seen["right"] > 500, seen
+    assert seen["guessed"] > seen["right"] > 250, seen
 
 
+@seeds(7)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_a_draft_model_leaves_no_trace(overlaps: bool) -> None:
+def test_a_draft_model_leaves_no_trace(overlaps: bool, seeds: range) -> None:
     """Its entries are of confirmed tokens alone, go when others need the blocks, and come again."""
     seen: Counter[str] = Counter()
-    for seed in range(9):
+    for seed in seeds:
         traffic = guessing(seed, overlaps=overlaps, drafted=True)
         draft = traffic.loop.shadow.draft
         assert draft is not None
@@ -123,14 +135,15 @@ def test_a_draft_model_leaves_no_trace(overlaps: bool) -> None:
         seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
         seen += Counter(read=draft.read, caught_up=draft.caught_up, dropped=draft.dropped)
     assert len(seen) == 15, seen
-    assert seen["guessed"] > seen["right"] > 300, seen
+    assert seen["guessed"] > seen["right"] > 150, seen
 
 
+@seeds(5)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_clients_take_turns(overlaps: bool) -> None:
+def test_clients_take_turns(overlaps: bool, seeds: range) -> None:
     """With a bound on the rows of each, and on the prompts of a step that decodes."""
     seen: Counter[str] = Counter()
-    for seed in range(6):
+    for seed in seeds:
         traffic = Traffic(seed, overlaps=overlaps, continuations=bool(seed % 2), clients=4)
         traffic.run(300)
         seen += what_happened(traffic)
