@@ -27,7 +27,7 @@ from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.kernels.cpu import window_scores
+from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
@@ -134,7 +134,7 @@ def log_row(log: LogForm, device: str) -> Row:
     if others:
         why += f"; requests for {', '.join(others)} are refused unless they log in this form"
     compiled = device == "cpu" and log.dtype == "int4"
-    if compiled and (missing := window_scores.missing()) is not None:
+    if compiled and (missing := why_missing("window_scores")) is not None:
         why += f"; torch scores with them: {missing}"
     return "query log", state, why
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.fp8 import multiply
 from kvserve.kernels.cpu import linear as compiled
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import why_missing
 
 
 def linear(
@@ -50,13 +50,10 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     packs = packs and (not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     if packs and bf16 and torch.cpu._is_amx_tile_supported():
         return "oneDNN", "multiplies bfloat16 with AMX"
-    try:
-        load_library("linear")
-    except BuildError as error:
-        reason = f"compiled products are not there: {error}"
-    else:
+    missing = why_missing("linear")
+    if missing is None:
         return "compiled", "weights lie in panels for this CPU"
-    return ("oneDNN" if packs else "torch"), reason
+    return ("oneDNN" if packs else "torch"), f"compiled products are not there: {missing}"
 
 
 def packed(weight: nn.Parameter, product: str) -> nn.Parameter:

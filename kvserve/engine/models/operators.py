@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvserve.kernels import elementwise
 from kvserve.kernels.cpu import elementwise as compiled
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import why_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,9 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
         return Operators("triton", how, *TRITON)
     if device != "cpu" or dtype not in compiled.DTYPES:
         return Operators("torch", "compiled ones are for float32 and bfloat16 on a CPU")
-    try:
-        load_library("elementwise")
-    except BuildError as error:
-        return Operators("torch", f"compiled ones are not there: {error}")
+    reason = why_missing("elementwise")
+    if reason is not None:
+        return Operators("torch", f"compiled ones are not there: {reason}")
     return Operators("compiled", how, *COMPILED)
 
 

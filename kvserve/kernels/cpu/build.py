@@ -71,6 +71,15 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
     raise BuildError(_failures[attempt])
 
 
+def why_missing(name: str) -> str | None:
+    """Why there is no library of ``name.cpp``; ``None`` if there is."""
+    try:
+        load_library(name)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
 def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
     """Compile a library into the package, for every CPU of a level. May raise ``BuildError``."""
     PREBUILT.mkdir(exist_ok=True)

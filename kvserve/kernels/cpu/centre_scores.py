@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 
 DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = (
@@ -33,11 +33,7 @@ def takes(key: Tensor) -> bool:
     dim = key.shape[-1]
     if key.device.type != "cpu" or key.dtype not in DTYPES or dim % 16 or dim > _LARGEST_DIM:
         return False
-    try:
-        load_library("centre_scores")
-    except BuildError:
-        return False
-    return key.stride(-1) == 1
+    return key.stride(-1) == 1 and why_missing("centre_scores") is None
 
 
 def centre_scores(key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool = True) -> Tensor:

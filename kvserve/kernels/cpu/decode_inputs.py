@@ -7,7 +7,7 @@ import ctypes
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 from kvserve.kernels.decode_inputs import (
     DecodeInputs,
     FillInputs,
@@ -55,8 +55,4 @@ def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
 
 def select_decode_inputs() -> FillInputs:
     """The compiled form, or torch's if there is no compiler."""
-    try:
-        load_library("decode_inputs")
-    except BuildError:
-        return decode_inputs_torch
-    return decode_inputs
+    return decode_inputs if why_missing("decode_inputs") is None else decode_inputs_torch

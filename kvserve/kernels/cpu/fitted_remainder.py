@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls, window_scores
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 from kvserve.kernels.cpu.window_scores import five_dims
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
@@ -35,11 +35,7 @@ def takes(query: Int4Queries, key: Tensor, value: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these tensors."""
     if not all(window_scores.takes(query, x) for x in (key, value)) or key.dtype is not value.dtype:
         return False
-    try:
-        load_library("fitted_remainder")
-    except BuildError:
-        return False
-    return True
+    return why_missing("fitted_remainder") is None
 
 
 def fitted_remainder(

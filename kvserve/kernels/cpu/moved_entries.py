@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 
 
 class _Call(ctypes.Structure):
@@ -25,11 +25,7 @@ def takes(kept: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these entries."""
     if kept.device.type != "cpu" or kept.dtype is not torch.int64:
         return False
-    try:
-        load_library("moved_entries")
-    except BuildError:
-        return False
-    return True
+    return why_missing("moved_entries") is None
 
 
 def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 
 DTYPES = (torch.float32, torch.bfloat16)
 _POINTERS = ("keys", "values", "bias", "rows", "more_keys", "more_values", "more_bias", "fault")
@@ -28,11 +28,7 @@ def takes(keys: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes remainders with such ``keys [..., D]``."""
     if keys.device.type != "cpu" or keys.dtype not in DTYPES or keys.shape[-1] % 8:
         return False
-    try:
-        load_library("remainder")
-    except BuildError:
-        return False
-    return True
+    return why_missing("remainder") is None
 
 
 def add_remainders(

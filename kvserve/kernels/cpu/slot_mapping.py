@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 
 _POINTERS = ("tables", "rows", "entries", "counts", "out", "fault")
 _NUMBERS = (
@@ -32,11 +32,7 @@ def takes(block_tables: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these tables."""
     if block_tables.device.type != "cpu" or block_tables.dtype is not torch.int32:
         return False
-    try:
-        load_library("slot_mapping")
-    except BuildError:
-        return False
-    return True
+    return why_missing("slot_mapping") is None
 
 
 def slots_of_entries(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 
 
 class _Call(ctypes.Structure):
@@ -24,11 +24,7 @@ def takes(scores: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these scores."""
     if scores.device.type != "cpu" or scores.dtype is not torch.float32:
         return False
-    try:
-        load_library("top_places")
-    except BuildError:
-        return False
-    return True
+    return why_missing("top_places") is None
 
 
 def write_top_places(scores: Tensor, out: Tensor, count: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
 from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels.cpu.build import load_library, why_missing
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.shares import Given, Seen
 
@@ -32,15 +32,6 @@ class _Call(ctypes.Structure):
     )
 
 
-def missing() -> str | None:
-    """Why the compiled kernel is not there; ``None`` if it is."""
-    try:
-        load_library("window_scores")
-    except BuildError as error:
-        return str(error)
-    return None
-
-
 def takes(query: Int4Queries, key: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes these tensors."""
     if (
@@ -50,7 +41,8 @@ def takes(query: Int4Queries, key: Tensor) -> bool:
         or key.shape[-1] > _LARGEST_DIM
     ):
         return False
-    return missing() is None and key.stride(-1) == 1 and query.codes.stride(-1) == 1
+    dense = key.stride(-1) == query.codes.stride(-1) == 1
+    return dense and why_missing("window_scores") is None
 
 
 def window_scores(
