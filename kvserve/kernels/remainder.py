@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import remainder as cpu
-
 
 class Remainder(NamedTuple):
     """``keys``, ``values`` [..., Hkv, D] and ``bias`` float32 [..., Hkv], the logarithm of what
@@ -42,21 +40,6 @@ def merged(first: Remainder, second: Remainder) -> Remainder:
     share = torch.exp(second.bias - bias).nan_to_num(0.0)[..., None]
     (keys, values), (more_keys, more_values) = first.numbers(), second.numbers()
     return Remainder(keys.lerp(more_keys, share), values.lerp(more_values, share), bias)
-
-
-def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
-    """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``."""
-    if cpu.takes(whole.keys):
-        cpu.add_remainders(whole, rows, more)
-    else:
-        add_remainders_torch(whole, rows, more)
-
-
-def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
-    """The reference of ``add_remainders``."""
-    at_rows = Remainder(*(part[:, rows].transpose(0, 1) for part in whole))
-    for part, new in zip(whole, merged(at_rows, more), strict=True):
-        part[:, rows] = new.transpose(0, 1).to(part.dtype)
 
 
 def logits_with(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.remainder import Remainder, add_remainders
+from kvserve.kernels.events.add_remainders import add_remainders
+from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RemainderMoves
 

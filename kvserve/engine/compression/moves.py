@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.moved_entries import moved_entries
+from kvserve.kernels.events.moved_entries import moved_entries
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask

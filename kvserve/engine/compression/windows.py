@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.events.entry_slots import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.scores.causal_scores import Queries
-from kvserve.kernels.slot_mapping import slots_of_entries
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask, ObservationTask

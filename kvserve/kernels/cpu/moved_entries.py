@@ -29,7 +29,7 @@ def takes(kept: Tensor) -> bool:
 
 
 def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """As ``kernels.moved_entries``, whose function of torch is the reference."""
+    """As ``kernels.events.moved_entries``, whose function of torch is the reference."""
     numbers = numbers.contiguous()
     out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
     call = _Call(

@@ -34,8 +34,10 @@ def takes(keys: Tensor) -> bool:
 def add_remainders(
     whole: tuple[Tensor, Tensor, Tensor], rows: Tensor, more: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """As ``kernels.remainder``, whose function of torch is the reference. ``IndexError``, with
-    nothing written, for a row that is not there."""
+    """As ``kernels.events.add_remainders``, whose function of torch is the reference.
+
+    ``IndexError``, with nothing written, for a row that is not there.
+    """
     keys, values, bias = whole
     if not all(x.is_contiguous() for x in whole):
         raise ValueError(f"add_remainders: remainders {list(keys.shape)} have to be dense")

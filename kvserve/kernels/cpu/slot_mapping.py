@@ -43,7 +43,10 @@ def slots_of_entries(
     block_tokens: int,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """As ``kernels.slot_mapping``. ``IndexError`` for a row or an entry that is not there."""
+    """As ``kernels.events.entry_slots``, whose function of torch is the reference.
+
+    ``IndexError`` for a row or an entry that is not there.
+    """
     tables, rows = block_tables.contiguous(), rows.contiguous()
     count, length = len(rows), entries.shape[-1]
     wide = entries.expand(count, *lanes, -1)

@@ -1,0 +1,23 @@
+"""What an event drops joins what its row had lost before."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvserve.kernels.cpu import remainder as cpu
+from kvserve.kernels.remainder import Remainder, merged
+
+
+def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``."""
+    if cpu.takes(whole.keys):
+        cpu.add_remainders(whole, rows, more)
+    else:
+        add_remainders_torch(whole, rows, more)
+
+
+def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """The reference of ``add_remainders``."""
+    at_rows = Remainder(*(part[:, rows].transpose(0, 1) for part in whole))
+    for part, new in zip(whole, merged(at_rows, more), strict=True):
+        part[:, rows] = new.transpose(0, 1).to(part.dtype)
