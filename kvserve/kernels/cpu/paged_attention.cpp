@@ -649,7 +649,8 @@ class Kernel {
   // Logits of rows [first, last) with `width` keys from `at` on, W or 2 W, by columns.
   template <int Lines>
   void few_of(Scratch& own, int first, int last, int at, int width, Ahead& ahead) const {
-    for (int i = first; i < last; i += 4) few<4, Lines>(own, i, last - i, at, width, ahead);
+    constexpr int kMost = kMaxLanes == 8 ? 3 : 4;  // whose sums registers hold
+    for (int i = first; i < last; i += kMost) few<kMost, Lines>(own, i, last - i, at, width, ahead);
   }
 
   // Of up to Q rows from `first` on.

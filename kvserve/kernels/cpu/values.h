@@ -64,8 +64,11 @@ void multiply_rows(float* out, int stride, int width, const float* a, int a_stri
 template <int W, typename T>
 void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
                   const void* const* rows, int depth, Ahead& ahead) {
-  for (; num_rows >= 4; num_rows -= 4, out += 4 * stride, a += 4 * a_stride)
-    multiply_rows<W, 4, T>(out, stride, width, a, a_stride, rows, depth, ahead);
+  constexpr int kMost = kMaxLanes == 8 ? 6 : 4;  // whose sums registers hold
+  for (; num_rows >= kMost; num_rows -= kMost, out += kMost * stride, a += kMost * a_stride)
+    multiply_rows<W, kMost, T>(out, stride, width, a, a_stride, rows, depth, ahead);
+  if (num_rows == 5) multiply_rows<W, 5, T>(out, stride, width, a, a_stride, rows, depth, ahead);
+  if (num_rows == 4) multiply_rows<W, 4, T>(out, stride, width, a, a_stride, rows, depth, ahead);
   if (num_rows == 3) multiply_rows<W, 3, T>(out, stride, width, a, a_stride, rows, depth, ahead);
   if (num_rows == 2) multiply_rows<W, 2, T>(out, stride, width, a, a_stride, rows, depth, ahead);
   if (num_rows == 1) multiply_rows<W, 1, T>(out, stride, width, a, a_stride, rows, depth, ahead);
