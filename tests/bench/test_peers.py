@@ -141,7 +141,7 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved["settings"]["versions"]["kvserve"] and saved["threads"] == 1
 
 
-@pytest.mark.parametrize("prompts", ["copy", "edit"])
+@pytest.mark.parametrize("prompts", ["copy", pytest.param("edit", marks=pytest.mark.slow)])
 def test_guesses_are_found_in_a_text_that_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str
 ) -> None:

@@ -229,6 +229,7 @@ def test_wilson_interval() -> None:
     assert wilson_interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_model_score_as_one_does(tmp_path: Path) -> None:
     flags = ["eval", "--model", "kvserve/tiny", "--tasks", "recall", "--num-samples", "2"]
     flags += ["--kv-blocks", "99", "--policy", KARA, "--threads", "1", "--disable-tqdm"]

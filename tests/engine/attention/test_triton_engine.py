@@ -115,7 +115,7 @@ def test_tokens_equal_those_of_torch(
 @pytest.mark.parametrize(
     ("gqa", "other", "settings"),
     [
-        ("mean", "torch", {"cudagraph_capture_sizes": (2,)}),
+        pytest.param("mean", "torch", {"cudagraph_capture_sizes": (2,)}, marks=pytest.mark.slow),
         ("mean", "torch", {"code_attention": "rebuild"}),
         pytest.param(
             *("repeat", "cpu", {"cudagraph_capture_sizes": (2,)}),
