@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -126,6 +127,7 @@ class Observer:
             scores = led(scores, at)
         missing = part.missing(keys.device)
 
+        @functools.cache
         def left() -> Remainder | None:
             if policy.leaves == "off" or self._remainders is None:
                 return None

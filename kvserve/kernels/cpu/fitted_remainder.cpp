@@ -20,7 +20,7 @@ extern "C" struct FittedRemainder {
   const void *keys, *values;                 // [outer, inner, Hkv, n, D]
   float *out_keys, *out_values, *bias;       // [outer, inner, Hkv, D], the bias [outer, inner, Hkv]
   int64_t codes_strides[4], key_strides[4], value_strides[4];
-  int64_t outer, inner, num_heads, num_kv_heads, window, length, dim, is_bf16;
+  int64_t outer, inner, num_heads, num_kv_heads, window, length, dim, is_bf16, num_threads;
 };
 
 namespace {
@@ -73,10 +73,8 @@ float given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
     code += i % c.window * c.codes_strides[3];
     F sum = {};
     for (int64_t d = 0; d < half; d += W) {
-      uint8_t part[W] = {};
-      std::memcpy(part, code + d, std::min<int64_t>(W, half - d));
       F low, high;
-      X::load(reinterpret_cast<const int4x2*>(part), low, high);
+      X::load(reinterpret_cast<const int4x2*>(code + d), std::min<int64_t>(W, half - d), low, high);
       sum += low * X::load(even + d);
       sum += high * X::load(odd + d);
     }
@@ -93,8 +91,11 @@ float given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
 
 template <typename T>
 void fit(const FittedRemainder& c) {
-  std::vector<float> logits(c.num_heads / c.num_kv_heads * c.window + W);
-  for (int64_t lane = 0; lane < c.outer * c.inner * c.num_kv_heads; ++lane) {
+  const int64_t lanes = c.outer * c.inner * c.num_kv_heads;
+  const int threads = std::max<int64_t>(1, std::min(c.num_threads, lanes));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    std::vector<float> logits(c.num_heads / c.num_kv_heads * c.window + W);
     float *key = c.out_keys + lane * c.dim, *value = c.out_values + lane * c.dim;
     add_up<T>(c, c.keys, c.key_strides, lane, key);
     add_up<T>(c, c.values, c.value_strides, lane, value);

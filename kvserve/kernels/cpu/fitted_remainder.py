@@ -18,7 +18,10 @@ _POINTERS = (
     *("codes", "scales", "log_sums", "given", "dropped", "keys", "values"),
     *("out_keys", "out_values", "bias"),
 )
-_NUMBERS = ("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "dim", "is_bf16")
+_NUMBERS = (
+    *("outer", "inner", "num_heads", "num_kv_heads", "window", "length", "dim"),
+    *("is_bf16", "num_threads"),
+)
 
 
 class _Call(ctypes.Structure):
@@ -55,6 +58,7 @@ def fitted_remainder(
         *codes.shape[:2],
         *(heads, kv_heads, window, length, dim),
         key.dtype is torch.bfloat16,
+        torch.get_num_threads(),
     )
     calls.run(load_library("fitted_remainder"), "fitted_remainder", call)
     return left

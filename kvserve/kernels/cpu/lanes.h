@@ -193,6 +193,12 @@ struct Lanes : Vectors<W> {
     low = __builtin_convertvector((I)(both & 15), F);
     high = __builtin_convertvector((I)(both >> 4), F);
   }
+  // Of the first `count` bytes alone; the others are zero.
+  static inline void load(const int4x2* from, int64_t count, F& low, F& high) {
+    int4x2 part[W] = {};
+    std::memcpy(part, from, count);
+    load(count == W ? from : part, low, high);
+  }
   static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
   static inline void store(bf16* to, F x) {
     const H half = narrowed(x);

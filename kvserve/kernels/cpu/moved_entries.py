@@ -30,7 +30,7 @@ def takes(kept: Tensor) -> bool:
 
 def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     """As ``kernels.events.moved_entries``, whose function of torch is the reference."""
-    numbers = numbers.contiguous()
+    numbers = numbers.to(torch.int64).contiguous()
     out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
     call = _Call(
         *(x.data_ptr() for x in (kept, numbers, out)),

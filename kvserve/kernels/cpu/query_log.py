@@ -96,8 +96,8 @@ def gather_int4(log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None
     slots: int64 [L', Hlog, S]. ``IndexError``, with nothing read, for a slot that is not there.
     """
     num_blocks, layers, size, heads, half = log.codes.shape
-    slots = slots.contiguous()
-    ids = None if layer_ids is None else layer_ids.contiguous()
+    slots = slots.to(torch.int64).contiguous()
+    ids = None if layer_ids is None else layer_ids.to(torch.int64).contiguous()
     found = Int4Queries(
         log.codes.new_empty(*slots.shape, half), log.scales.new_empty(*slots.shape, 2)
     )

@@ -42,7 +42,7 @@ def add_remainders(
     if not all(x.is_contiguous() for x in whole):
         raise ValueError(f"add_remainders: remainders {list(keys.shape)} have to be dense")
     layers, num_rows, heads, dim = keys.shape
-    rows = rows.contiguous()
+    rows = rows.to(torch.int64).contiguous()
     dense = [x.float().contiguous() for x in more]
     fault = ctypes.c_int64()
     call = _Call(

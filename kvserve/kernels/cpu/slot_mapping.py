@@ -47,10 +47,10 @@ def slots_of_entries(
 
     ``IndexError`` for a row or an entry that is not there.
     """
-    tables, rows = block_tables.contiguous(), rows.contiguous()
+    tables, rows = block_tables.contiguous(), rows.to(torch.int64).contiguous()
     count, length = len(rows), entries.shape[-1]
-    wide = entries.expand(count, *lanes, -1)
-    exist = None if counts is None else counts.expand(count, *lanes)
+    wide = entries.to(torch.int64).expand(count, *lanes, -1)
+    exist = None if counts is None else counts.to(torch.int64).expand(count, *lanes)
     out = torch.empty(*lanes, count * length, dtype=torch.int64)
     fault = ctypes.c_int64()
     call = _Call(

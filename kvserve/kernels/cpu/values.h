@@ -48,9 +48,13 @@ inline void multiply(float* out, int stride, const float* a, int a_stride, const
     for (int v = 0; v < V; ++v) X::store(out + q * stride + v * W, sum[q][v]);
 }
 
+// Up to Q rows.
 template <int W, int Q, typename T>
-void multiply_rows(float* out, int stride, int width, const float* a, int a_stride,
+void multiply_rows(int num_rows, float* out, int stride, int width, const float* a, int a_stride,
                    const void* const* rows, int depth, Ahead& ahead) {
+  if constexpr (Q > 1)
+    if (num_rows < Q)
+      return multiply_rows<W, Q - 1, T>(num_rows, out, stride, width, a, a_stride, rows, depth, ahead);
   int at = 0;
   for (; at + kMaxVectors * W <= width; at += kMaxVectors * W)
     multiply<W, Q, kMaxVectors, T>(out + at, stride, a, a_stride, rows, at, depth, ahead);
@@ -65,13 +69,12 @@ template <int W, typename T>
 void multiply_all(float* out, int stride, int num_rows, int width, const float* a, int a_stride,
                   const void* const* rows, int depth, Ahead& ahead) {
   constexpr int kMost = kMaxLanes == 8 ? 6 : 4;  // whose sums registers hold
-  for (; num_rows >= kMost; num_rows -= kMost, out += kMost * stride, a += kMost * a_stride)
-    multiply_rows<W, kMost, T>(out, stride, width, a, a_stride, rows, depth, ahead);
-  if (num_rows == 5) multiply_rows<W, 5, T>(out, stride, width, a, a_stride, rows, depth, ahead);
-  if (num_rows == 4) multiply_rows<W, 4, T>(out, stride, width, a, a_stride, rows, depth, ahead);
-  if (num_rows == 3) multiply_rows<W, 3, T>(out, stride, width, a, a_stride, rows, depth, ahead);
-  if (num_rows == 2) multiply_rows<W, 2, T>(out, stride, width, a, a_stride, rows, depth, ahead);
-  if (num_rows == 1) multiply_rows<W, 1, T>(out, stride, width, a, a_stride, rows, depth, ahead);
+  const int turns = (num_rows + kMost - 1) / kMost;
+  for (int turn = 0; turn < turns; ++turn) {
+    const int first = num_rows * turn / turns, count = num_rows * (turn + 1) / turns - first;
+    multiply_rows<W, kMost, T>(count, out + first * stride, stride, width, a + first * a_stride,
+                               a_stride, rows, depth, ahead);
+  }
 }
 
 // ---- out[Q, width] += weights[Q, depth] . rows[depth][width], two entries at a time --------------

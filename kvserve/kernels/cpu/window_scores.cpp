@@ -184,17 +184,12 @@ class Kernel {
         for (int64_t d = 0; d < half; d += W) {
           const int some = std::min<int64_t>(W, half - d);
           F low, high;
-          load(codes + d, some, low, high);
+          X::load(reinterpret_cast<const int4x2*>(codes + d), some, low, high);
           X::store(to + r * call_.dim + d, (low - 8.0f) * scales[row + r], some);
           X::store(to + r * call_.dim + half + d, (high - 8.0f) * scales[row + r], some);
         }
       }
     }
-  }
-  static void load(const uint8_t* codes, int count, F& low, F& high) {
-    uint8_t part[W] = {};
-    std::memcpy(part, codes, count);
-    X::load(reinterpret_cast<const int4x2*>(count == W ? codes : part), low, high);
   }
   // A whole number of few bits as bfloat16.
   static uint32_t upper_half(float x) {

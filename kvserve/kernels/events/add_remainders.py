@@ -18,6 +18,6 @@ def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
 
 def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
     """The reference of ``add_remainders``."""
-    at_rows = Remainder(*(part[:, rows].transpose(0, 1) for part in whole))
-    for part, new in zip(whole, merged(at_rows, more), strict=True):
-        part[:, rows] = new.transpose(0, 1).to(part.dtype)
+    by_layer = Remainder(*(part.transpose(0, 1) for part in more))
+    for part, new in zip(whole, merged(whole.at(slice(None), rows), by_layer), strict=True):
+        part[:, rows] = new.to(part.dtype)
