@@ -47,7 +47,7 @@ def test_iterations_of_all_policies(bench: Bench, monkeypatch: pytest.MonkeyPatc
 
 def test_speculation_off_and_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random weights soon repeat themselves, which the lookup finds; it may cost what it will."""
-    monkeypatch.setattr(DraftCosts, "least_chance", lambda *_: 0.0)
+    monkeypatch.setattr(DraftCosts, "least_chance", lambda *_, **__: 0.0)
     monkeypatch.setattr(DraftCosts, "gains", lambda *_: True)
     flags = ("--policy", "none", "--output-len", "60", "--num-iters", "1")
     status, saved = bench("bench latency", *SMALL, *flags, *SPECULATION)

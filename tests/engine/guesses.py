@@ -18,7 +18,7 @@ def always_guess(llm: LLM) -> Any:
     """Let an engine guess at every step, whatever that costs; return its speculation."""
     speculation = llm.engine.core.scheduler.speculation
     assert speculation is not None
-    speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    speculation.costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
     speculation.costs.rests = lambda rows: False  # type: ignore[method-assign]
     speculation.costs.gains = lambda *_: True  # type: ignore[method-assign]
     return speculation

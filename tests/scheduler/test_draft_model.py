@@ -50,7 +50,7 @@ class Engine:
 
 
 def always(engine: Engine) -> None:
-    engine.speculation.costs.least_chance = lambda rows: 0.0  # type: ignore[method-assign]
+    engine.speculation.costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
 
 
 def test_it_reads_the_prompt_then_what_is_confirmed() -> None:

@@ -205,7 +205,9 @@ class EngineCore:
         guesses = output.drafts is not None or output.draft_chunks is not None
         # Where steps overlap, one that did not says nothing of what a step without guesses takes.
         if guesses or step.ahead or not self._overlaps:
-            tell_speculation(self.scheduler, output, tokens, self._taken_in - began)
+            new = isinstance(step.launched, LaunchedStep) and step.launched.new
+            seconds = self._taken_in - began
+            tell_speculation(self.scheduler, output, tokens, seconds, new=new)
 
     def _tokens_of(
         self, sampled: Iterable[Sequence], result: ModelRunnerOutput, gets: list[bool]

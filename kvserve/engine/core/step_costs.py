@@ -16,17 +16,18 @@ def step_clock(device: str, ranks: int) -> Callable[[], float]:
 
 
 def tell_speculation(
-    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float
+    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float, *, new: bool
 ) -> None:
-    """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``."""
+    """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``.
+    ``new``: it took longer than others like it, since it was the first."""
     speculation = scheduler.speculation
     alone = output.num_decoding_tokens == output.num_tokens > 0
     if speculation is None or not alone or output.compactions + output.observations:
         return
-    if output.draft_chunks is not None and output.draft_chunks.catches_up:
+    guessed = 0 if output.drafts is None else output.drafts.num_guessed
+    if (output.draft_chunks is not None and (new or output.draft_chunks.catches_up)) or (new and guessed):
         speculation.costs.spend(output.num_decoding, tokens, seconds)
-    else:
-        guessed = 0 if output.drafts is None else output.drafts.num_guessed
+    elif not new:
         speculation.costs.record(output.num_decoding, guessed, tokens, seconds)
 
 

@@ -55,12 +55,12 @@ class DraftModel:
         self._rows, self._batch = rows, batch
         self._window = model.spec.window if model.spec.windowed else None
         self._guessing = GuessingRows(rows, batch.prompt_lens, self._window, fill, batch.device)
-        self._steps: DecodeGraphs | RecordedSteps | None = None
+        self.steps: DecodeGraphs | RecordedSteps | None = None
         parts, kinds = StepParts(model, cache, self._guessing, attention), (False,)
         if sizes:
-            self._steps = DecodeGraphs(parts, sizes, kinds, NEWEST)
+            self.steps = DecodeGraphs(parts, sizes, kinds, NEWEST)
         elif records:
-            self._steps = RecordedSteps(parts, kinds)
+            self.steps = RecordedSteps(parts, kinds)
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.
@@ -90,7 +90,7 @@ class DraftModel:
     def _plays(self, chunks: DraftChunks, further: list[int]) -> bool:
         """Whether the steps of ``chunks``, and of so many rows each that guess on, are captured or
         recorded."""
-        steps = self._steps
+        steps = self.steps
         if steps is None or not steps.hold_chunks(chunks.lengths):
             return False
         return not further or steps.hold(further[0])
@@ -99,10 +99,10 @@ class DraftModel:
         """Hidden states of the last tokens of the first ``asking`` chunks."""
         token_ids = to_device(chunks.token_ids, self._batch.device)
         last = to_device(np.cumsum(chunks.lengths)[:asking] - 1, self._batch.device)
-        if plays and self._steps is not None:
+        if plays and self.steps is not None:
             most = int((chunks.lengths + chunks.guesses).max())
             self._guessing.begin(chunks.rows, chunks.starts, chunks.dropped, most)
-            return self._steps.chunks(chunks.lengths, token_ids)[last]
+            return self.steps.chunks(chunks.lengths, token_ids)[last]
         batch = self._of(chunks.rows, chunks.starts, chunks.dropped, chunks.lengths)
         return self.model(token_ids, batch, self.cache, self.attention.plan(batch), last)
 
@@ -111,9 +111,9 @@ class DraftModel:
     ) -> Tensor:
         """Hidden states of ``tokens [n]``, one at ``positions [n]`` of each of the first rows."""
         n = len(tokens)
-        if plays and self._steps is not None:
+        if plays and self.steps is not None:
             self._guessing.tokens[:n] = tokens
-            return self._steps.decode(n)
+            return self.steps.decode(n)
         ones = np.ones(n, np.int32)
         batch = self._of(chunks.rows[:n], positions, chunks.dropped[:n], ones)
         return self.model(tokens, batch, self.cache, self.attention.plan(batch))

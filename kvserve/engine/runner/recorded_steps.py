@@ -26,11 +26,14 @@ _LARGEST = 128
 part of them."""
 _MOST_SHAPES = 256
 """Of chunks that are recorded."""
+_ROWS, _TOKENS = 4, 8
+"""Chunks of more rows, or of more tokens in all, are padded to a multiple of this. A shape's first
+step takes twice the time of a later one, and its second three times, so there must be few."""
 
 
 class RecordedSteps:
-    """A tape for each number of rows and each kind of step, and for each number of rows and of
-    tokens in their chunks. ``decode`` and ``chunks`` play one."""
+    """A tape for each number of rows and each kind of step, and for numbers of rows and of tokens
+    in their chunks. ``decode`` and ``chunks`` play one."""
 
     def __init__(
         self,
@@ -43,12 +46,15 @@ class RecordedSteps:
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
+        self.num_new = 0
+        """Steps so far that no tape was there for, but is or will be: later ones are faster."""
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
         self._steps: dict[tuple[int, bool], _Played] = {}
         self._chunks: dict[tuple[int, int, bool], _Played] = {}
         self._seen: set[tuple[int, int, bool]] = set()
         """Shapes of chunks that have come once."""
+        self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds.
         nobody = torch.zeros((), dtype=torch.int64)
@@ -82,6 +88,7 @@ class RecordedSteps:
 
     def _step(self, size: int, logs_queries: bool, count: Tensor) -> Tensor:
         """Compute a step that no tape has yet, and record it."""
+        self.num_new += 1
         step = self._parts.step(size, logs_queries, count)
         hidden, played = self._record(step)
         if played is not None:
@@ -91,23 +98,28 @@ class RecordedSteps:
     def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
         [T]``. How long each chunk is, is an input of a tape."""
-        shape = len(lengths), len(token_ids), logs_queries
+        tokens = len(token_ids)
+        rows = min(_padded(len(lengths), _ROWS), self._most_rows)
+        padded = _padded(tokens, _TOKENS)
+        shape = rows, padded, logs_queries
         known = self._chunks.get(shape)
         if known is not None:
             self.chunk_replays += 1
             _fill(known.step, lengths, token_ids)
-            return known.play()
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        step = self._parts.chunks(starts, logs_queries, torch.tensor(len(lengths)))
+            return known.play()[:tokens]
+        self.num_new += len(self._chunks) < _MOST_SHAPES
+        starts = np.zeros(rows + 1, np.int64)
+        starts[-1] = padded
+        step = self._parts.chunks(starts, logs_queries, torch.tensor(0))
         _fill(step, lengths, token_ids)
         # A shape is recorded when it comes again, since recording takes longer than computing.
         if shape not in self._seen or len(self._chunks) >= _MOST_SHAPES:
             self._seen.add(shape)
-            return step.forward()
+            return step.forward()[:tokens]
         hidden, played = self._record(step)
         if played is not None:
             self._chunks[shape] = played
-        return hidden
+        return hidden[:tokens]
 
     def _record(self, step: PaddedStep) -> tuple[Tensor, _Played | None]:
         """Compute ``step``, and record it unless torch computes something in its layers."""
@@ -121,13 +133,24 @@ class RecordedSteps:
         return computing.answer, _Played(step, Tape(calls), computing.answer, by_torch)
 
 
+def _padded(number: int, step: int) -> int:
+    """The next multiple of ``step``, unless ``number`` is below it."""
+    return number if number < step else -(-number // step) * step
+
+
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
-    chunks, ids = step.chunks, step.token_ids
+    """Give ``step`` chunks of these ``lengths [n]``; further rows and tokens are padding, all
+    tokens in the last chunk."""
+    chunks, ids, n = step.chunks, step.token_ids, len(lengths)
     assert chunks is not None and ids is not None
-    chunks.lengths.numpy()[:] = lengths
-    np.cumsum(lengths, out=step.buffers.starts[1:])  # the memory of ``chunks.starts``
-    chunks.rows.numpy()[:] = np.repeat(np.arange(len(lengths)), lengths)
-    ids.copy_(token_ids)
+    starts = step.buffers.starts  # the memory of ``chunks.starts``
+    np.cumsum(lengths, out=starts[1 : n + 1])
+    starts[n + 1 :], starts[-1] = len(token_ids), len(ids)
+    real = chunks.lengths.numpy()
+    real[:n], real[n:] = lengths, 0
+    chunks.rows.numpy()[:] = np.repeat(np.arange(len(real)), np.diff(starts))
+    ids[: len(token_ids)] = token_ids
+    step.count.fill_(n)
 
 
 @dataclass(frozen=True, eq=False)

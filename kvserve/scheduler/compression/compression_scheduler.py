@@ -12,6 +12,7 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
 from kvserve.scheduler.compression.engine_wide import EngineWideDates
 from kvserve.scheduler.compression.gate import BreakEvenGate
+from kvserve.scheduler.compression.gathering import Gathering
 from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
 from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
 from kvserve.scheduler.messages.event import EventKind, Scores
@@ -54,6 +55,7 @@ class CompressionScheduler:
         self.blocks_released = 0
         self.tokens_evicted = 0
         self._max_observed = max_observed
+        self.gathering = Gathering(rows)
         self._engine_wide = EngineWideDates(rows)
         self._triggers: dict[int, Trigger] = {}
         self._kinds: dict[int, EventKind] = {}
@@ -76,10 +78,11 @@ class CompressionScheduler:
 
     # ---- due ---------------------------------------------------------------------------------
 
-    def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
+    def compact_due(self, entries_that_fit: int, *, calm: bool) -> ScheduledEvents:
         """Schedule events that are due.
 
         ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
+        ``calm``: this step's tokens find their blocks, so that events may wait for others.
         """
         self._engine_wide.make_due()
         waiting = self._waiting()
@@ -89,6 +92,10 @@ class CompressionScheduler:
             waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # that sequence was preempted, or has ended
+        if calm and not len(self.open) and not self.blocked_on_blocks:
+            waiting = self.gathering.ready(waiting, self._room)
+        else:
+            self.gathering.run_now()
         candidates = self._candidates(self._due(waiting))
         self.open.close_scored()  # what cannot be scheduled now is scored again
         if self.gate is not None:
@@ -137,6 +144,10 @@ class CompressionScheduler:
         waits &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
         at: IntArray = np.flatnonzero(waits).astype(np.int32)
         return at
+
+    def _room(self, policy_id: int) -> int:
+        """How many events of a policy one step observes."""
+        return self._max_observed // max(self._triggers[policy_id].num_queries, 1)
 
     def _due(self, at: IntArray) -> IntArray:
         """Those of the rows ``at`` that do not wait for scores."""

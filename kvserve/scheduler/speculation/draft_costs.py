@@ -201,14 +201,16 @@ class DraftCosts:
             lost = min(seconds / plain.seconds - tokens / rows, most)
         self._credit = min(self._credit - lost, _MOST_CREDIT)
 
-    def least_chance(self, rows: int) -> float:
-        """The chance from which on a guess pays in a step of so many rows."""
+    def least_chance(self, rows: int, *, measured: bool = True) -> float:
+        """The chance from which on a guess pays in a step of so many rows. ``measured``: if the
+        step is to be recorded; others are for no trial."""
         size, rests = self._sizes[rows.bit_length()], self.rests(rows)
-        size.since_measured += 1
+        tried = not size.known or self.tries_again(rows)
+        size.since_measured += measured or not tried
         size.paused, size.rest = max(size.paused - 1, 0), max(size.rest - 1, 0)
-        if rests:
+        if rests or (tried and not measured):
             return NEVER
-        size.tried = not size.known or self.tries_again(rows)
+        size.tried = tried
         return _UNKNOWN if size.tried else size.least
 
     def rests(self, rows: int) -> bool:

@@ -55,9 +55,9 @@ class DraftModelSpeculation(Speculation):
         self._credit = _FIRST_CREDIT
         """Tokens generated that have not paid for tokens read."""
 
-    def propose(self, *, scarce: bool = False) -> Proposal:
+    def propose(self, *, scarce: bool = False, alone: bool = True) -> Proposal:
         self._credit = min(self._credit + self._rows.num_decoding, _MOST_CREDIT)
-        return super().propose(scarce=scarce)
+        return super().propose(scarce=scarce, alone=alone)
 
     def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
         if scarce:

@@ -44,8 +44,9 @@ class Speculation(ABC):
         self._chance = 2 / 3
         """How many guesses were right lately, of all sequences: what a new one begins with."""
 
-    def propose(self, *, scarce: bool = False) -> Proposal:
-        """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks.
+    def propose(self, *, scarce: bool = False, alone: bool = True) -> Proposal:
+        """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks;
+        ``alone``: the step is not known to do anything else.
 
         A row's chunk ends where its next event is due, or its last token. Guesses take at most half
         of the step, so that prompts move on beside them, and there are none in a step that lacks
@@ -53,7 +54,7 @@ class Speculation(ABC):
         """
         rows, n = self._rows, self._rows.num_decoding
         asked = self._asked
-        least = self.costs.least_chance(n) if asked.any() else NEVER
+        least = self.costs.least_chance(n, measured=alone) if asked.any() else NEVER
         if least >= 1.0 or rows.num_unknown[:n].any():
             return NO_GUESSES
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]

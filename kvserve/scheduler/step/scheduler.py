@@ -128,13 +128,14 @@ class Scheduler:
         scarce, decoding = self._make_room()
         proposal = NO_GUESSES
         if self.speculation is not None:
-            proposal = self.speculation.propose(scarce=scarce)
+            alone = not (events.compactions or events.observations or self._catches_up)
+            proposal = self.speculation.propose(scarce=scarce, alone=alone)
         drafts = proposal.drafts
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         scores = bool(events.observations) and not blocked_on_blocks
-        moves = bool(len(decoding)) or scores or in_flight
+        moves = bool(len(decoding)) or scores or in_flight or bool(self.events.gathering)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
         return self._output(events, decoding, proposal, caught_up)
@@ -142,7 +143,9 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        scheduled = self.events.compact_due(entries if self.waiting else 0)
+        # A token needs at most a block in each table.
+        calm = self.rows.num_rows * self.blocks.num_lanes <= self.pool.num_free
+        scheduled = self.events.compact_due(entries if self.waiting else 0, calm=calm)
         missing = self._missing(self.rows.decoding_next())
         if missing and self._drop_spare():
             missing = self._missing(self.rows.decoding_next())
@@ -235,6 +238,12 @@ class Scheduler:
             sampled=tuple(map(rows.owner, sampled.tolist())),
             sampled_at=sampled_at,
         )
+
+    @property
+    def _catches_up(self) -> bool:
+        """Whether a row has tokens of its prompt to compute."""
+        behind = slice(self.rows.num_decoding, self.rows.num_rows)
+        return not self.rows.caught_up[behind].all()
 
     def _missing(self, at: IntArray) -> int:
         """Blocks that are missing for one more token in each of the rows ``at``."""

@@ -109,7 +109,7 @@ def test_nothing_is_compiled_for_guesses(
     core = llm.engine.core
     drafts = core.runner.draft
     assert drafts is not None
-    for graphs in (core.runner.graphs, drafts._steps):
+    for graphs in (core.runner.graphs, drafts.steps):
         if isinstance(graphs, DecodeGraphs):  # as a capture does
             for captured in [*graphs._steps.values(), *graphs._chunks.values()]:
                 captured.run()

@@ -125,7 +125,7 @@ def test_a_draft_model_waits_for_nothing(sizes: tuple[int, ...], tmp_path: Path)
     assert llm.stats().draft_tokens_total > llm.stats().accepted_tokens_total > 0
     runner = llm.engine.core.runner
     assert runner.draft is not None
-    graphs, steps = runner.graphs, runner.draft._steps
+    graphs, steps = runner.graphs, runner.draft.steps
     assert (graphs is None) == (steps is None) == (not sizes)
     if graphs is not None and steps is not None:
         assert min(graphs.chunk_replays, steps.chunk_replays, steps.replays) > 2

@@ -138,8 +138,8 @@ def test_what_never_was_compressed_is_guessed_right(llama_dir: Path, kv_cache_dt
         assert guessed == right and llm.stats().steps_total < plain.stats().steps_total / 3
     assert right > 20
     draft = llm.engine.core.runner.draft
-    assert draft is not None and isinstance(draft._steps, RecordedSteps)
-    assert draft._steps.replays > 20 and draft._steps.chunk_replays > 1
+    assert draft is not None and isinstance(draft.steps, RecordedSteps)
+    assert draft.steps.replays > 20 and draft.steps.chunk_replays > 1
     each = [output.kv_cache_details for output in found]
     assert all(details.draft_bytes > 0 for details in each)
     assert [details.held_bytes for details in each] == [
@@ -159,8 +159,8 @@ def test_its_steps_are_captured_too(kind: str, kv_policy: Any, tmp_path: Path) -
         found.append((answers(run(llm, params)), counts(llm)))
     assert found[0] == found[1] and found[0][1][1] > 50
     draft = llm.engine.core.runner.draft
-    assert draft is not None and isinstance(draft._steps, DecodeGraphs)
-    assert min(draft._steps.replays, draft._steps.chunk_replays) > 5
+    assert draft is not None and isinstance(draft.steps, DecodeGraphs)
+    assert min(draft.steps.replays, draft.steps.chunk_replays) > 5
 
 
 def test_its_entries_are_those_of_confirmed_tokens(llama_dir: Path, blurred_dir: Path) -> None:

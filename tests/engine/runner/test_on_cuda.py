@@ -68,7 +68,7 @@ def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
     assert queue.streams == 1
     runner = llm.engine.core.runner
     assert runner.draft is not None and runner.graphs is not None
-    steps = runner.draft._steps
+    steps = runner.draft.steps
     assert steps is not None
     assert min(runner.graphs.chunk_replays, steps.chunk_replays, steps.replays) > 5
     assert llm.stats().accepted_tokens_total > 10

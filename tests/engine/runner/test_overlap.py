@@ -242,7 +242,7 @@ def test_steps_overlap_while_nothing_is_guessed(
     assert core.scheduler.speculation is not None
     costs = core.scheduler.speculation.costs
     costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
-    costs.least_chance = lambda rows: float(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.least_chance = lambda rows, **_: float(rng.random() < 0.6)  # type: ignore[method-assign]
     preempt_now_and_then(core.scheduler, rng, 0.05)
     watch(llm)
     depth = follow(llm)
@@ -257,14 +257,15 @@ def test_a_step_is_timed_from_the_end_of_the_one_in_front(llama_dir: Path) -> No
     overlap says nothing of those that do."""
     params = [SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)]
     answer = run(make_plain(llama_dir, "none"), params)[0].outputs[0].token_ids
-    llm = make_llm(llama_dir, "none", async_scheduling=True, speculative_config=SPECULATIVE)
+    how: dict[str, Any] = {"async_scheduling": True, "enforce_eager": True}
+    llm = make_llm(llama_dir, "none", speculative_config=SPECULATIVE, **how)
     Oracle(llm, lambda _: answer, 0.5)
     core, measured = llm.engine.core, list[tuple[bool, float]]()
     assert core.scheduler.speculation is not None
     costs, rng, depth = core.scheduler.speculation.costs, np.random.default_rng(0), follow(llm)
     core._clock = partial(next, count())  # a second from each reading to the next
     costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
-    costs.least_chance = lambda rows: float(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.least_chance = lambda rows, **_: float(rng.random() < 0.6)  # type: ignore[method-assign]
     costs.record = (  # type: ignore[method-assign]
         lambda rows, guessed, tokens, seconds: measured.append((guessed > 0, seconds))
     )
