@@ -97,7 +97,8 @@ def played(
         took = 1 + cost * guessed / rows + at_all * (guessed > 0)
         wanted += took
         took *= rng.uniform(0.9, 1.1) * (3 if rng.random() < 0.1 else 1)  # others use the machine
-        costs.record(rows, guessed, rows + int(right.sum()), took)
+        if guessed or not costs.resting(rows):
+            costs.record(rows, guessed, rows + int(right.sum()), took)
         made += 1 + right
     return float(made.mean() / wanted)
 

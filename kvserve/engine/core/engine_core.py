@@ -188,7 +188,8 @@ class EngineCore:
         refused = self._end_failed_grammars(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
-        self._measure(output, step, len(sampled))
+        if self.scheduler.speculation is not None:
+            self._measure(output, step, len(sampled))
         outputs = self._tokens_of(sampled, result, gets)
         return replace(
             outputs,

@@ -20,15 +20,19 @@ def tell_speculation(
 ) -> None:
     """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``.
     ``new``: it took longer than others like it, since it was the first."""
-    speculation = scheduler.speculation
-    alone = output.num_decoding_tokens == output.num_tokens > 0
-    if speculation is None or not alone or output.compactions + output.observations:
+    speculation, rows = scheduler.speculation, output.num_decoding
+    guesses = output.drafts is not None or output.draft_chunks is not None
+    if speculation is None or (speculation.costs.resting(rows) and not guesses):
         return
-    guessed = 0 if output.drafts is None else output.drafts.num_guessed
-    if (output.draft_chunks is not None and (new or output.draft_chunks.catches_up)) or (new and guessed):
-        speculation.costs.spend(output.num_decoding, tokens, seconds)
+    alone = output.num_decoding_tokens == output.num_tokens > 0
+    if not alone or output.compactions or output.observations:
+        return
+    catches_up = output.draft_chunks is not None and output.draft_chunks.catches_up
+    if catches_up or (new and guesses):
+        speculation.costs.spend(rows, tokens, seconds)
     elif not new:
-        speculation.costs.record(output.num_decoding, guessed, tokens, seconds)
+        guessed = 0 if output.drafts is None else output.drafts.num_guessed
+        speculation.costs.record(rows, guessed, tokens, seconds)
 
 
 def tell_gate(

@@ -28,7 +28,7 @@ _MOST_SHAPES = 256
 """Of chunks that are recorded."""
 _ROWS, _TOKENS = 4, 8
 """Chunks of more rows, or of more tokens in all, are padded to a multiple of this. A shape's first
-step takes twice the time of a later one, and its second three times, so there must be few."""
+step takes three times as long as later ones, so there must be few."""
 
 
 class RecordedSteps:
@@ -52,8 +52,6 @@ class RecordedSteps:
         self._recorder = Recorder()
         self._steps: dict[tuple[int, bool], _Played] = {}
         self._chunks: dict[tuple[int, int, bool], _Played] = {}
-        self._seen: set[tuple[int, int, bool]] = set()
-        """Shapes of chunks that have come once."""
         self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds.
@@ -107,15 +105,13 @@ class RecordedSteps:
             self.chunk_replays += 1
             _fill(known.step, lengths, token_ids)
             return known.play()[:tokens]
-        self.num_new += len(self._chunks) < _MOST_SHAPES
         starts = np.zeros(rows + 1, np.int64)
         starts[-1] = padded
         step = self._parts.chunks(starts, logs_queries, torch.tensor(0))
         _fill(step, lengths, token_ids)
-        # A shape is recorded when it comes again, since recording takes longer than computing.
-        if shape not in self._seen or len(self._chunks) >= _MOST_SHAPES:
-            self._seen.add(shape)
+        if len(self._chunks) >= _MOST_SHAPES:
             return step.forward()[:tokens]
+        self.num_new += 1
         hidden, played = self._record(step)
         if played is not None:
             self._chunks[shape] = played

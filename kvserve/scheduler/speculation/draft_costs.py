@@ -14,6 +14,11 @@ _FEW = 4
 """Steps of either kind that are enough to compare them."""
 _OFTEN, _SELDOM = 8, 64
 """Steps with drafts after which one goes without; seldom if drafts pay by far."""
+_COMPARED = 16
+"""Steps without drafts after which they are compared again."""
+_UNASKED = 8
+"""Steps before it is asked again whether drafts pay, where they did not; only the last of them is
+measured. Asking and measuring take longer than they seem beside the compiled part of a step."""
 _BY_FAR = 1.25
 _RETRY, _LONGEST_RETRY = 128, 512
 """Steps without drafts after which one goes with them, whatever they have seemed to cost; twice as
@@ -35,7 +40,7 @@ _BLIND = 16
 """Steps that may guess before any of them has been measured."""
 _TRIALS = 0.02
 """Part of the time that trials may cost: what a plain step adds to their credit."""
-_MOST_CREDIT, _MOST_LOST = 24.0, 8.0
+_MOST_CREDIT, _MOST_LOST = 16.0, 8.0
 """Plain steps. Trials may cost so much at first; and no step that catches up with nothing counts as
 slower than by so much, since some are disturbed."""
 _UNKNOWN = 0.3
@@ -94,8 +99,6 @@ class _Size:
     """Whether the next step may guess although that has not seemed to pay."""
     judged: int = 0
     """Steps with drafts that were thought to pay, since the last pause."""
-    paused: int = 0
-    """Steps that are left of a pause."""
     pause: int = _FIRST_PAUSE
     """How long the next pause is."""
     compared: bool = False
@@ -106,7 +109,7 @@ class _Size:
     """Tokens that steps without would give in the time of a step's guesses, and of each."""
     by_far: bool = False
     rest: int = 0
-    """Steps that are left in which nothing is looked up, since guesses were too few to pay."""
+    """Steps that are left in which nothing is guessed, looked up or measured."""
     next_rest: int = 1
 
     def compare(self) -> None:
@@ -126,7 +129,7 @@ class _Size:
         if self.judged >= _PAID:
             self.pause = _FIRST_PAUSE
         if self.judged >= _JUDGED and self.drafted.rate < _PAYS * self.plain.rate:
-            self.judged, self.paused = 0, self.pause
+            self.judged, self.rest = 0, self.pause
             self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
     def enough(self, rows: int, expected: float, guessed: int) -> bool:
@@ -178,7 +181,7 @@ class DraftCosts:
         size = self._sizes[rows.bit_length()]
         size.since_measured = 0
         kind = size.drafted if guessed else size.plain
-        often = _OFTEN if guessed else _SELDOM
+        often = _OFTEN if guessed else _COMPARED
         size.compared = kind.count > _NEWEST and kind.count % often > 0 and size.compared
         if guessed:
             self.spend(rows, tokens, seconds, _MOST_LOST)
@@ -202,21 +205,32 @@ class DraftCosts:
         self._credit = min(self._credit - lost, _MOST_CREDIT)
 
     def least_chance(self, rows: int, *, measured: bool = True) -> float:
-        """The chance from which on a guess pays in a step of so many rows. ``measured``: if the
-        step is to be recorded; others are for no trial."""
-        size, rests = self._sizes[rows.bit_length()], self.rests(rows)
+        """The chance from which on a guess pays in a step of so many rows. Called once a step.
+        ``measured``: if the step is to be recorded; in others, which compute prompts or compress,
+        only guesses that pay by far are made."""
+        size = self._sizes[rows.bit_length()]
+        if size.rest:
+            size.rest, size.since_drafted = size.rest - 1, size.since_drafted + 1
+            self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
+            return NEVER
         tried = not size.known or self.tries_again(rows)
         size.since_measured += measured or not tried
-        size.paused, size.rest = max(size.paused - 1, 0), max(size.rest - 1, 0)
-        if rests or (tried and not measured):
+        if self.rests(rows):
+            size.rest = 0 if size.wants_plain or size.since_measured >= _BLIND else _UNASKED
+            return NEVER
+        if not measured and (tried or not size.by_far):
             return NEVER
         size.tried = tried
         return _UNKNOWN if size.tried else size.least
 
+    def resting(self, rows: int) -> bool:
+        """Whether steps of so many rows guess nothing for now, and need not be recorded."""
+        return self._sizes[rows.bit_length()].rest > 0
+
     def rests(self, rows: int) -> bool:
         """Whether no guess pays in the next step of so many rows, whatever its chance."""
         size = self._sizes[rows.bit_length()]
-        if size.paused or size.rest or size.wants_plain:
+        if size.rest or size.wants_plain:
             return True
         if not size.known:
             return size.since_measured >= _BLIND or self._credit <= 0

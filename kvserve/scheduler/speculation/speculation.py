@@ -23,7 +23,7 @@ from kvserve.scheduler.messages.drafts import (
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import BoolArray, RowTable
-from kvserve.scheduler.speculation.draft_costs import NEVER, DraftCosts
+from kvserve.scheduler.speculation.draft_costs import DraftCosts
 from kvserve.scheduler.speculation.drafter import Chance
 
 
@@ -46,15 +46,21 @@ class Speculation(ABC):
 
     def propose(self, *, scarce: bool = False, alone: bool = True) -> Proposal:
         """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks;
-        ``alone``: the step is not known to do anything else.
+        ``alone``: the step has no events.
 
         A row's chunk ends where its next event is due, or its last token. Guesses take at most half
         of the step, so that prompts move on beside them, and there are none in a step that lacks
         the blocks for them.
         """
         rows, n = self._rows, self._rows.num_decoding
+        if self.costs.resting(n):
+            self.costs.least_chance(n)  # a step less is left of the rest
+            return NO_GUESSES
         asked = self._asked
-        least = self.costs.least_chance(n, measured=alone) if asked.any() else NEVER
+        if not asked.any():
+            return NO_GUESSES
+        alone = alone and bool(rows.caught_up[n : rows.num_rows].all())
+        least = self.costs.least_chance(n, measured=alone)
         if least >= 1.0 or rows.num_unknown[:n].any():
             return NO_GUESSES
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]

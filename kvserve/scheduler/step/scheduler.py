@@ -128,7 +128,7 @@ class Scheduler:
         scarce, decoding = self._make_room()
         proposal = NO_GUESSES
         if self.speculation is not None:
-            alone = not (events.compactions or events.observations or self._catches_up)
+            alone = not (events.compactions or events.observations)
             proposal = self.speculation.propose(scarce=scarce, alone=alone)
         drafts = proposal.drafts
         self._decode(decoding, drafts)
@@ -238,12 +238,6 @@ class Scheduler:
             sampled=tuple(map(rows.owner, sampled.tolist())),
             sampled_at=sampled_at,
         )
-
-    @property
-    def _catches_up(self) -> bool:
-        """Whether a row has tokens of its prompt to compute."""
-        behind = slice(self.rows.num_decoding, self.rows.num_rows)
-        return not self.rows.caught_up[behind].all()
 
     def _missing(self, at: IntArray) -> int:
         """Blocks that are missing for one more token in each of the rows ``at``."""
