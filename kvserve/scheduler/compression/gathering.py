@@ -14,17 +14,17 @@ _MOST = 8
 _PART = 8
 """Nor does it wait longer than this part of the tokens since the last one."""
 _WORTH = 0.5
-"""Steps of all decoding rows that one step with events less is taken to be worth. It saves that
-much once; but rows that have had one event together also have the next ones together."""
+"""Steps of all decoding rows that one step with events less is taken to be worth."""
 
 
 class Gathering:
     """Says which due events wait.
 
     A step with events costs something whatever their number. So decoding rows that are due wait for
-    rows of the same policy that are due soon, if that costs few tokens: ``k`` rows that wait for
-    ``w`` steps lose ``k * w`` of them. No answer depends on it, since an event takes the same
-    entries whenever it runs.
+    rows of the same policy that are due soon, if that costs few tokens: k rows that wait for w
+    steps lose k * w of them. They do so once, and also have the later events together with those
+    that they have waited for. No answer depends on it, since an event takes the same entries
+    whenever it runs.
     """
 
     def __init__(self, rows: RowTable) -> None:
@@ -49,10 +49,9 @@ class Gathering:
         for policy in np.unique(rows.policy_id[due]).tolist():
             at = due[rows.policy_id[due] == policy]
             caught_up = rows.caught_up[at] == 1
-            waited = before.get(policy, 0)
-            others = decoding[rows.policy_id[decoding] == policy]
-            if len(at) < room(policy) and self._waits(at[caught_up], others, waited):
-                self._waited[policy] = waited + 1
+            steps = before.get(policy, 0)
+            if len(at) < room(policy) and self._waits(at[caught_up], policy, decoding, steps):
+                self._waited[policy] = steps + 1
                 self.row_steps += int(np.count_nonzero(caught_up))
                 at = at[~caught_up]
             ready.append(at)
@@ -62,13 +61,18 @@ class Gathering:
         """No event waits in this step."""
         self._waited = {}
 
-    def _waits(self, at: IntArray, others: IntArray, waited: int) -> bool:
-        """Whether the events of rows ``at`` wait for one of the rows ``others``."""
+    def _waits(self, at: IntArray, policy: int, decoding: IntArray, waited: int) -> bool:
+        """Whether the events of rows ``at`` wait for one of the rows that are ``decoding``."""
         rows = self._rows
+        others = decoding[rows.policy_id[decoding] == policy]
         others = others[rows.next_event[others] < rows.max_len[others]]
         if not len(at) or not len(others):
             return False
         first = int((rows.next_event[others] - rows.num_computed[others]).min())
         since = int((rows.num_computed[at] - rows.first_uncompressed_pos[at]).min())
+        # The rest of the output is unknown: assume as many tokens as are generated so far.
+        generated = rows.num_tokens[at] - rows.num_prompt[at]
+        left = int(np.minimum(rows.max_len[at] - rows.num_tokens[at], generated).min())
+        worth = _WORTH * (len(at) + len(decoding)) * (1 + left // max(since, 1))
         most = min(_MOST, since // _PART) - waited
-        return first <= min(most, _WORTH * (len(at) + rows.num_decoding) / len(at))
+        return first <= min(most, worth / len(at))
