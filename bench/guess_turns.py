@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from math import ceil
 from statistics import median
 from typing import Any
@@ -52,8 +53,8 @@ class Side:
         self.answers: dict[str, list[int]] = {}
         self.hurried: set[str] = set()
         """Requests that had an event before its time, because blocks ran out."""
-        self._workload, self._steps, self._between = workload, 0, args.steps_between
-        self._added = 0
+        self.steps = self.event_steps = 0
+        self._workload, self._between, self._added = workload, args.steps_between, 0
 
     @property
     def busy(self) -> bool:
@@ -61,7 +62,7 @@ class Side:
 
     def _add(self) -> None:
         """The requests whose turn it is."""
-        while self._added < len(self._workload) and self._steps >= self._added * self._between:
+        while self._added < len(self._workload) and self.steps >= self._added * self._between:
             length = self._workload.max_tokens(self._added)
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
             prompt = self._workload.prompt(self._added, [])
@@ -74,8 +75,10 @@ class Side:
         began = time.thread_time()
         while self.busy and time.thread_time() < began + seconds:
             self._add()
-            self._steps += 1
-            for output in self.engine.step():
+            self.steps += 1
+            outputs = self.engine.step()
+            self.event_steps += any(output.compactions for output in outputs)
+            for output in outputs:
                 if any(event.reason == "pressure" for event in output.compactions):
                     self.hurried.add(output.request_id)
                 if output.finished:
@@ -83,17 +86,28 @@ class Side:
         self.seconds += time.thread_time() - began
 
 
+def run_in_turns(sides: Sequence[Side], first: int) -> None:
+    """Run both to the end; side ``first`` begins each pair of turns."""
+    while any(side.busy for side in sides):
+        for at in (first, 1 - first):
+            sides[at].run(0.1)
+
+
+def other_answers(a: Side, b: Side) -> set[str]:
+    """Requests with another answer; ``SystemExit`` unless blocks ran short for each of them."""
+    changed = {which for which, answer in a.answers.items() if answer != b.answers[which]}
+    if changed - a.hurried - b.hurried:
+        raise SystemExit("an answer has changed")
+    return changed
+
+
 def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     """Times plain decoding; side ``first`` begins each pair of turns."""
     drafts = _DRAFT | {"model": args.draft_model}
     sides = Side(args, workload, {}), Side(args, workload, drafts if args.draft_model else _NGRAM)
-    while any(side.busy for side in sides):
-        for at in (first, 1 - first):
-            sides[at].run(0.1)
+    run_in_turns(sides, first)
     off, on = sides
-    changed = {which for which, answer in off.answers.items() if answer != on.answers[which]}
-    if changed - off.hurried - on.hurried:
-        raise SystemExit("guesses changed an answer")
+    changed = other_answers(off, on)
     stats = on.engine.stats()
     guessed, right = stats.draft_tokens_total, stats.accepted_tokens_total
     ratio = off.seconds / on.seconds
@@ -102,22 +116,21 @@ def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     return ratio
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def traffic_options(parser: argparse.ArgumentParser) -> None:
+    """Which requests come, when, and to how large a pool."""
     parser.add_argument("--model", default="kvserve/tiny-long", help="default: kvserve/tiny-long")
     parser.add_argument("--task", choices=TASKS, default="long-chain-1000", metavar="NAME")
     for name, usual in (("num-prompts", 32), ("max-num-seqs", 16), ("repeat", 4)):
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N")
-    words = "guesses are this model's (default: n-grams)"
-    parser.add_argument("--draft-model", metavar="MODEL", help=words)
     words = "requests arrive N steps apart (default: all at once)"
     parser.add_argument("--steps-between", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
-    return parser
 
 
-def main() -> None:
-    args = make_parser().parse_args()
+def report(
+    args: argparse.Namespace, compare: Callable[[argparse.Namespace, Workload, int], float]
+) -> None:
+    """Print the median of ``--repeat`` comparisons."""
     torch.set_num_threads(1)
     tokenizer = LLM(args.model).tokenizer
     assert tokenizer is not None, "the shipped models have one"
@@ -126,6 +139,14 @@ def main() -> None:
     sys.stdout.write(
         f"median {median(ratios):.3f} of {args.repeat} ({min(ratios):.3f} to {max(ratios):.3f})\n"
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    traffic_options(parser)
+    words = "guesses are this model's (default: n-grams)"
+    parser.add_argument("--draft-model", metavar="MODEL", help=words)
+    report(parser.parse_args(), compare)
 
 
 if __name__ == "__main__":

@@ -207,3 +207,28 @@ def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
     steps.chunks = noted  # type: ignore[method-assign]
     assert answers(run(llm, params)) == plain
     assert steps.chunk_replays > 5 and len(steps._chunks) < len(seen) / 2
+    assert {tokens for _, tokens, _ in steps._chunks if tokens > 8} <= {16, 24}
+    assert steps.num_new == len(steps._chunks) + len(steps._steps)
+
+
+def test_first_steps_of_a_size_are_not_timed(llama_dir: Path) -> None:
+    """They are recorded, which takes longer; what their guesses cost is paid back all the same."""
+    params = [SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)] * 4
+    llm, _ = guessing(llama_dir, KARA, answers(run(make_plain(llama_dir, KARA), params)))
+    core, timed, spent = llm.engine.core, list[int](), list[int]()
+    assert core.scheduler.speculation is not None
+    costs, launch, alone = core.scheduler.speculation.costs, core.runner.launch, list[Any]()
+    costs.record = lambda rows, guessed, *_: timed.append(guessed)  # type: ignore[method-assign]
+    costs.spend = lambda rows, *_: spent.append(rows)  # type: ignore[method-assign]
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        step = launch(output)
+        if output.num_decoding_tokens == output.num_tokens > 0 and not output.compactions:
+            alone.append((step.new, output.drafts is not None))
+        return step
+
+    core.runner.launch = launched  # type: ignore[method-assign]
+    run(llm, params)
+    assert len(timed) == len(alone) - sum(new for new, _ in alone)
+    assert len(spent) == alone.count((True, True)) > 1
+    assert alone.count((False, True)) > 5
