@@ -76,8 +76,10 @@ class Side:
         while self.busy and time.thread_time() < began + seconds:
             self._add()
             self.steps += 1
+            events = self.engine.core.scheduler.events
+            before = events.compactions
             outputs = self.engine.step()
-            self.event_steps += any(output.compactions for output in outputs)
+            self.event_steps += events.compactions > before
             for output in outputs:
                 if any(event.reason == "pressure" for event in output.compactions):
                     self.hurried.add(output.request_id)

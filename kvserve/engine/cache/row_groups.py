@@ -98,6 +98,10 @@ def make_row_group(spec: GroupSpec, shapes: Shapes, device: str) -> RowGroup:
 
 def scatter(tables: Tensor, update: TableUpdate) -> None:
     """Write new table entries."""
-    if len(update.indices):
+    if not len(update.indices):
+        return
+    if tables.device.type == "cpu":  # most steps do so, and torch takes longer for a few numbers
+        tables.view(-1).numpy()[update.indices] = update.blocks
+    else:
         where = to_device(update.indices, tables.device)
         tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)

@@ -256,6 +256,8 @@ class BlockTable(RowArrays):
 
     def _places(self, lanes: IntArray, first: IntArray, counts: IntArray) -> IntArray:
         """Flat indices into ``blocks``: ``counts`` columns of each lane, from ``first`` on."""
-        starts = lanes * self.blocks.shape[3] + first
+        starts: IntArray = lanes * self.blocks.shape[3] + first
+        if (counts == 1).all():
+            return starts  # as in most decoding steps
         places: IntArray = np.repeat(starts, counts) + ragged_arange(counts)
         return places
