@@ -141,9 +141,11 @@ def test_a_trial_after_many_steps_without() -> None:
     for _ in range(130):
         costs.record(1, 0, 1, 0.01)
     assert not costs.tries_again(1), "plain steps have not made up yet for those with guesses"
-    for _ in range(3_500):
+    for _ in range(7_000):
         costs.record(1, 0, 1, 0.01)
     assert costs.tries_again(1)
+    while costs.resting(1):
+        assert engine.step().draft_chunks is None
     assert engine.step().draft_chunks is None, "there is no credit yet to read the prompt"
     speculation._credit = 8 * 200
     chunks = engine.step().draft_chunks

@@ -38,7 +38,7 @@ _LONGEST_REST = 16
 one in a row."""
 _BLIND = 16
 """Steps that may guess before any of them has been measured."""
-_TRIALS = 0.02
+_TRIALS = 0.01
 """Part of the time that trials may cost: what a plain step adds to their credit."""
 _MOST_CREDIT, _MOST_LOST = 16.0, 8.0
 """Plain steps. Trials may cost so much at first; and no step that catches up with nothing counts as
