@@ -152,8 +152,9 @@ def test_nothing_waits_while_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -
     steps = Counter[tuple[bool, bool]]()
     compact_due = CompressionScheduler.compact_due
 
-    def noted(self: CompressionScheduler, entries: int, *, calm: bool) -> ScheduledEvents:
-        scheduled = compact_due(self, entries, calm=calm)
+    def noted(self: CompressionScheduler, entries: int) -> ScheduledEvents:
+        calm = self.rows.num_rows <= self.blocks.headroom / self.blocks.num_lanes
+        scheduled = compact_due(self, entries)
         assert calm or not self.gathering
         steps[calm, bool(self.gathering)] += 1
         return scheduled

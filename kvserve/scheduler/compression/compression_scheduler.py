@@ -78,11 +78,10 @@ class CompressionScheduler:
 
     # ---- due ---------------------------------------------------------------------------------
 
-    def compact_due(self, entries_that_fit: int, *, calm: bool) -> ScheduledEvents:
+    def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
         """Schedule events that are due.
 
         ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
-        ``calm``: this step's tokens find their blocks, so that events may wait for others.
         """
         self._engine_wide.make_due()
         waiting = self._waiting()
@@ -92,7 +91,7 @@ class CompressionScheduler:
             waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # that sequence was preempted, or has ended
-        if calm and not len(self.open) and not self.blocked_on_blocks:
+        if len(waiting) and self._may_wait:
             waiting = self.gathering.ready(waiting, self._room)
         else:
             self.gathering.run_now()
@@ -144,6 +143,13 @@ class CompressionScheduler:
         waits &= rows.num_tokens[:n] < rows.max_len[:n]  # the others have had their last token
         at: IntArray = np.flatnonzero(waits).astype(np.int32)
         return at
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether due events may wait for others: no token lacks a block meanwhile, and needs at
+        most one in each table. What has been scored is carried out at once."""
+        enough = self.rows.num_rows * self.blocks.num_lanes <= self.blocks.headroom
+        return enough and not self.blocked_on_blocks and not len(self.open)
 
     def _room(self, policy_id: int) -> int:
         """How many events of a policy one step observes."""

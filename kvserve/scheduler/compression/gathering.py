@@ -39,11 +39,9 @@ class Gathering:
         return bool(self._waited)
 
     def ready(self, due: IntArray, room: Callable[[int], int]) -> IntArray:
-        """Those of the rows ``due`` that have their events in this step. One step has ``room`` for
-        so many events of a policy."""
+        """Those of the rows ``due``, at least one, that have their events in this step. One step
+        has ``room`` for so many events of a policy."""
         rows, before, self._waited = self._rows, self._waited, {}
-        if not len(due):
-            return due
         decoding = rows.decoding_next()
         ready = []
         for policy in np.unique(rows.policy_id[due]).tolist():

@@ -143,9 +143,7 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        # A token needs at most a block in each table.
-        calm = self.rows.num_rows * self.blocks.num_lanes <= self.pool.num_free
-        scheduled = self.events.compact_due(entries if self.waiting else 0, calm=calm)
+        scheduled = self.events.compact_due(entries if self.waiting else 0)
         missing = self._missing(self.rows.decoding_next())
         if missing and self._drop_spare():
             missing = self._missing(self.rows.decoding_next())
