@@ -39,6 +39,8 @@ PREBUILT = _HERE / "prebuilt"
 _logger = logging.getLogger("kvserve")
 _failures: dict[tuple[object, ...], str] = {}
 """Why a build failed, so that the next call does not wait for the same compiler again."""
+_missing: dict[tuple[str | None, ...], str] = {}
+"""What ``why_missing`` has said, by name, ``PATH`` and cache folder."""
 
 
 class BuildError(RuntimeError):
@@ -72,12 +74,15 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
 
 
 def why_missing(name: str) -> str | None:
-    """Why there is no library of ``name.cpp``; ``None`` if there is."""
-    try:
-        load_library(name)
-    except BuildError as error:
-        return str(error)
-    return None
+    """Why there is no library of ``name.cpp``; ``None`` if there is. Each event asks, so a machine
+    without a compiler is searched once."""
+    asked = name, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
+    if asked not in _missing:
+        try:
+            load_library(name)
+        except BuildError as error:
+            _missing[asked] = str(error)
+    return _missing.get(asked)
 
 
 def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:

@@ -141,6 +141,28 @@ def test_what_came_with_the_package_needs_no_compiler(
         build.load_library.cache_clear()
 
 
+def test_a_machine_without_a_compiler_is_searched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = list[str]()
+
+    def which(name: str) -> None:
+        searched.append(name)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build.shutil, "which", which)
+    build.load_library.cache_clear()
+    try:
+        first = build.why_missing("store_kv")
+        count = len(searched)
+        assert first is not None and "no g++ found" in first and count > 0
+        assert build.why_missing("store_kv") == first and len(searched) == count
+    finally:
+        build.load_library.cache_clear()
+
+
 def test_a_library_for_newer_cpus_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
