@@ -97,7 +97,7 @@ def played(
         took = 1 + cost * guessed / rows + at_all * (guessed > 0)
         wanted += took
         took *= rng.uniform(0.9, 1.1) * (3 if rng.random() < 0.1 else 1)  # others use the machine
-        if guessed or not costs.resting(rows):
+        if guessed or costs.measures(rows):
             costs.record(rows, guessed, rows + int(right.sum()), took)
         made += 1 + right
     return float(made.mean() / wanted)
@@ -186,6 +186,22 @@ def test_guesses_that_seemed_slow_are_tried_again() -> None:
         drafts = costs.least_chance(1) < 1.0
         costs.record(1, 5 * drafts, 1 + 5 * drafts, 0.012 if drafts else 0.01)
     assert costs.least_chance(1) < 0.5
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_few_of_the_steps_that_rest_are_measured(ahead: int) -> None:
+    """Also where the next step is scheduled before one is recorded."""
+    costs = DraftCosts(5)
+    for _ in range(8):
+        costs.record(4, 8, 4, 3.0)
+        costs.record(4, 0, 4, 1.0)
+    for _ in range(ahead):
+        costs.least_chance(4)
+    measured = 0
+    for _ in range(90):
+        assert costs.least_chance(4) == NEVER
+        measured += costs.measures(4)
+    assert 10 <= measured <= 20
 
 
 def test_nothing_is_guessed_while_nothing_is_measured() -> None:

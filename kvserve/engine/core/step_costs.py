@@ -22,7 +22,7 @@ def tell_speculation(
     ``new``: it took longer than others like it, since it was the first."""
     speculation, rows = scheduler.speculation, output.num_decoding
     guesses = output.drafts is not None or output.draft_chunks is not None
-    if speculation is None or (speculation.costs.resting(rows) and not guesses):
+    if speculation is None or not (guesses or speculation.costs.measures(rows)):
         return
     alone = output.num_decoding_tokens == output.num_tokens > 0
     if not alone or output.compactions or output.observations:

@@ -17,8 +17,8 @@ _OFTEN, _SELDOM = 8, 64
 _COMPARED = 16
 """Steps without drafts after which they are compared again."""
 _UNASKED = 8
-"""Steps before it is asked again whether drafts pay, where they did not; only the last of them is
-measured. Asking and measuring take longer than they seem beside the compiled part of a step."""
+"""Steps before it is asked again whether drafts pay, where they did not. Of steps that rest one in
+so many is measured. Asking and measuring take longer than they seem beside compiled kernels."""
 _BY_FAR = 1.25
 _RETRY, _LONGEST_RETRY = 128, 512
 """Steps without drafts after which one goes with them, whatever they have seemed to cost; twice as
@@ -109,7 +109,7 @@ class _Size:
     """Tokens that steps without would give in the time of a step's guesses, and of each."""
     by_far: bool = False
     rest: int = 0
-    """Steps that are left in which nothing is guessed, looked up or measured."""
+    """Steps that are left in which nothing is guessed or looked up, and few are measured."""
     next_rest: int = 1
 
     def compare(self) -> None:
@@ -224,8 +224,12 @@ class DraftCosts:
         return _UNKNOWN if size.tried else size.least
 
     def resting(self, rows: int) -> bool:
-        """Whether steps of so many rows guess nothing for now, and need not be recorded."""
+        """Whether steps of so many rows guess nothing for now."""
         return self._sizes[rows.bit_length()].rest > 0
+
+    def measures(self, rows: int) -> bool:
+        """Whether a step of so many rows is to be recorded, although it guesses nothing."""
+        return self._sizes[rows.bit_length()].rest % _UNASKED == 0
 
     def rests(self, rows: int) -> bool:
         """Whether no guess pays in the next step of so many rows, whatever its chance."""
