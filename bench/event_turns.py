@@ -20,7 +20,7 @@ def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     """Times both; side ``first`` begins each pair of turns."""
     sides = Side(args, workload, {}), Side(args, workload, {})
     gathering = sides[0].engine.core.scheduler.events.gathering
-    gathering.ready = lambda due, room: due  # type: ignore[method-assign]
+    gathering.ready = lambda due, has_room: due  # type: ignore[method-assign]
     run_in_turns(sides, first)
     changed = other_answers(*sides)
     alone, together = sides

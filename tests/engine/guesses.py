@@ -19,7 +19,7 @@ def always_guess(llm: LLM) -> Any:
     speculation = llm.engine.core.scheduler.speculation
     assert speculation is not None
     speculation.costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
-    speculation.costs.rests = lambda rows: False  # type: ignore[method-assign]
+    speculation.costs.rests = lambda rows, **_: False  # type: ignore[method-assign]
     speculation.costs.gains = lambda *_: True  # type: ignore[method-assign]
     return speculation
 

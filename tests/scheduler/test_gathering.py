@@ -152,9 +152,9 @@ def test_nothing_waits_while_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -
     steps = Counter[tuple[bool, bool]]()
     compact_due = CompressionScheduler.compact_due
 
-    def noted(self: CompressionScheduler, entries: int) -> ScheduledEvents:
-        calm = self.rows.num_rows <= self.blocks.headroom / self.blocks.num_lanes
-        scheduled = compact_due(self, entries)
+    def noted(self: CompressionScheduler, entries: int, *, may_wait: bool) -> ScheduledEvents:
+        calm = may_wait and self.rows.num_rows <= self.blocks.headroom / self.blocks.num_lanes
+        scheduled = compact_due(self, entries, may_wait=may_wait)
         assert calm or not self.gathering
         steps[calm, bool(self.gathering)] += 1
         return scheduled

@@ -176,9 +176,9 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     scheduler.rows.promote_ready = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
-    def count(entries_that_fit: int) -> ScheduledEvents:
+    def count(entries_that_fit: int, *, may_wait: bool) -> ScheduledEvents:
         nonlocal observed
-        scheduled = compact_due(entries_that_fit)
+        scheduled = compact_due(entries_that_fit, may_wait=may_wait)
         observed += any(1 in task.seq_ids for task in scheduled.observations)
         return scheduled
 

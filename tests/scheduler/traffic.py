@@ -345,7 +345,7 @@ class Traffic:
             rows = lambda row: Oracle(self.loop.shadow, rng, row)  # noqa: E731
             costs = self.scheduler.speculation.costs
             costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
-            costs.rests = lambda rows: bool(rng.random() < 0.5)  # type: ignore[method-assign]
+            costs.rests = lambda rows, **_: bool(rng.random() < 0.5)  # type: ignore[method-assign]
             if not drafted:
                 self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations

@@ -42,6 +42,15 @@ def step_buffers(
     )
 
 
+def hide_tokens(batch: ForwardBatch, first: int) -> None:
+    """Let the tokens from number ``first`` on see nothing, and be stored in the null block."""
+    if first < len(batch.positions):
+        for numbers in (batch.positions, batch.slots, batch.query_slots):
+            if numbers is not None:
+                numbers[..., first:] = 0
+        batch.last[..., first:] = -1
+
+
 def fill_buffers(
     batch: ForwardBatch,
     fill: FillInputs,

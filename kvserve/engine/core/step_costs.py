@@ -29,7 +29,7 @@ def tell_speculation(
         return
     catches_up = output.draft_chunks is not None and output.draft_chunks.catches_up
     if catches_up or (new and guesses):
-        speculation.costs.spend(rows, tokens, seconds)
+        speculation.costs.spend(rows, tokens, seconds, bounded=not catches_up)
     elif not new:
         guessed = 0 if output.drafts is None else output.drafts.num_guessed
         speculation.costs.record(rows, guessed, tokens, seconds)

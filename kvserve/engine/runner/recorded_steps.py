@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.step_buffers import hide_tokens
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.engine.runner.tapes import Recorder
 from kvserve.kernels.cpu.calls import Tape
@@ -135,18 +136,20 @@ def _padded(number: int, step: int) -> int:
 
 
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
-    """Give ``step`` chunks of these ``lengths [n]``; further rows and tokens are padding, all
-    tokens in the last chunk."""
-    chunks, ids, n = step.chunks, step.token_ids, len(lengths)
+    """Give ``step`` chunks of these ``lengths [n]``; further rows and tokens are padding. Padded
+    tokens are in no chunk: a row's bits do not depend on them."""
+    chunks, ids = step.chunks, step.token_ids
     assert chunks is not None and ids is not None
+    n, tokens = len(lengths), len(token_ids)
     starts = step.buffers.starts  # the memory of ``chunks.starts``
     np.cumsum(lengths, out=starts[1 : n + 1])
-    starts[n + 1 :], starts[-1] = len(token_ids), len(ids)
-    real = chunks.lengths.numpy()
+    starts[n + 1 :] = tokens
+    real, rows = chunks.lengths.numpy(), chunks.rows.numpy()
     real[:n], real[n:] = lengths, 0
-    chunks.rows.numpy()[:] = np.repeat(np.arange(len(real)), np.diff(starts))
-    ids[: len(token_ids)] = token_ids
+    rows[:tokens], rows[tokens:] = np.repeat(np.arange(n), lengths), len(real) - 1
+    ids[:tokens] = token_ids
     step.count.fill_(n)
+    hide_tokens(step.buffers, tokens)
 
 
 @dataclass(frozen=True, eq=False)

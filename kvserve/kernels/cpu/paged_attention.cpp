@@ -829,8 +829,19 @@ class Kernel {
   std::vector<float> partials_;
 };
 
+// Tokens behind the last chunk are padding, and see nothing.
+template <typename T>
+void clear_padding(const PagedAttention& c) {
+  const int64_t chunked = c.starts[c.num_chunks];
+  if (chunked < 0 || chunked >= c.num_tokens) return;
+  const int64_t heads = (c.num_tokens - chunked) * c.num_heads, first = chunked * c.num_heads;
+  std::fill_n(static_cast<T*>(c.out) + first * c.head_dim, heads * c.head_dim, T{});
+  if (c.shares) std::fill_n(c.shares + first, heads, 0.0f);
+}
+
 template <typename T>
 int run(const PagedAttention& call) {
+  clear_padding<T>(call);
   if (call.head_dim % (kMaxLanes * kHalves) == 0) return Kernel<T, kMaxLanes>(call).run();
   return Kernel<T, 8>(call).run();
 }

@@ -78,8 +78,8 @@ class CompressionScheduler:
 
     # ---- due ---------------------------------------------------------------------------------
 
-    def compact_due(self, entries_that_fit: int) -> ScheduledEvents:
-        """Schedule events that are due.
+    def compact_due(self, entries_that_fit: int, *, may_wait: bool) -> ScheduledEvents:
+        """Schedule events that are due; they ``may_wait`` for others if nobody lacks blocks.
 
         ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
         """
@@ -91,8 +91,8 @@ class CompressionScheduler:
             waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # that sequence was preempted, or has ended
-        if len(waiting) and self._may_wait:
-            waiting = self.gathering.ready(waiting, self._room)
+        if may_wait and len(waiting) and self._gathers:
+            waiting = self.gathering.ready(waiting, self._has_room)
         else:
             self.gathering.run_now()
         candidates = self._candidates(self._due(waiting))
@@ -145,15 +145,17 @@ class CompressionScheduler:
         return at
 
     @property
-    def _may_wait(self) -> bool:
-        """Whether due events may wait for others: no token lacks a block meanwhile, and needs at
-        most one in each table. What has been scored is carried out at once."""
+    def _gathers(self) -> bool:
+        """Whether due events may wait: each token finds its block, of which it needs at most one in
+        each table; a gate refuses none; and what has been scored is carried out at once."""
         enough = self.rows.num_rows * self.blocks.num_lanes <= self.blocks.headroom
-        return enough and not self.blocked_on_blocks and not len(self.open)
+        settled = self.gate is None and not self.blocked_on_blocks and not len(self.open)
+        return enough and settled
 
-    def _room(self, policy_id: int) -> int:
-        """How many events of a policy one step observes."""
-        return self._max_observed // max(self._triggers[policy_id].num_queries, 1)
+    def _has_room(self, policy_id: int, at: IntArray) -> bool:
+        """Whether one step observes another event of a policy beside those of rows ``at``."""
+        queries = self._triggers[policy_id].plan(self.rows.state(at)).num_scored_queries
+        return int(queries.sum() + queries.max()) <= self._max_observed
 
     def _due(self, at: IntArray) -> IntArray:
         """Those of the rows ``at`` that do not wait for scores."""

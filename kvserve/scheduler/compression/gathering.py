@@ -38,9 +38,9 @@ class Gathering:
         """Whether any event waits in this step."""
         return bool(self._waited)
 
-    def ready(self, due: IntArray, room: Callable[[int], int]) -> IntArray:
-        """Those of the rows ``due``, at least one, that have their events in this step. One step
-        has ``room`` for so many events of a policy."""
+    def ready(self, due: IntArray, has_room: Callable[[int, IntArray], bool]) -> IntArray:
+        """Those of the rows ``due [n]``, n > 0, that have their events in this step. Whether a step
+        ``has_room`` for another event of a policy beside those of some rows."""
         rows, before, self._waited = self._rows, self._waited, {}
         decoding = rows.decoding_next()
         ready = []
@@ -48,7 +48,8 @@ class Gathering:
             at = due[rows.policy_id[due] == policy]
             caught_up = rows.caught_up[at] == 1
             steps = before.get(policy, 0)
-            if len(at) < room(policy) and self._waits(at[caught_up], policy, decoding, steps):
+            waits = self._waits(at[caught_up], policy, decoding, steps)
+            if waits and has_room(policy, at):
                 self._waited[policy] = steps + 1
                 self.row_steps += int(np.count_nonzero(caught_up))
                 at = at[~caught_up]
@@ -63,7 +64,7 @@ class Gathering:
         """Whether the events of rows ``at`` wait for one of the rows that are ``decoding``."""
         rows = self._rows
         others = decoding[rows.policy_id[decoding] == policy]
-        others = others[rows.next_event[others] < rows.max_len[others]]
+        others = others[rows.next_event[others] < rows.max_len[others] - 1]  # the others end first
         if not len(at) or not len(others):
             return False
         first = int((rows.next_event[others] - rows.num_computed[others]).min())

@@ -166,7 +166,7 @@ class DraftCosts:
     Now and then a step goes without drafts, or with them although they have been slow, so that both
     are known. Such trials cost no more than a small part of the time: what a step with guesses has
     lost is paid back by plain ones first. Steps that also compute prompts, or that compress, are
-    not measured; while there are no others, nothing is guessed.
+    not measured; in them only guesses that pay by far are made.
     """
 
     def __init__(self, most_guesses: int) -> None:
@@ -184,7 +184,7 @@ class DraftCosts:
         often = _OFTEN if guessed else _COMPARED
         size.compared = kind.count > _NEWEST and kind.count % often > 0 and size.compared
         if guessed:
-            self.spend(rows, tokens, seconds, _MOST_LOST)
+            self.spend(rows, tokens, seconds, bounded=True)
             size.drafted.add(seconds, tokens, guessed)
             size.since_plain, size.since_drafted = size.since_plain + 1, 0
             if size.known and not size.tried:
@@ -196,12 +196,14 @@ class DraftCosts:
             size.plain.add(seconds, tokens, 0)
             size.since_plain, size.since_drafted = 0, size.since_drafted + 1
 
-    def spend(self, rows: int, tokens: int, seconds: float, most: float = float("inf")) -> None:
-        """A step was for guesses: count what it has lost, at ``most`` so many plain steps, or
-        gained. What a draft model reads to catch up is lost, too."""
+    def spend(self, rows: int, tokens: int, seconds: float, *, bounded: bool) -> None:
+        """A step was for guesses: count what it has lost, or gained. What a draft model reads to
+        catch up is lost, too, and is not ``bounded``."""
         plain, lost = self._sizes[rows.bit_length()].plain, _MOST_LOST
         if plain.count:
-            lost = min(seconds / plain.seconds - tokens / rows, most)
+            lost = seconds / plain.seconds - tokens / rows
+        if bounded:
+            lost = min(lost, _MOST_LOST)
         self._credit = min(self._credit - lost, _MOST_CREDIT)
 
     def least_chance(self, rows: int, *, measured: bool = True) -> float:
@@ -215,10 +217,9 @@ class DraftCosts:
             return NEVER
         tried = not size.known or self.tries_again(rows)
         size.since_measured += measured or not tried
-        if self.rests(rows):
-            size.rest = 0 if size.wants_plain or size.since_measured >= _BLIND else _UNASKED
-            return NEVER
-        if not measured and (tried or not size.by_far):
+        if self.rests(rows, measured=measured):
+            asks = size.wants_plain or size.since_measured >= _BLIND or not measured
+            size.rest = 0 if asks else _UNASKED
             return NEVER
         size.tried = tried
         return _UNKNOWN if size.tried else size.least
@@ -231,17 +232,20 @@ class DraftCosts:
         """Whether a step of so many rows is to be recorded, although it guesses nothing."""
         return self._sizes[rows.bit_length()].rest % _UNASKED == 0
 
-    def rests(self, rows: int) -> bool:
-        """Whether no guess pays in the next step of so many rows, whatever its chance."""
+    def rests(self, rows: int, *, measured: bool = True) -> bool:
+        """Whether no guess pays in the next step of so many rows, whatever its chance. ``measured``
+        as in ``least_chance``."""
         size = self._sizes[rows.bit_length()]
         if size.rest or size.wants_plain:
             return True
         if not size.known:
-            return size.since_measured >= _BLIND or self._credit <= 0
+            return not measured or size.since_measured >= _BLIND or self._credit <= 0
         if self.tries_again(rows):
-            return False
+            return not measured
         if not size.compared:
             size.compare()
+        if not (measured or size.by_far):
+            return True
         sure = self._most_guesses * rows
         return size.least >= 1.0 or not size.enough(rows, sure, sure)
 

@@ -43,10 +43,12 @@ class Speculation(ABC):
         self._most_guesses, self._max_tokens = most_guesses, max_tokens
         self._chance = 2 / 3
         """How many guesses were right lately, of all sequences: what a new one begins with."""
+        self._alone = True
+        """Whether the last step had neither prompts nor events, as far as was known."""
 
     def propose(self, *, scarce: bool = False, alone: bool = True) -> Proposal:
         """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks;
-        ``alone``: the step has no events.
+        ``alone``: the step has no events, and none waits.
 
         A row's chunk ends where its next event is due, or its last token. Guesses take at most half
         of the step, so that prompts move on beside them, and there are none in a step that lacks
@@ -59,8 +61,8 @@ class Speculation(ABC):
         asked = self._asked
         if not asked.any():
             return NO_GUESSES
-        alone = alone and bool(rows.caught_up[n : rows.num_rows].all())
-        least = self.costs.least_chance(n, measured=alone)
+        self._alone = alone and bool(rows.caught_up[n : rows.num_rows].all())
+        least = self.costs.least_chance(n, measured=self._alone)
         if least >= 1.0 or rows.num_unknown[:n].any():
             return NO_GUESSES
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]
@@ -71,7 +73,8 @@ class Speculation(ABC):
     @property
     def rests(self) -> bool:
         """Whether the next step guesses nothing, whatever the tokens of this one are."""
-        return not self._asked.any() or self.costs.rests(self._rows.num_decoding)
+        rows = self._rows.num_decoding
+        return not self._asked.any() or self.costs.rests(rows, measured=self._alone)
 
     @property
     def _asked(self) -> BoolArray:

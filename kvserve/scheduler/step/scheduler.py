@@ -117,9 +117,10 @@ class Scheduler:
 
         The four phases run in the same order on the device, so each may use the blocks that the
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
-        catches up, admits, scores an event that will find its blocks, or follows a step in flight
-        whose tokens and counts will allow more. If it does none of these, the newest sequences are
-        preempted, one by one, until it does (``PrefillChunks.catch_up``).
+        catches up, admits, scores an event that will find its blocks, has events that wait for
+        rows that decode, or follows a step in flight whose tokens and counts will allow more. If it
+        does none of these, the newest sequences are preempted, one by one, until it does
+        (``PrefillChunks.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
@@ -128,14 +129,14 @@ class Scheduler:
         scarce, decoding = self._make_room()
         proposal = NO_GUESSES
         if self.speculation is not None:
-            alone = not (events.compactions or events.observations)
+            alone = not (events.compactions or events.observations or self.events.gathering)
             proposal = self.speculation.propose(scarce=scarce, alone=alone)
         drafts = proposal.drafts
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
-        scores = bool(events.observations) and not blocked_on_blocks
-        moves = bool(len(decoding)) or scores or in_flight or bool(self.events.gathering)
+        moves = bool(events.observations) and not blocked_on_blocks
+        moves = moves or bool(len(decoding) or self.events.gathering) or in_flight
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
         return self._output(events, decoding, proposal, caught_up)
@@ -143,7 +144,8 @@ class Scheduler:
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
         entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        scheduled = self.events.compact_due(entries if self.waiting else 0)
+        settled = not self._admission.lacks_blocks
+        scheduled = self.events.compact_due(entries if self.waiting else 0, may_wait=settled)
         missing = self._missing(self.rows.decoding_next())
         if missing and self._drop_spare():
             missing = self._missing(self.rows.decoding_next())

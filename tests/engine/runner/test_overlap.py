@@ -241,7 +241,7 @@ def test_steps_overlap_while_nothing_is_guessed(
     rng = np.random.default_rng(0)
     assert core.scheduler.speculation is not None
     costs = core.scheduler.speculation.costs
-    costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.rests = lambda rows, **_: bool(rng.random() < 0.6)  # type: ignore[method-assign]
     costs.least_chance = lambda rows, **_: float(rng.random() < 0.6)  # type: ignore[method-assign]
     preempt_now_and_then(core.scheduler, rng, 0.05)
     watch(llm)
@@ -264,7 +264,7 @@ def test_a_step_is_timed_from_the_end_of_the_one_in_front(llama_dir: Path) -> No
     assert core.scheduler.speculation is not None
     costs, rng, depth = core.scheduler.speculation.costs, np.random.default_rng(0), follow(llm)
     core._clock = partial(next, count())  # a second from each reading to the next
-    costs.rests = lambda rows: bool(rng.random() < 0.6)  # type: ignore[method-assign]
+    costs.rests = lambda rows, **_: bool(rng.random() < 0.6)  # type: ignore[method-assign]
     costs.least_chance = lambda rows, **_: float(rng.random() < 0.6)  # type: ignore[method-assign]
     costs.record = (  # type: ignore[method-assign]
         lambda rows, guessed, tokens, seconds: measured.append((guessed > 0, seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,40 @@ def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
     assert steps.num_new == len(steps._chunks) + len(steps._steps)
 
 
+@pytest.mark.parametrize("lengths", [[6, 1, 1, 1], [9], [1, 2, 7, 1, 3], [8] * 4, [5] * 8], ids=str)
+def test_padding_changes_no_bit(llama_dir: Path, lengths: list[int]) -> None:
+    """Neither when a shape is recorded nor when it is played, behind longer chunks."""
+    llm = make_llm(llama_dir, "none", max_num_seqs=8, block_size=16)
+    runner, n = llm.engine.core.runner, len(lengths)
+    graphs, batch, chunks = recorded_steps(llm), runner.batch, np.array(lengths)
+    runner.cache.kv.normal_()
+    ids = torch.arange(int(chunks.sum())) % 50
+    starts = np.concatenate([[0], np.cumsum(chunks)])
+
+    def of_rows(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        batch.num_computed[:] = batch.kv_lens[:] = 3
+        batch.block_tables[:, :, :, :2] = torch.arange(1, 17).view(1, 8, 1, 2)
+        hidden = compute().clone()
+        assert batch.num_computed.tolist() == [3 + length for length in lengths] + [3] * (8 - n)
+        return hidden
+
+    def exact() -> torch.Tensor:
+        step = graphs._parts.chunks(starts, False, torch.tensor(n))
+        assert step.token_ids is not None
+        step.token_ids.copy_(ids)
+        return step.forward()
+
+    with torch.inference_mode():
+        expected = of_rows(exact)
+        for _ in range(2):
+            assert torch.equal(of_rows(lambda: graphs.chunks(chunks, ids)), expected)
+            if sum(lengths) < 120:  # the same tape, with as many tokens as it has room for
+                most = chunks.copy()
+                most[-1] += -len(ids) % 8
+                graphs.chunks(most, torch.arange(int(most.sum())) % 50)
+    assert graphs.chunk_replays > 1
+
+
 def test_first_steps_of_a_size_are_not_timed(llama_dir: Path) -> None:
     """They are recorded, which takes longer; what their guesses cost is paid back all the same."""
     params = [SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)] * 4
@@ -219,7 +254,7 @@ def test_first_steps_of_a_size_are_not_timed(llama_dir: Path) -> None:
     assert core.scheduler.speculation is not None
     costs, launch, alone = core.scheduler.speculation.costs, core.runner.launch, list[Any]()
     costs.record = lambda rows, guessed, *_: timed.append(guessed)  # type: ignore[method-assign]
-    costs.spend = lambda rows, *_: spent.append(rows)  # type: ignore[method-assign]
+    costs.spend = lambda rows, *_, **__: spent.append(rows)  # type: ignore[method-assign]
 
     def launched(output: SchedulerOutput) -> LaunchedStep:
         step = launch(output)
