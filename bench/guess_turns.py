@@ -5,6 +5,7 @@
     python -m bench.guess_turns --steps-between 41
     python -m bench.tiny_model.train --recipe draft --out /tmp/draft --minutes 14
     python -m bench.guess_turns --max-num-seqs 1 --num-prompts 4 --draft-model /tmp/draft/model
+    python -m bench.guess_turns --waiting
 
 Both are in one process and take turns of a tenth of a second, on one thread, so that what disturbs
 the machine disturbs both. Answers have to be the same, token for token, but for requests that had
@@ -12,7 +13,8 @@ an event before its time because blocks ran out.
 
 Sequences that begin together have their events together, in few steps. Guesses part them, and each
 step with events costs something whatever their number. ``--steps-between`` parts them beforehand,
-as traffic does.
+as traffic does. ``--waiting`` compares engines without guesses whose events wait for others, or
+do not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
 from statistics import median
 from typing import Any
@@ -118,8 +120,22 @@ def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     return ratio
 
 
-def traffic_options(parser: argparse.ArgumentParser) -> None:
-    """Which requests come, when, and to how large a pool."""
+def compare_waiting(args: argparse.Namespace, workload: Workload, first: int) -> float:
+    """Times events that wait for others beside events that do not; nothing is guessed."""
+    sides = alone, together = Side(args, workload, {}), Side(args, workload, {})
+    gathering = alone.engine.core.scheduler.events.gathering
+    gathering.ready = lambda due, has_room: due  # type: ignore[method-assign]
+    run_in_turns(sides, first)
+    changed = other_answers(alone, together)
+    ratio = alone.seconds / together.seconds
+    steps = " and ".join(f"{side.event_steps} of {side.steps}" for side in sides)
+    sys.stdout.write(f"{ratio:.3f} times as fast; steps with events {steps}")
+    sys.stdout.write(f"; {len(changed)} other answers\n")
+    return ratio
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="kvserve/tiny-long", help="default: kvserve/tiny-long")
     parser.add_argument("--task", choices=TASKS, default="long-chain-1000", metavar="NAME")
     for name, usual in (("num-prompts", 32), ("max-num-seqs", 16), ("repeat", 4)):
@@ -127,28 +143,24 @@ def traffic_options(parser: argparse.ArgumentParser) -> None:
     words = "requests arrive N steps apart (default: all at once)"
     parser.add_argument("--steps-between", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
+    words = "guesses are this model's (default: n-grams)"
+    parser.add_argument("--draft-model", metavar="MODEL", help=words)
+    words = "events that wait beside events that do not, without guesses"
+    parser.add_argument("--waiting", action="store_true", help=words)
+    return parser
 
 
-def report(
-    args: argparse.Namespace, compare: Callable[[argparse.Namespace, Workload, int], float]
-) -> None:
-    """Print the median of ``--repeat`` comparisons."""
+def main() -> None:
+    args = make_parser().parse_args()
     torch.set_num_threads(1)
     tokenizer = LLM(args.model).tokenizer
     assert tokenizer is not None, "the shipped models have one"
     workload = task_prompts(args.task, args.num_prompts, tokenizer, 0)
-    ratios = [compare(args, workload, turn % 2) for turn in range(args.repeat)]
+    how = compare_waiting if args.waiting else compare
+    ratios = [how(args, workload, turn % 2) for turn in range(args.repeat)]
     sys.stdout.write(
         f"median {median(ratios):.3f} of {args.repeat} ({min(ratios):.3f} to {max(ratios):.3f})\n"
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    traffic_options(parser)
-    words = "guesses are this model's (default: n-grams)"
-    parser.add_argument("--draft-model", metavar="MODEL", help=words)
-    report(parser.parse_args(), compare)
 
 
 if __name__ == "__main__":
