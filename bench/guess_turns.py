@@ -143,10 +143,11 @@ def make_parser() -> argparse.ArgumentParser:
     words = "requests arrive N steps apart (default: all at once)"
     parser.add_argument("--steps-between", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
+    either = parser.add_mutually_exclusive_group()
     words = "guesses are this model's (default: n-grams)"
-    parser.add_argument("--draft-model", metavar="MODEL", help=words)
+    either.add_argument("--draft-model", metavar="MODEL", help=words)
     words = "events that wait beside events that do not, without guesses"
-    parser.add_argument("--waiting", action="store_true", help=words)
+    either.add_argument("--waiting", action="store_true", help=words)
     return parser
 
 

@@ -144,7 +144,7 @@ def test_a_trial_after_many_steps_without() -> None:
     for _ in range(7_000):
         costs.record(1, 0, 1, 0.01)
     assert costs.tries_again(1)
-    while costs.resting(1):
+    while costs.rests(1):
         assert engine.step().draft_chunks is None
     assert engine.step().draft_chunks is None, "there is no credit yet to read the prompt"
     speculation._credit = 8 * 200

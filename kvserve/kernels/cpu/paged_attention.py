@@ -64,9 +64,8 @@ class CpuQuerySegments:
     """S runs of consecutive tokens, each of one table row; int64, on the CPU.
 
     ``rows [S]``; ``starts [S + 1]`` first tokens, and where the last run ends: tokens behind it are
-    padding, and see nothing; ``last [LG, R, T]`` the last entry that
-    each token sees of each of its tables, -1 for none; ``first [LG, R, T]`` the first one
-    (``None``: entry 0).
+    padding, and see nothing; ``last [LG, R, T]`` the last entry that each token sees of each of its
+    tables, -1 for none; ``first [LG, R, T]`` the first one (``None``: entry 0).
     """
 
     rows: Tensor

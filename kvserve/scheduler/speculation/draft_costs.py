@@ -210,11 +210,9 @@ class DraftCosts:
         """The chance from which on a guess pays in a step of so many rows. Called once a step.
         ``measured``: if the step is to be recorded; in others, which compute prompts or compress,
         only guesses that pay by far are made."""
-        size = self._sizes[rows.bit_length()]
-        if size.rest:
-            size.rest, size.since_drafted = size.rest - 1, size.since_drafted + 1
-            self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
+        if self.rest(rows):
             return NEVER
+        size = self._sizes[rows.bit_length()]
         tried = not size.known or self.tries_again(rows)
         size.since_measured += measured or not tried
         if self.rests(rows, measured=measured):
@@ -224,9 +222,14 @@ class DraftCosts:
         size.tried = tried
         return _UNKNOWN if size.tried else size.least
 
-    def resting(self, rows: int) -> bool:
-        """Whether steps of so many rows guess nothing for now."""
-        return self._sizes[rows.bit_length()].rest > 0
+    def rest(self, rows: int) -> bool:
+        """Whether a step of so many rows rests; if so, a step less is left of that."""
+        size = self._sizes[rows.bit_length()]
+        if not size.rest:
+            return False
+        size.rest, size.since_drafted = size.rest - 1, size.since_drafted + 1
+        self._credit = min(self._credit + _TRIALS, _MOST_CREDIT)
+        return True
 
     def measures(self, rows: int) -> bool:
         """Whether a step of so many rows is to be recorded, although it guesses nothing."""

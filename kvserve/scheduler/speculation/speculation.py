@@ -55,8 +55,7 @@ class Speculation(ABC):
         the blocks for them.
         """
         rows, n = self._rows, self._rows.num_decoding
-        if self.costs.resting(n):
-            self.costs.least_chance(n)  # a step less is left of the rest
+        if self.costs.rest(n):
             return NO_GUESSES
         asked = self._asked
         if not asked.any():

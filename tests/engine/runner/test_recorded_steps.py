@@ -208,7 +208,7 @@ def test_a_tape_of_chunks_is_for_all_rows(llama_dir: Path) -> None:
     steps.chunks = noted  # type: ignore[method-assign]
     assert answers(run(llm, params)) == plain
     assert steps.chunk_replays > 5 and len(steps._chunks) < len(seen) / 2
-    assert {tokens for _, tokens, _ in steps._chunks if tokens > 8} <= {16, 24}
+    assert {tokens for _, tokens, _ in steps._chunks if tokens > 8} in ({16}, {16, 24}, {24})
     assert steps.num_new == len(steps._chunks) + len(steps._steps)
 
 
