@@ -206,11 +206,7 @@ class EngineCore:
         guesses = output.drafts is not None or output.draft_chunks is not None
         # Where steps overlap, one that did not says nothing of what a step without guesses takes.
         if guesses or step.ahead or not self._overlaps:
-            steps = (step,) if self._in_flight is None else (step, self._in_flight)
-            launched = (each.launched for each in steps)  # a CPU computes as it launches
-            new = any(isinstance(each, LaunchedStep) and each.new for each in launched)
-            seconds = self._taken_in - began
-            tell_speculation(self.scheduler, output, tokens, seconds, new=new)
+            tell_speculation(self.scheduler, output, tokens, self._taken_in - began)
 
     def _tokens_of(
         self, sampled: Iterable[Sequence], result: ModelRunnerOutput, gets: list[bool]

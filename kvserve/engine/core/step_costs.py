@@ -16,10 +16,9 @@ def step_clock(device: str, ranks: int) -> Callable[[], float]:
 
 
 def tell_speculation(
-    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float, *, new: bool
+    scheduler: Scheduler, output: SchedulerOutput, tokens: int, seconds: float
 ) -> None:
-    """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``.
-    ``new``: it took longer than others like it, since it was the first."""
+    """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``."""
     speculation, rows = scheduler.speculation, output.num_decoding
     guesses = output.drafts is not None or output.draft_chunks is not None
     if speculation is None or not (guesses or speculation.costs.measures(rows)):
@@ -27,10 +26,9 @@ def tell_speculation(
     alone = output.num_decoding_tokens == output.num_tokens > 0
     if not alone or output.compactions or output.observations:
         return
-    catches_up = output.draft_chunks is not None and output.draft_chunks.catches_up
-    if catches_up or (new and guesses):
-        speculation.costs.spend(rows, tokens, seconds, bounded=not catches_up)
-    elif not new:
+    if output.draft_chunks is not None and output.draft_chunks.catches_up:
+        speculation.costs.spend(rows, tokens, seconds, bounded=False)
+    else:
         guessed = 0 if output.drafts is None else output.drafts.num_guessed
         speculation.costs.record(rows, guessed, tokens, seconds)
 

@@ -60,7 +60,7 @@ class DraftModel:
         if sizes:
             self.steps = DecodeGraphs(parts, sizes, kinds, NEWEST)
         elif records:
-            self.steps = RecordedSteps(parts, kinds)
+            self.steps = RecordedSteps(parts, kinds, longest=NEWEST)
 
     def guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row: int64 [G]; ``None`` if all chunks only catch up.

@@ -57,8 +57,6 @@ class LaunchedStep:
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same; ``None`` if there was nothing to compare."""
-    new: bool = False
-    """Whether it computed for the first time what later steps like it play: that takes longer."""
     guesses: Tensor | None = None
     """Of a draft model: [G]."""
     sampled: SampledTokens | None = None

@@ -124,22 +124,14 @@ class ModelRunner:
         except Exception as error:
             culprits = self.batch.unfit(output.admitted.requests)
             raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
-        before = self._num_new
         if output.draft_chunks is not None:
             step.guesses = self._guess(output.draft_chunks)
         if output.num_tokens:
             self._forward(output, step)
-        step.new = self._num_new > before
         if self.group.rank == 0:
             step.send(self.batch.device)
         self._last = step
         return step
-
-    @property
-    def _num_new(self) -> int:
-        """Forwards so far that no tape was there for, but is or will be."""
-        steps = self.graphs, None if self.draft is None else self.draft.steps
-        return sum(each.num_new for each in steps if isinstance(each, RecordedSteps))
 
     def _guess(self, chunks: DraftChunks) -> Tensor | None:
         """The guesses of ``chunks``, row by row; the first rank alone has the draft model."""

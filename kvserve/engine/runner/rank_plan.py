@@ -188,7 +188,9 @@ class RankPlan:
         if sizes:
             graphs = DecodeGraphs(steps, sizes, longest=1 + most_guesses)
         elif self.records(attention):
-            graphs = RecordedSteps(steps, measured=lambda: cache.on_queries is not None)
+            graphs = RecordedSteps(
+                steps, measured=lambda: cache.on_queries is not None, longest=1 + most_guesses
+            )
         statistics = None if self.statistics is None else load_statistics(self.statistics)
         return ModelRunner(
             *parts,

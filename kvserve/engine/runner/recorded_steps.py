@@ -1,4 +1,4 @@
-"""Decoding steps on a CPU as tapes: the first step of a size is recorded, later ones are played.
+"""Decoding steps on a CPU as tapes: a step of each size is recorded once, then played.
 
 This is to a CPU what CUDA graphs are to a GPU. A tape has calls of compiled kernels alone, so a
 model is recorded only if torch computes nothing in its layers. ``tapes.py`` sees each of torch's
@@ -25,11 +25,15 @@ from kvserve.scheduler.arrays import IntArray
 _LARGEST = 128
 """Steps of more rows, or of more tokens in chunks, are computed without a tape: Python is a small
 part of them."""
-_MOST_SHAPES = 256
-"""Of chunks that are recorded."""
+_MOST_TAPES = 512
 _ROWS, _TOKENS = 4, 8
-"""Chunks of more rows, or of more tokens in all, are padded to a multiple of this. A shape's first
-step takes three times as long as later ones, so there must be few."""
+"""Chunks of more tokens in all are padded to a multiple of ``_TOKENS``, and to ``_ROWS`` rows or
+twice, four times, ... as many, so that there are few shapes. A row without tokens costs nothing."""
+_SINGLE = 0
+"""Tokens in chunks, of a step that has none."""
+
+Shape = tuple[int, int, bool]
+"""Rows, tokens in their chunks, and whether queries are logged."""
 
 
 class RecordedSteps:
@@ -41,26 +45,28 @@ class RecordedSteps:
         parts: StepParts,
         kinds: tuple[bool, ...] = BOTH_KINDS,
         measured: Callable[[], bool] = bool,
+        *,
+        longest: int = 1,
     ) -> None:
         """``kinds``: whether queries are logged. Nothing is played while ``measured()``: somebody
-        wants what each layer computes."""
+        wants what each layer computes. If rows have chunks of up to ``longest`` tokens, all shapes
+        are recorded now, since what these steps take is compared; others when they first come."""
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
-        self.num_new = 0
-        """Steps so far that no tape was there for, but is or will be: later ones are faster."""
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
-        self._steps: dict[tuple[int, bool], _Played] = {}
-        self._chunks: dict[tuple[int, int, bool], _Played] = {}
+        self._tapes: dict[Shape, _Played] = {}
         self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
-        # at the start holds.
-        nobody = torch.zeros((), dtype=torch.int64)
-        for logs_queries in kinds:
-            if self.refused is None:
-                self._step(1, logs_queries, nobody)
-        nobody.fill_(1)
+        # at the start holds. Only here do the kernels run: torch may compute with what they write.
+        tried = (_SINGLE,) if longest == 1 else (_SINGLE, longest)
+        for shape in ((1, tokens, logs) for logs in kinds for tokens in tried):
+            self._record(shape, made=True)
+        ahead = self._shapes(longest) if longest > 1 else set()
+        for shape in ((*each, logs) for logs in kinds for each in sorted(ahead, reverse=True)):
+            if self.refused is None and shape not in self._tapes:
+                self._record(shape)
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""
@@ -80,59 +86,65 @@ class RecordedSteps:
         They are overwritten by the next call.
         """
         self.replays += 1
-        known = self._steps.get((num_decoding, logs_queries))
-        if known is not None:
-            return known.play()
-        return self._step(num_decoding, logs_queries, torch.tensor(num_decoding))
-
-    def _step(self, size: int, logs_queries: bool, count: Tensor) -> Tensor:
-        """Compute a step that no tape has yet, and record it."""
-        self.num_new += 1
-        step = self._parts.step(size, logs_queries, count)
-        hidden, played = self._record(step)
-        if played is not None:
-            self._steps[size, logs_queries] = played
-        return hidden
+        played = self._played((num_decoding, _SINGLE, logs_queries))
+        played.step.count.fill_(num_decoding)
+        return played.play()
 
     def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
         [T]``. How long each chunk is, is an input of a tape."""
-        tokens = len(token_ids)
-        rows = min(_padded(len(lengths), _ROWS), self._most_rows)
-        padded = _padded(tokens, _TOKENS)
-        shape = rows, padded, logs_queries
-        known = self._chunks.get(shape)
-        if known is not None:
-            self.chunk_replays += 1
-            _fill(known.step, lengths, token_ids)
-            return known.play()[:tokens]
-        starts = np.zeros(rows + 1, np.int64)
-        starts[-1] = padded
-        step = self._parts.chunks(starts, logs_queries, torch.tensor(0))
-        _fill(step, lengths, token_ids)
-        if len(self._chunks) >= _MOST_SHAPES:
-            return step.forward()[:tokens]
-        self.num_new += 1
-        hidden, played = self._record(step)
-        if played is not None:
-            self._chunks[shape] = played
-        return hidden[:tokens]
+        self.chunk_replays += 1
+        played = self._played((*self._padded(len(lengths), len(token_ids)), logs_queries))
+        _fill(played.step, lengths, token_ids)
+        return played.play()[: len(token_ids)]
 
-    def _record(self, step: PaddedStep) -> tuple[Tensor, _Played | None]:
-        """Compute ``step``, and record it unless torch computes something in its layers."""
-        filling = self._recorder.record(step.update)
-        computing = self._recorder.record(partial(step.compute, filling.answer))
-        self.refused = computing.refused
-        if self.refused is not None:
-            return computing.answer, None
+    def _shapes(self, longest: int) -> set[tuple[int, int]]:
+        """Numbers of rows, and of tokens of chunks that have at most ``longest`` each."""
+        shapes = set[tuple[int, int]]()
+        for rows in range(1, min(self._most_rows, _LARGEST) + 1):
+            tokens = range(rows, min(rows * longest, _LARGEST) + 1)
+            shapes |= {(rows, _SINGLE), *(self._padded(rows, each) for each in tokens)}
+        return shapes
+
+    def _padded(self, rows: int, tokens: int) -> tuple[int, int]:
+        """The shape that chunks of ``tokens`` of so many rows are padded to."""
+        if rows > 1:
+            rows = min(max(1 << (rows - 1).bit_length(), _ROWS), self._most_rows)
+        return rows, tokens if tokens < _TOKENS else -(-tokens // _TOKENS) * _TOKENS
+
+    def _played(self, shape: Shape) -> _Played:
+        """The tape of ``shape``, which is recorded if it is new; none if there are too many."""
+        known = self._tapes.get(shape)
+        if known is None and len(self._tapes) < _MOST_TAPES:
+            known = self._record(shape)
+        return known or _Played(self._step(shape))
+
+    def _step(self, shape: Shape) -> PaddedStep:
+        """For no rows yet."""
+        rows, tokens, logs_queries = shape
+        nobody = torch.zeros((), dtype=torch.int64)
+        if tokens == _SINGLE:
+            return self._parts.step(rows, logs_queries, nobody)
+        starts = np.zeros(rows + 1, np.int64)
+        starts[-1] = tokens
+        step = self._parts.chunks(starts, logs_queries, nobody)
+        _fill(step, starts[:0], torch.empty(0, dtype=torch.int64))
+        return step
+
+    def _record(self, shape: Shape, *, made: bool = False) -> _Played:
+        """Record the calls of such a step, unless torch computes something in its layers."""
+        step = self._step(shape)
+        filling = self._recorder.record(step.update, made=made)
+        compute = partial(step.compute, filling.answer)
+        computing = self._recorder.record(compute, made=made)
+        self.refused = self.refused or computing.refused
+        if computing.refused is not None:
+            return _Played(step)
         by_torch = filling.refused is not None  # of further cache groups
         calls = computing.calls if by_torch else filling.calls + computing.calls
-        return computing.answer, _Played(step, Tape(calls), computing.answer, by_torch)
-
-
-def _padded(number: int, step: int) -> int:
-    """The next multiple of ``step``, unless ``number`` is below it."""
-    return number if number < step else -(-number // step) * step
+        played = _Played(step, Tape(calls), computing.answer, by_torch)
+        self._tapes[shape] = played
+        return played
 
 
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
@@ -154,15 +166,18 @@ def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Played:
-    """``hidden`` is where the tape leaves its answer; ``step`` has what it reads."""
+    """A step, and its tape, if it has one."""
 
     step: PaddedStep
-    tape: Tape
-    hidden: Tensor
-    updates: bool
+    tape: Tape | None = None
+    hidden: Tensor | None = None
+    """Where the tape leaves its answer."""
+    updates: bool = False
     """Whether the step's inputs are not on the tape."""
 
     def play(self) -> Tensor:
+        if self.tape is None or self.hidden is None:
+            return self.step.forward()
         if self.updates:
             self.step.update()
         self.tape.play()

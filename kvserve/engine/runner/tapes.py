@@ -37,9 +37,10 @@ class Recorder:
         self._memory = _Memory()
 
     @torch.inference_mode()
-    def record(self, compute: Callable[[], Tensor]) -> Recording:
-        """Compute, and note the calls of compiled kernels."""
-        with recorded() as calls, _Watch(self._memory) as watch:
+    def record(self, compute: Callable[[], Tensor], *, made: bool = True) -> Recording:
+        """Compute, and note the calls of compiled kernels; unless they are ``made``, the answer is
+        what a tape leaves there."""
+        with recorded(made=made) as calls, _Watch(self._memory) as watch:
             answer = compute()
         return Recording(calls, answer, watch.refused)
 
@@ -65,7 +66,8 @@ class _Watch(TorchDispatchMode):
 
 def _views(answer: Any, args: tuple[Any, ...]) -> bool:
     """Whether all tensors of ``answer`` lie in memory of ``args``."""
-    given = {_address(x) for x in args if isinstance(x, Tensor)}
+    # Reordered weights have no address that may be asked for.
+    given = {_address(x) for x in args if isinstance(x, Tensor) and x.layout is torch.strided}
     answers = [answer] if isinstance(answer, Tensor) else answer
     if not isinstance(answers, list | tuple):
         return False  # a number, which may differ in the next step

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.kernels.attention import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
 from tests.meta_device import KARA, small_engine
@@ -53,7 +54,7 @@ def test_launches_of_a_graph(
         monkeypatch.setattr(paged_attention_triton, "num_processors", lambda device: 1)
     llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,), kv_cache_dtype=form)
     runner = llm.engine.core.runner
-    assert runner.graphs is not None
+    assert isinstance(runner.graphs, DecodeGraphs)
     step = runner.graphs._steps[6, logs].step
     launches = Launches()
     parts: list[int] = []
