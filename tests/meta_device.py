@@ -33,7 +33,7 @@ from kvserve.kernels import decode_inputs, int4_log, quantized_triton
 from kvserve.kernels.compact_kv import TRITON as MOVES
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_queries_triton
-from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton

@@ -46,7 +46,7 @@ FLOORS = {
         ("compression", "offload", "speculation"),
         ("step",),
     ),
-    "kernels": (("",), ("attention",), ("cpu",), ("events", "scores")),
+    "kernels": (("",), ("attention", "sampling"), ("cpu",), ("events", "scores")),
 }
 MOST_FILES = 20
 POLICIES = "kvserve/engine/policies"

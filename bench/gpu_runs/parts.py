@@ -40,7 +40,7 @@ from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.fp8 import multiply
 from kvserve.kernels.elementwise import quantize_rows
-from kvserve.kernels.sample_tokens import sample_tokens_sorted, sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput

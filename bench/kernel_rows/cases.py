@@ -24,7 +24,7 @@ from kvserve.kernels.gather_kv import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sample_tokens import sample_tokens_torch, sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_torch, sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton

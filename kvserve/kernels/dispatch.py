@@ -14,7 +14,9 @@ import torch
 from kvserve.kernels.tiles import FLOAT32_TILES, SORTED_ROWS, TILES, Tile
 
 # Arguments that change from step to step: no code is compiled for particular values of them.
-VARYING = {"columns", "inner", "least", "length", "places", "splits", "tokens", "window"}
+VARYING = {
+    *("columns", "inner", "least", "length", "num_parts", "places", "splits", "tokens", "window"),
+}
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
 UNALIGNED = {"last", "recent", "rows", "shares", "slots", "starts", "sums"}

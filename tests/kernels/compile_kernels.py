@@ -50,7 +50,7 @@ from kvserve.kernels.quantized_triton import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.centre_scores import centre_scores_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton

@@ -17,7 +17,7 @@ from kvserve.kernels.gather_kv import (
     gather_queries,
     gather_queries_torch,
 )
-from kvserve.kernels.sample_tokens import sample_tokens
+from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
 from kvserve.kernels.tiles import SORTED_ROWS
 
@@ -65,7 +65,9 @@ def test_a_head_dimension_that_no_kernel_knows_is_torch_s(
         assert torch.equal(cache, before)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(4, []), (5, ["_narrow", "_draw"])])
+@pytest.mark.parametrize(
+    ("rows", "kernels"), [(4, []), (5, ["_survey", "_pick", "_narrow", "_draw"])]
+)
 def test_few_rows_are_sampled_as_the_table_says(
     rows: int, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

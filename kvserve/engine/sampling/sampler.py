@@ -1,7 +1,7 @@
 """From logits to tokens, for a whole batch at once.
 
-Rules, stops and grammars change logits; ``kernels/sample_tokens.py`` filters and draws. What a
-request samples depends neither on the batch it runs in nor on when its step is prepared.
+Rules, stops and grammars change logits; ``kernels/sampling`` filters and draws. What a request
+samples depends neither on the batch it runs in nor on when its step is prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
 from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.kernels import elementwise
-from kvserve.kernels.sample_tokens import sample_tokens
+from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NewRequest
 

@@ -17,7 +17,7 @@ from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import gather_queries_triton
-from kvserve.kernels.sample_tokens import sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -109,7 +109,7 @@ def test_tokens_equal_those_of_torch(
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_rotate_and_store", "attend", "_gather", "_log_sums", "_shares"}
     kernels |= {"_store_int4", "_gather_int4", "_decode_inputs", "_compact"}
-    assert launched == kernels | {"_choose", "_narrow", "_draw"}
+    assert launched == kernels | {"_choose", "_survey", "_pick", "_narrow", "_draw"}
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_every_request_of_a_random_run_keeps_its_bound(
         max_num_batched_tokens=40,
         num_gpu_blocks_override=400,
         enable_prefix_caching=False,  # each request stores its own
+        enforce_eager=True,  # so that ``remember`` sees all that is stored
     )
     core = llm.engine.core
     cache, rows = core.runner.cache, core.scheduler.rows

@@ -116,8 +116,9 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     assert "atom." not in ptx(tmp_path, "decode-merged_apart", "attend")
     # Sampling divides as torch does, and takes no logarithm that is wrong near 1.
     draw = ptx(tmp_path, "sample_tokens", "draw")
-    assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", "narrow")
-    assert "div.rn.f32" in draw and "lg2.approx" not in draw
+    for kernel in ("survey", "pick", "draw"):
+        assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", kernel), kernel
+    assert "lg2.approx" not in draw
 
 
 def assert_stores_come_before_the_merge(code: str) -> None:

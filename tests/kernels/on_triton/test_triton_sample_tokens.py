@@ -7,13 +7,16 @@ undecided are none of the cases, which ``undecided`` asserts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels import sample_tokens as kernel
-from kvserve.kernels.sample_tokens import (
-    cut_offs,
+from kvserve.kernels.sampling import cut_offs as cutting
+from kvserve.kernels.sampling import sample_tokens as kernel
+from kvserve.kernels.sampling.cut_offs import cut_offs
+from kvserve.kernels.sampling.sample_tokens import (
     gumbel_noise,
     keep_allowed,
     sample_tokens_sorted,
@@ -43,12 +46,15 @@ FILTERS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several of them over a small vocabulary, and where rows are many, for one program."""
-    monkeypatch.setattr(kernel, "_NARROW_TILE", 64)
+@pytest.fixture(autouse=True, params=[1, 200], ids=["whole", "parts"])
+def small_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Several of them over a small vocabulary; rows are cut into parts, or are not."""
+    monkeypatch.setattr(cutting, "_TILE", 64)
+    monkeypatch.setattr(cutting, "_FEW", 32)
+    monkeypatch.setattr(cutting, "_SPAN", 1)
     monkeypatch.setattr(kernel, "_DRAW_TILE", 32)
-    monkeypatch.setattr(kernel, "num_processors", lambda device: 1)
+    for each in (cutting, kernel):
+        monkeypatch.setattr(each, "num_processors", lambda device: request.param)
 
 
 def rows_of(*settings: tuple[float, float, float, float]) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,6 +119,32 @@ def test_what_filters_keep(spread: float) -> None:
     """From flat logits, of which a filter keeps most, to peaked ones."""
     logits = torch.randn(len(FILTERS), 300) * spread
     assert_same_kept(logits, torch.tensor(FILTERS))
+
+
+def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little more than a filter keeps, whether by number, by mass or by the best one's weight."""
+    settings = torch.tensor([(1.0, 1.0, 20.0, 0.0), (1.0, 0.5, 0.0, 0.0), (1.0, 1.0, 0.0, 0.2)])
+    logits, picked = torch.randn(1, 300).repeat(3, 1) * 2, list[Tensor]()
+    launch = cutting._narrow.launch
+
+    def noted(grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        picked.append(args[1].sum(dim=1))
+        launch(grid, *args, **options)
+
+    monkeypatch.setattr(cutting._narrow, "launch", noted)
+    kept = kept_by_kernel(logits, settings).sum(dim=1)
+    (found,) = picked
+    assert (found >= kept).all() and (found <= 2 * kept + 8).all(), (found, kept)
+
+
+def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many a row is cut into depends on the other rows."""
+    settings, logits = torch.tensor(FILTERS), torch.randn(len(FILTERS), 300) * 2
+    cuts = list[Tensor]()
+    for processors in (1, 3 * len(FILTERS), 5 * len(FILTERS)):
+        monkeypatch.setattr(cutting, "num_processors", lambda device, n=processors: n)
+        cuts.append(cut_offs(logits, settings))
+    assert all(torch.equal(cuts[0], each) for each in cuts)
 
 
 def test_equal_logits_are_kept_by_id() -> None:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from kvserve.kernels.dispatch import Helper, Kernel, most_sorted_rows, num_processors
 from kvserve.kernels.ordering import order_of
+from kvserve.kernels.sampling.cut_offs import cut_offs
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Tokens that a program of each kernel takes at once, and the parts a search cuts its span into.
-_NARROW_TILE, _DRAW_TILE, _WAYS = 2048, 1024, 8
+# Tokens that a program takes at once.
+_DRAW_TILE = 1024
 
 
 def sample_tokens(
@@ -58,7 +59,7 @@ def sample_tokens_sorted(
 ) -> Tensor:
     """As ``sample_tokens_torch`` with filters, for all rows, so it does not wait for a GPU.
 
-    A sort of few rows may take less than ``_narrow``, which has one program a row.
+    A sort of few rows may take less than the three launches of ``cut_offs``.
     """
     temperature, top_p, top_k, min_p = settings.unbind(dim=1)
     drawing = temperature > 0
@@ -106,7 +107,7 @@ def keep_allowed(scaled: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) ->
 def sample_tokens_triton(
     logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, filtered: bool
 ) -> Tensor:
-    """As ``sample_tokens_torch``, in two launches (one, if nothing is filtered) and no sort.
+    """As ``sample_tokens_torch``, in four launches (one, if nothing is filtered) and no sort.
 
     Hash, division and ties are the reference's bit for bit. Probabilities are added in another
     order and logarithms rounded differently, so the answer may be another one only where a token
@@ -137,30 +138,6 @@ def sample_tokens_triton(
     return tokens.gather(1, best.argmax(dim=1, keepdim=True))[:, 0]
 
 
-def cut_offs(logits: Tensor, settings: Tensor) -> Tensor:
-    """int64 [S]: a row's filters keep the tokens whose ``order_of`` is not below its cut-off."""
-    rows, vocab = logits.shape
-    cuts = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    # The tokens of each row that may be kept: nearly all of them, if logits are flat.
-    strong = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device)
-    _narrow.launch(
-        (rows,),
-        cuts,
-        strong,
-        logits,
-        settings,
-        vocab,
-        logits.stride(0),
-        WAYS=_WAYS,
-        TILE=_NARROW_TILE,
-        # Tiles under way: nothing else runs while a row's only program waits for one. Where rows
-        # begin anywhere, registers would spill with three.
-        AHEAD=3 if logits.stride(0) % 16 == 0 else 2,
-        num_warps=8,
-    )
-    return cuts
-
-
 def _check(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[int, int]:
     rows, vocab = logits.shape
     if logits.dtype is not torch.float32 or settings.dtype is not torch.float32:
@@ -179,123 +156,11 @@ def _check(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -
 
 
 @Helper
-def _weight(order, best):
-    """exp(x - best) of ``order_of``'s x."""
-    bits = (order >> 31).to(tl.int32)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.exp(bits.to(tl.float32, bitcast=True) - best)
-
-
-@Helper
 def _mixed(x):
     """``_mix`` in uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
-
-
-@Helper
-def _weakest_kept(
-    strong,
-    count,
-    floor,
-    best,
-    target,
-    BY_MASS: tl.constexpr,
-    WAYS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The highest cut-off above which ``target`` tokens, or weights that add to it, are kept.
-
-    It is not below ``floor``. ``WAYS`` limits at a time are tried over the ``count`` orders at
-    ``strong``, until a single order is left between enough and too few.
-    """
-    low, high = floor, order_of(best, 0) + 1
-    number_high, inside = 0, count
-    while (inside > 1) & (high - low > 1):
-        limits = low + tl.maximum((high - low) // WAYS, 1) * tl.arange(0, WAYS)
-        number = tl.zeros([WAYS], tl.int32)
-        mass = tl.zeros([WAYS], tl.float32)
-        for start in range(0, count, TILE):
-            place = start + tl.arange(0, TILE)
-            order = tl.load(strong + place, mask=place < count, other=-(2**62))
-            above = order[None, :] >= limits[:, None]
-            number += tl.sum(above.to(tl.int32), axis=1)
-            if BY_MASS:
-                mass += tl.sum(tl.where(above, _weight(order, best)[None, :], 0.0), axis=1)
-        enough = mass >= target if BY_MASS else number >= target
-        low = tl.max(tl.where(enough, limits, floor))
-        high = tl.min(tl.where(enough, high, limits))
-        number_high = tl.max(tl.where(enough, number_high, number))
-        inside = tl.min(tl.where(enough, number, count)) - number_high
-    return low
-
-
-@Kernel
-def _narrow(
-    cuts,
-    strong,
-    logits,
-    settings,
-    vocab,
-    stride,
-    WAYS: tl.constexpr,
-    TILE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_p = tl.load(settings + row * 4), tl.load(settings + row * 4 + 1)
-    top_k, min_p = tl.load(settings + row * 4 + 2), tl.load(settings + row * 4 + 3)
-    filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    size = tl.where(filtered, vocab, 0)
-    logits += row * stride
-    strong += row * vocab
-    lanes = tl.arange(0, TILE)
-
-    # The largest logit of every lane, and the sum of all weights.
-    high = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    for start in tl.range(0, size, TILE, num_stages=AHEAD):
-        x = tl.load(logits + start + lanes, mask=start + lanes < size, other=float("-inf"))
-        x = tl.div_rn(x, temperature)
-        new_high = tl.maximum(high, x)
-        shift = tl.where(new_high == float("-inf"), 0.0, new_high)
-        total = total * tl.exp(high - shift) + tl.exp(x - shift)
-        high = new_high
-    best, weakest = tl.maximum(tl.max(high), -3e38), tl.min(high)  # finite, if all are banned
-    weights = tl.exp(high - best)
-    total = tl.sum(total * weights)
-
-    # The lanes' largest are TILE different tokens. Where these alone satisfy a filter, what it
-    # keeps is not below the weakest of them.
-    by_mass = (tl.sum(weights) >= top_p * total) | (tl.exp(weakest - best) < min_p)
-    covered = tl.where(top_k > 0, top_k <= TILE, by_mass)
-    floor = order_of(tl.where(covered, weakest, float("-inf")), 0x7FFFFFFF)
-    count = 0
-    for start in tl.range(0, size, TILE, num_stages=AHEAD):
-        token = start + lanes
-        x = tl.load(logits + token, mask=token < size, other=float("-inf"))
-        order = order_of(tl.div_rn(x, temperature), token)
-        chosen = (token < size) & (order >= floor)
-        place = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(strong + place, order, mask=chosen)
-        count += tl.sum(chosen.to(tl.int32))
-    tl.debug_barrier()  # what some threads stored, others load
-
-    asked = (top_k > 0) & (top_k < count)
-    cut = _weakest_kept(strong, tl.where(asked, count, 0), floor, best, top_k, False, WAYS, TILE)
-    kept = 0.0
-    least = order_of(best, 0)
-    for start in range(0, count, TILE):
-        order = tl.load(strong + start + lanes, mask=start + lanes < count, other=-(2**62))
-        left = order >= cut
-        weight = tl.where(left, _weight(order, best), 0.0)
-        kept += tl.sum(weight)
-        least = tl.min(tl.where(left & (weight >= min_p), tl.minimum(order, least), least))
-    cut = tl.where(filtered, least, floor)
-    target = top_p * tl.where(top_k > 0, kept, total)
-    count = tl.where(top_p < 1, count, 0)
-    tl.store(cuts + row, _weakest_kept(strong, count, cut, best, target, True, WAYS, TILE))
 
 
 @Kernel
