@@ -189,7 +189,7 @@ def _pick(
         high = tl.maximum(high, tl.load(lanes + other * TILE))
     best, total = _whole(totals + row * spans * 2, spans)
 
-    # A limit that is too low for one of these is too low for all that the row may draw.
+    # What min-p drops of the lanes' largest is below all that the row may draw.
     strong += place * share
     order = order_of(high, 0x7FFFFFFF)
     tl.store(strong + lane, order)

@@ -122,6 +122,17 @@ def test_what_torch_computes_is_not_recorded(name: str, policy: Any, tmp_path: P
     assert graphs.replays == 0
 
 
+def test_weights_that_onednn_reorders_are_not_recorded(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bfloat16 is on a CPU with AMX. Such weights have no address that may be asked for."""
+    monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *_: ("oneDNN", ""))
+    llm = make_llm(llama_dir, "none", speculative_config=SPECULATIVE)
+    assert recorded_steps(llm).refused == "mkldnn._linear_pointwise.default"
+    generate(llm, PROMPTS, ["none"] * len(PROMPTS))
+    assert recorded_steps(llm).replays == 0
+
+
 def test_who_measures_queries_gets_all(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, "none")
     layers: list[int] = []
