@@ -2,7 +2,7 @@
 
 On a CPU ``F.linear`` is MKL's for float32, which does not use AVX512 on AMD CPUs. For bfloat16 it
 is oneDNN's, but reorders the weights in each call. So weights are laid out once: in panels for the
-compiled product, or packed for oneDNN if that is not there or the CPU has AMX.
+compiled product, or packed for oneDNN if that is not there, or lacks AMX where the CPU has it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     bf16 = dtype == torch.bfloat16
     packs = torch.backends.mkldnn.is_available()
     packs = packs and (not bf16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if packs and bf16 and torch.cpu._is_amx_tile_supported():
-        return "oneDNN", "multiplies bfloat16 with AMX"
     missing = why_missing("linear")
+    tiles = bf16 and missing is None and compiled.has_tiles()
+    if packs and bf16 and not tiles and torch.cpu._is_amx_tile_supported():
+        return "oneDNN", "multiplies bfloat16 with AMX"
     if missing is None:
-        return "compiled", "weights lie in panels for this CPU"
+        by = ", multiplied by AMX" if tiles else ""
+        return "compiled", f"weights lie in panels for this CPU{by}"
     return ("oneDNN" if packs else "torch"), f"compiled products are not there: {missing}"
 
 

@@ -3,7 +3,8 @@
 // A panel is read front to back while the sums of its outputs stay in registers. Memory that is read
 // once, in order, is fetched by the CPU itself, and faster than it can be told to; where a panel is
 // read several times, the panel after it is fetched meanwhile. Each sum is formed by one thread in the order of the inputs, so that neither
-// threads nor the other rows change a bit of it. Experts' weights lie one behind the other, and each
+// threads nor the other rows change a bit of it. bfloat16 is multiplied by AMX where a CPU has it,
+// whatever the number of rows. Experts' weights lie one behind the other, and each
 // multiplies its own rows of x.
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "tiles.h"
 
 // What the launcher passes; it mirrors these fields. Strides are in elements.
 extern "C" struct Linear {
@@ -110,9 +112,39 @@ void multiply_rows(int64_t rows, const Linear& c, const Tile<T>& tile) {
   multiply_rows<T, R, Fetches>(c, tile);
 }
 
+// The outputs of one panel for tokens first to last, on tiles.
+inline void multiply_panel_on_tiles(const Linear& c, int64_t panel, int64_t first, int64_t last) {
+  const int64_t at = panel * kWidth, columns = std::min<int64_t>(kWidth, c.out - at);
+  const bf16* bias = c.bias ? static_cast<const bf16*>(c.bias) + at : nullptr;
+  alignas(64) float sums[kTileRows * kWidth];
+  TileProduct p{};
+  p.panel = static_cast<const bf16*>(c.panels) + panel * c.in * kWidth;
+  p.sums = sums, p.in = c.in, p.x_stride = c.x_stride;
+  p.ahead = reinterpret_cast<const char*>(p.panel + c.in * kWidth);
+  // Each tile of rows and of inputs fetches its part of the next panel.
+  const int64_t turns = (last - first + kTileRows - 1) / kTileRows;
+  p.step = turns > 1 ? kTileInputs * kWidth * sizeof(bf16) / turns / 64 * 64 : 0;
+  for (int64_t row = first, configured = 0; row < last; row += kTileRows) {
+    p.rows = std::min<int64_t>(kTileRows, last - row);
+    if (p.rows != configured) begin_tiles(configured = p.rows, c.in);
+    p.x = static_cast<const bf16*>(c.x) + row * c.x_stride;
+    multiply_tiles(p);
+    bf16* y = static_cast<bf16*>(c.y) + row * c.out + at;
+    for (int64_t v = 0; v < columns; v += kMaxLanes) {
+      const int64_t count = std::min<int64_t>(kMaxLanes, columns - v);
+      const F start = bias ? X::load(bias + v, count) : F{};
+      for (int64_t r = 0; r < p.rows; ++r)
+        X::store(y + r * c.out + v, start + X::load(sums + r * kWidth + v), count);
+    }
+  }
+  end_tiles();
+}
+
 // The outputs of one panel for tokens first to last, each turn fetching its part of the next panel.
 template <typename T>
 void multiply_panel(const Linear& c, int64_t panel, int64_t first, int64_t last) {
+  if constexpr (sizeof(T) == sizeof(bf16))
+    if (tiles_allowed()) return multiply_panel_on_tiles(c, panel, first, last);
   const int64_t size = c.in * kWidth, at = panel * kWidth;
   const int64_t turns = (last - first + kRows - 1) / kRows;
   Tile<T> tile{};
@@ -179,6 +211,8 @@ void multiply_any(const Linear& c) {
 }  // namespace
 
 extern "C" int64_t kvserve_panel_width() { return kWidth; }
+
+extern "C" const char* kvserve_instructions() { return tiles_allowed() ? "AMX" : ""; }
 
 extern "C" void kvserve_linear(const Linear* c) {
   c->is_bf16 ? multiply_any<bf16>(*c) : multiply_any<float>(*c);

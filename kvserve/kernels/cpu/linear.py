@@ -1,7 +1,8 @@
 """Matrix products on a CPU with weights in panels: calls ``linear.cpp``.
 
-oneDNN, with weights packed for it, is as fast from 256 tokens on, and slower for fewer
-(``python -m bench.cpu_products``): it does not read ahead, and its operator takes time to start.
+oneDNN, with weights packed for it, is as fast from 256 tokens on (with AMX 1.3 times as fast), and
+slower for fewer (``python -m bench.cpu_products``): its operator takes time to start, does not read
+ahead, and cannot be recorded.
 """
 
 from __future__ import annotations
@@ -98,6 +99,13 @@ class ExpertPanels(Panels):
             weight = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
         every = Panels.of(weight.view(-1, inputs))
         return cls._shaped(every.data, outputs, inputs)
+
+
+def has_tiles() -> bool:
+    """Whether bfloat16 is multiplied by AMX."""
+    name = load_library("linear").kvserve_instructions
+    name.restype = ctypes.c_char_p
+    return name() == b"AMX"
 
 
 def expert_linear(x: Tensor, panels: ExpertPanels, ends: Tensor) -> Tensor:

@@ -119,6 +119,16 @@ def test_onednn_multiplies_like_plain_weights(tokens: int, *, with_bias: bool) -
     torch.testing.assert_close(product, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
+@needs_compiler
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="no AMX")
+def test_amx_multiplies_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was compiled for other CPUs leaves it to oneDNN."""
+    assert select_product(torch.bfloat16, "cpu")[1].endswith("multiplied by AMX")
+    assert "AMX" not in select_product(torch.float32, "cpu")[1]
+    monkeypatch.setattr(module.compiled, "has_tiles", lambda: False)
+    assert select_product(torch.bfloat16, "cpu")[0] == "oneDNN"
+
+
 def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype, device in ((torch.float32, "cuda"), (torch.float16, "cpu")):
         assert select_product(dtype, device)[0] == "torch"

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.models.linear import select_product
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.tapes import _Memory
@@ -100,8 +99,7 @@ def test_other_families(name: str, dtype: str, tmp_path: Path) -> None:
     eager = make_llm(tmp_path, "none", dtype=dtype, enforce_eager=True)
     policies = ["none"] * len(PROMPTS)
     assert generate(llm, PROMPTS, policies) == generate(eager, PROMPTS, policies)
-    graphs, (product, _) = recorded_steps(llm), select_product(getattr(torch, dtype), "cpu")
-    assert graphs.replays if product == "compiled" else "mkldnn" in (graphs.refused or "")
+    assert recorded_steps(llm).refused is None and recorded_steps(llm).replays > 0
 
 
 LOGS_FP8 = KARA | {"query_dtype": "fp8", "attention": "window"}
@@ -125,7 +123,7 @@ def test_what_torch_computes_is_not_recorded(name: str, policy: Any, tmp_path: P
 def test_weights_that_onednn_reorders_are_not_recorded(
     llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As bfloat16 is on a CPU with AMX. Such weights have no address that may be asked for."""
+    """Such weights have no address that may be asked for."""
     monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *_: ("oneDNN", ""))
     llm = make_llm(llama_dir, "none", speculative_config=SPECULATIVE)
     assert recorded_steps(llm).refused == "mkldnn._linear_pointwise.default"
