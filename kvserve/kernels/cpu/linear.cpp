@@ -31,6 +31,7 @@ constexpr int kVectors = kMaxLanes == 16 ? 4 : 2;  // of a panel's row
 constexpr int kWidth = kVectors * kMaxLanes;
 constexpr int kRows = 6;                    // of x at once: kRows * kVectors sums
 constexpr int64_t kRowsBytes = 512 * 1024;  // of x that a second-level cache holds beside a panel
+constexpr int64_t kRowsBytesWithTiles = 1024 * 1024;  // in that of a CPU with AMX
 
 typedef Lanes<kMaxLanes> X;
 typedef X::F F;
@@ -112,6 +113,11 @@ void multiply_rows(int64_t rows, const Linear& c, const Tile<T>& tile) {
   multiply_rows<T, R, Fetches>(c, tile);
 }
 
+template <typename T>
+inline bool on_tiles() {
+  return sizeof(T) == sizeof(bf16) && tiles_allowed();
+}
+
 // The outputs of one panel for tokens first to last, on tiles.
 inline void multiply_panel_on_tiles(const Linear& c, int64_t panel, int64_t first, int64_t last) {
   const int64_t at = panel * kWidth, columns = std::min<int64_t>(kWidth, c.out - at);
@@ -143,8 +149,7 @@ inline void multiply_panel_on_tiles(const Linear& c, int64_t panel, int64_t firs
 // The outputs of one panel for tokens first to last, each turn fetching its part of the next panel.
 template <typename T>
 void multiply_panel(const Linear& c, int64_t panel, int64_t first, int64_t last) {
-  if constexpr (sizeof(T) == sizeof(bf16))
-    if (tiles_allowed()) return multiply_panel_on_tiles(c, panel, first, last);
+  if (on_tiles<T>()) return multiply_panel_on_tiles(c, panel, first, last);
   const int64_t size = c.in * kWidth, at = panel * kWidth;
   const int64_t turns = (last - first + kRows - 1) / kRows;
   Tile<T> tile{};
@@ -165,7 +170,8 @@ void multiply_panel(const Linear& c, int64_t panel, int64_t first, int64_t last)
 template <typename T>
 void multiply(const Linear& c) {
   const int64_t panels = (c.out + kWidth - 1) / kWidth;
-  const int64_t held = kRowsBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(c.in, 1);
+  const int64_t bytes = on_tiles<T>() ? kRowsBytesWithTiles : kRowsBytes;
+  const int64_t held = bytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(c.in, 1);
   // Fewer where there would not be four pieces of work for each thread.
   const int64_t shared = c.num_threads > 1 ? c.tokens * panels / (4 * c.num_threads) : held;
   const int64_t rows = std::max<int64_t>(8 * kRows, std::min(held, shared));

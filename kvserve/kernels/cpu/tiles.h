@@ -5,7 +5,7 @@
 
 #include "lanes.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #define KVSERVE_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
