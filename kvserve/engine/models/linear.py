@@ -51,7 +51,7 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     missing = why_missing("linear")
     tiles = bf16 and missing is None and compiled.has_tiles()
     if packs and bf16 and not tiles and torch.cpu._is_amx_tile_supported():
-        return "oneDNN", "multiplies bfloat16 with AMX"
+        return "oneDNN", "multiplies bfloat16 with AMX, the compiled product does not"
     if missing is None:
         by = ", multiplied by AMX" if tiles else ""
         return "compiled", f"weights lie in panels for this CPU{by}"

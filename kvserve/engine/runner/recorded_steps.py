@@ -25,7 +25,7 @@ from kvserve.scheduler.arrays import IntArray
 _LARGEST = 128
 """Steps of more rows, or of more tokens in chunks, are computed without a tape: Python is a small
 part of them."""
-_MOST_TAPES = 512
+_MOST_TAPES = 512  # those of the start, at most 400 where 5 are guessed, and others that come
 _ROWS, _TOKENS = 4, 8
 """Chunks of more tokens in all are padded to a multiple of ``_TOKENS``, and to ``_ROWS`` rows or
 twice, four times, ... as many, so that there are few shapes. A row without tokens costs nothing."""
@@ -56,17 +56,18 @@ class RecordedSteps:
         """The operator that keeps this model's steps from being recorded."""
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
-        self._tapes: dict[Shape, _Played] = {}
+        self._tapes: dict[Shape, _Recorded] = {}
         self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds. Only here do the kernels run: torch may compute with what they write.
-        tried = (_SINGLE,) if longest == 1 else (_SINGLE, longest)
-        for shape in ((1, tokens, logs) for logs in kinds for tokens in tried):
-            self._record(shape, made=True)
-        ahead = self._shapes(longest) if longest > 1 else set()
-        for shape in ((*each, logs) for logs in kinds for each in sorted(ahead, reverse=True)):
-            if self.refused is None and shape not in self._tapes:
-                self._record(shape)
+        tried, ahead = [(1, _SINGLE)], list[tuple[int, int]]()
+        if longest > 1:
+            tried.append(self._padded(1, longest))
+            ahead += sorted(self._shapes(longest), reverse=True)
+        for made, shapes in ((True, tried), (False, ahead)):
+            for shape in ((*each, logs) for logs in kinds for each in shapes):
+                if self.refused is None and shape not in self._tapes:
+                    self._record(shape, made=made)
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""
@@ -86,17 +87,18 @@ class RecordedSteps:
         They are overwritten by the next call.
         """
         self.replays += 1
-        played = self._played((num_decoding, _SINGLE, logs_queries))
-        played.step.count.fill_(num_decoding)
-        return played.play()
+        recorded, step = self._of((num_decoding, _SINGLE, logs_queries))
+        step.count.fill_(num_decoding)
+        return (recorded or step).forward()
 
     def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
         [T]``. How long each chunk is, is an input of a tape."""
         self.chunk_replays += 1
-        played = self._played((*self._padded(len(lengths), len(token_ids)), logs_queries))
-        _fill(played.step, lengths, token_ids)
-        return played.play()[: len(token_ids)]
+        shape = *self._padded(len(lengths), len(token_ids)), logs_queries
+        recorded, step = self._of(shape)
+        _fill(step, lengths, token_ids)
+        return (recorded or step).forward()[: len(token_ids)]
 
     def _shapes(self, longest: int) -> set[tuple[int, int]]:
         """Numbers of rows, and of tokens of chunks that have at most ``longest`` each."""
@@ -112,12 +114,12 @@ class RecordedSteps:
             rows = min(max(1 << (rows - 1).bit_length(), _ROWS), self._most_rows)
         return rows, tokens if tokens < _TOKENS else -(-tokens // _TOKENS) * _TOKENS
 
-    def _played(self, shape: Shape) -> _Played:
-        """The tape of ``shape``, which is recorded if it is new; none if there are too many."""
+    def _of(self, shape: Shape) -> tuple[_Recorded | None, PaddedStep]:
+        """The step of ``shape``, which is recorded if it is new, unless there are too many."""
         known = self._tapes.get(shape)
         if known is None and len(self._tapes) < _MOST_TAPES:
             known = self._record(shape)
-        return known or _Played(self._step(shape))
+        return known, self._step(shape) if known is None else known.step
 
     def _step(self, shape: Shape) -> PaddedStep:
         """For no rows yet."""
@@ -131,7 +133,7 @@ class RecordedSteps:
         _fill(step, starts[:0], torch.empty(0, dtype=torch.int64))
         return step
 
-    def _record(self, shape: Shape, *, made: bool = False) -> _Played:
+    def _record(self, shape: Shape, *, made: bool = False) -> _Recorded | None:
         """Record the calls of such a step, unless torch computes something in its layers."""
         step = self._step(shape)
         filling = self._recorder.record(step.update, made=made)
@@ -139,12 +141,11 @@ class RecordedSteps:
         computing = self._recorder.record(compute, made=made)
         self.refused = self.refused or computing.refused
         if computing.refused is not None:
-            return _Played(step)
+            return None
         by_torch = filling.refused is not None  # of further cache groups
         calls = computing.calls if by_torch else filling.calls + computing.calls
-        played = _Played(step, Tape(calls), computing.answer, by_torch)
-        self._tapes[shape] = played
-        return played
+        self._tapes[shape] = _Recorded(step, Tape(calls), computing.answer, by_torch)
+        return self._tapes[shape]
 
 
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
@@ -165,19 +166,18 @@ def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Played:
-    """A step, and its tape, if it has one."""
+class _Recorded:
+    """A step, and the tape of it."""
 
     step: PaddedStep
-    tape: Tape | None = None
-    hidden: Tensor | None = None
+    tape: Tape
+    hidden: Tensor
     """Where the tape leaves its answer."""
-    updates: bool = False
+    updates: bool
     """Whether the step's inputs are not on the tape."""
 
-    def play(self) -> Tensor:
-        if self.tape is None or self.hidden is None:
-            return self.step.forward()
+    def forward(self) -> Tensor:
+        """As ``PaddedStep.forward``."""
         if self.updates:
             self.step.update()
         self.tape.play()

@@ -2,10 +2,10 @@
 //
 // A panel is read front to back while the sums of its outputs stay in registers. Memory that is read
 // once, in order, is fetched by the CPU itself, and faster than it can be told to; where a panel is
-// read several times, the panel after it is fetched meanwhile. Each sum is formed by one thread in the order of the inputs, so that neither
-// threads nor the other rows change a bit of it. bfloat16 is multiplied by AMX where a CPU has it,
-// whatever the number of rows. Experts' weights lie one behind the other, and each
-// multiplies its own rows of x.
+// read several times, the panel after it is fetched meanwhile. Each sum is formed by one thread in
+// the order of the inputs, so that neither threads nor the other rows change a bit of it. bfloat16 is
+// multiplied by AMX where a CPU has it, whatever the number of rows. Experts' weights lie one behind
+// the other, and each multiplies its own rows of x.
 
 #include <algorithm>
 #include <cstdint>
@@ -29,6 +29,7 @@ namespace {
 
 constexpr int kVectors = kMaxLanes == 16 ? 4 : 2;  // of a panel's row
 constexpr int kWidth = kVectors * kMaxLanes;
+static_assert(kMaxLanes < 16 || kWidth == kTileWidth, "tiles multiply panels of this width");
 constexpr int kRows = 6;                    // of x at once: kRows * kVectors sums
 constexpr int64_t kRowsBytes = 512 * 1024;  // of x that a second-level cache holds beside a panel
 constexpr int64_t kRowsBytesWithTiles = 1024 * 1024;  // in that of a CPU with AMX
@@ -218,7 +219,7 @@ void multiply_any(const Linear& c) {
 
 extern "C" int64_t kvserve_panel_width() { return kWidth; }
 
-extern "C" const char* kvserve_instructions() { return tiles_allowed() ? "AMX" : ""; }
+extern "C" int64_t kvserve_has_tiles() { return tiles_allowed(); }
 
 extern "C" void kvserve_linear(const Linear* c) {
   c->is_bf16 ? multiply_any<bf16>(*c) : multiply_any<float>(*c);

@@ -47,7 +47,7 @@ inline void begin_tiles(int64_t rows, int64_t in) {
     config.bytes[tile] = tile == 2 ? left * sizeof(bf16) : 64;
     config.rows[tile] = tile == 1 ? kTileInputs / 2 : tile == 3 ? left / 2 : rows;
   }
-  _tile_loadconfig(&config);
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));  // GCC's own forgets all but the first bytes
 }
 
 inline void end_tiles() { _tile_release(); }

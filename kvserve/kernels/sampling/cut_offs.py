@@ -45,13 +45,16 @@ def cut_offs(logits: Tensor, settings: Tensor) -> Tensor:
     totals = torch.empty(rows, spans, 2, device=logits.device)
     counts = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     # The tokens of each part that may be kept: nearly all of them, if logits are flat.
-    strong = torch.empty(rows, parts, share, dtype=torch.int64, device=logits.device)
+    strong = torch.empty(rows, spans * span, dtype=torch.int64, device=logits.device)
     row = logits, settings, vocab, logits.stride(0), share, spans
     found, grid = (cuts, counts, strong), (rows, parts)
-    tile, few = {"TILE": _TILE, "AHEAD": _AHEAD}, {"FEW": _FEW, "WAYS": _WAYS}
-    _survey.launch(grid, lanes, totals, *row, SPAN=span, **tile, num_warps=8)
+    tile = {"SPAN": span, "TILE": _TILE, "AHEAD": _AHEAD}
+    few = {"FEW": _FEW, "WAYS": _WAYS}
+    _survey.launch(grid, lanes, totals, *row, **tile, num_warps=8)
     _pick.launch(grid, *found, lanes, totals, *row, **tile, **few, num_warps=8)
-    _narrow.launch((rows,), *found, totals, settings, parts, share, spans, **few, num_warps=8)
+    _narrow.launch(
+        (rows,), *found, totals, settings, parts, share, spans, SPAN=span, **few, num_warps=8
+    )
     return cuts
 
 
@@ -174,6 +177,7 @@ def _pick(
     stride,
     share,
     spans,
+    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     AHEAD: tl.constexpr,
     FEW: tl.constexpr,
@@ -190,7 +194,7 @@ def _pick(
     best, total = _whole(totals + row * spans * 2, spans)
 
     # What min-p drops of the lanes' largest is below all that the row may draw.
-    strong += place * share
+    strong += row * spans * SPAN + part * share
     order = order_of(high, 0x7FFFFFFF)
     tl.store(strong + lane, order)
     tl.debug_barrier()  # what some threads stored, others load
@@ -230,6 +234,7 @@ def _narrow(
     num_parts,
     share,
     spans,
+    SPAN: tl.constexpr,
     FEW: tl.constexpr,
     WAYS: tl.constexpr,
 ):
@@ -237,7 +242,7 @@ def _narrow(
     _, top_p, top_k, min_p, filters = _filters(settings, row)
     best, total = _whole(totals + row * spans * 2, spans)
     counts += row * num_parts
-    strong += row * num_parts * share
+    strong += row * spans * SPAN
     count = tl.load(counts)
     for part in range(1, num_parts):  # side by side
         own = tl.load(counts + part)
