@@ -54,6 +54,7 @@ ONLY = {
     "kvserve/kernels/cpu/": ("torch", "kvserve.kernels", "kvserve.folders"),
     "kvserve/kernels/attention/": ("torch", "triton", "kvserve.kernels"),
     "kvserve/kernels/events/": ("torch", "kvserve.kernels"),
+    "kvserve/kernels/sampling/": ("torch", "triton", "kvserve.kernels"),
     "kvserve/kernels/scores/": ("torch", "triton", "kvserve.kernels"),
     "kvserve/engine/policies/": POLICY_IMPORTS,
     "kvserve/engine/policies/scoring.py": (*POLICY_IMPORTS, "kvserve.kernels"),

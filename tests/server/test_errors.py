@@ -92,6 +92,7 @@ def test_refusals_are_freed_at_once(server: RunningServer) -> None:
         ({"prompt": "a", "max_tokens": 600}, "max_tokens"),
         ({"prompt": "a", "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"prompt": "a", "max_completion_tokens": 600}, "max_completion_tokens"),
+        ({"prompt": "a", "max_completion_tokens": 2**63}, "max_completion_tokens"),
         ({"prompt": "a", "min_tokens": 20}, "min_tokens"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
         ({"prompt": "a", "temperature": "hot"}, "temperature"),

@@ -72,6 +72,13 @@ def test_a_body_is_answered_or_its_field_named(
     judge(path, served, document, data)
 
 
+def test_a_limit_is_named_as_it_was_sent(served: RunningServer) -> None:
+    """Drawn now and then."""
+    answer = served.http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2**63})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_output_tokens"
+    assert answer.json()["error"]["message"].startswith("max_output_tokens must be")
+
+
 @pytest.mark.parametrize("prompt", [[-1], [[-1, 3]], [0x110000]])
 def test_a_token_that_is_not_there(served: RunningServer, prompt: Any) -> None:
     """Drawn now and then: the fake engine has to refuse it as the real one does."""

@@ -169,18 +169,17 @@ class GenerationRequest(BaseModel):
         given = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
-        return SamplingParams(
-            **{
-                **defaults,
-                **given,
-                "stop": self.stop,
-                "max_tokens": self.token_limit(),
-                "logprobs": self.num_logprobs(),
-                "structured_outputs": self.structured_output(),
-                "kv_policy": self.kv_policy,
-                **more,
-            }
-        )
+        given |= {
+            "stop": self.stop,
+            "max_tokens": self.token_limit(),
+            "logprobs": self.num_logprobs(),
+            "structured_outputs": self.structured_output(),
+            "kv_policy": self.kv_policy,
+        }
+        try:
+            return SamplingParams(**{**defaults, **given, **more})
+        except RequestError as error:
+            raise error.renamed({"max_tokens": self.token_limit_field}) from None
 
 
 class CompletionRequest(GenerationRequest):
