@@ -46,15 +46,16 @@ FILTERS = [
 ]
 
 
-@pytest.fixture(autouse=True, params=[1, 200], ids=["whole", "parts"])
-def small_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Several of them over a small vocabulary; rows are cut into parts, or are not."""
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several of them over a small vocabulary. Rows are cut into parts to find cut-offs, and are
+    one program's to draw, where they are many."""
     monkeypatch.setattr(cutting, "_TILE", 64)
     monkeypatch.setattr(cutting, "_FEW", 32)
     monkeypatch.setattr(cutting, "_SPAN", 1)
     monkeypatch.setattr(kernel, "_DRAW_TILE", 32)
-    for each in (cutting, kernel):
-        monkeypatch.setattr(each, "num_processors", lambda device: request.param)
+    monkeypatch.setattr(cutting, "num_processors", lambda device: 200)
+    monkeypatch.setattr(kernel, "num_processors", lambda device: 1)
 
 
 def rows_of(*settings: tuple[float, float, float, float]) -> tuple[Tensor, Tensor, Tensor]:
