@@ -8,6 +8,11 @@ from pathlib import Path
 
 # Some of the flags of each level in /proc/cpuinfo: those that tell it from the level below.
 _X86 = {
+    "sapphirerapids": {
+        *("amx_bf16", "amx_tile", "avx512_bf16", "avx512_bitalg", "avx512_fp16", "avx512_vbmi2"),
+        *("avx512_vnni", "avx512_vpopcntdq", "avx512ifma", "avx512vbmi", "avx_vnni", "gfni"),
+        *("movdir64b", "movdiri", "vaes", "vpclmulqdq"),
+    },
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"},
 }

@@ -16,6 +16,7 @@ TESTS = [
     *("cpu/test_cpu_attention.py", "cpu/test_cpu_windows.py", "cpu/test_cpu_elementwise.py"),
     "cpu/test_cpu_move.py",
     *("test_coded_attention.py", "test_quantized_entries.py", "test_remainder.py"),
+    "../engine/models/test_linear.py",
 ]
 KERNELS = Path(__file__).parents[1]
 SANITIZED = "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
