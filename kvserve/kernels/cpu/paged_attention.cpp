@@ -706,7 +706,7 @@ class Kernel {
       for (int odd = 0; odd < 2; ++odd) {
         const int low = std::lrint(query[d + odd] * inverse);
         const int high = std::lrint(query[d + odd + 2] * inverse);
-        own.pairs[i * kMaxHeadDim + d / 2 + odd] = (high << 16) | (low & 0xffff);
+        own.pairs[i * kMaxHeadDim + d / 2 + odd] = static_cast<uint32_t>(high) << 16 | (low & 0xffff);
       }
   }
 
