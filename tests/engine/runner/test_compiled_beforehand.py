@@ -73,7 +73,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")
-@pytest.mark.parametrize(("name", "layout", "form"), cases())
+@pytest.mark.parametrize(("name", "layout", "form"), list(cases()))
 def test_nothing_is_compiled_for_a_request(
     name: str, layout: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
