@@ -186,7 +186,8 @@ def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSte
         if graphs.refused is not None:
             return "recorded steps", "off", f"torch computes {graphs.refused} in a layer"
         how = "compiled kernels are called without Python between; --enforce-eager"
-        return "recorded steps", "decodes, each size once", how
+        ahead = f"{graphs.num_ahead} shapes, at the start" if graphs.num_ahead else "each size once"
+        return "recorded steps", f"decodes, {ahead}", how
     if not sizes:
         return "cuda graphs", "off", reason
     chunks = 0 if graphs is None else len(graphs.chunk_sizes)

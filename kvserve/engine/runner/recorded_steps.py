@@ -68,6 +68,8 @@ class RecordedSteps:
             for shape in ((*each, logs) for logs in kinds for each in shapes):
                 if self.refused is None and shape not in self._tapes:
                     self._record(shape, made=made)
+        self.num_ahead = len(self._tapes) if ahead else 0
+        """Shapes that were recorded at the start since rows guess."""
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""

@@ -220,6 +220,8 @@ def test_tapes_of_chunks_are_recorded_at_the_start(llama_dir: Path) -> None:
     steps.chunks = noted  # type: ignore[method-assign]
     assert answers(run(llm, params)) == plain
     assert steps.chunk_replays > 5 and steps._tapes.keys() == recorded
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "recorded steps"]
+    assert row[1] == f"decodes, {len(recorded)} shapes, at the start"
     shapes = {(*steps._padded(len(each) - 1, sum(each[:-1])), each[-1]) for each in seen}
     assert len(shapes) < len(seen) / 2
 

@@ -139,13 +139,24 @@ def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many a row is cut into depends on the other rows."""
+    """How many a row is cut into depends on the other rows. Neither a cut-off nor a sum does, which
+    would seldom move one."""
     settings, logits = torch.tensor(FILTERS), torch.randn(len(FILTERS), 300) * 2
-    cuts = list[Tensor]()
+    cuts, sums, parts = list[Tensor](), list[Tensor](), list[int]()
+    launch = cutting._narrow.launch
+
+    def noted(grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        _, counts, _, totals, *_ = args
+        parts.append(counts.shape[1])
+        sums.append(totals)
+        launch(grid, *args, **options)
+
+    monkeypatch.setattr(cutting._narrow, "launch", noted)
     for processors in (1, 3 * len(FILTERS), 5 * len(FILTERS)):
         monkeypatch.setattr(cutting, "num_processors", lambda device, n=processors: n)
         cuts.append(cut_offs(logits, settings))
-    assert all(torch.equal(cuts[0], each) for each in cuts)
+    assert parts == [1, 3, 5]
+    assert all(torch.equal(found[0], each) for found in (cuts, sums) for each in found)
 
 
 def test_equal_logits_are_kept_by_id() -> None:
