@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -25,10 +26,16 @@ def configure_logging(level: str | int = "INFO") -> None:
 
 
 def say(text: str) -> None:
-    """Write to stderr. Errors are ignored, because stderr may be a file on a full disk."""
+    """Write to stderr. Errors are ignored, because stderr may be a file on a full disk; and its
+    buffer is passed by, because Python ends with an error if that cannot be written."""
+    own = sys.stderr is sys.__stderr__  # not so in a notebook
+    data = text.encode(errors="backslashreplace") if own else b""
     with suppress(OSError):
-        sys.stderr.write(text)
+        if not own:
+            sys.stderr.write(text)
         sys.stderr.flush()
+        while data:
+            data = data[os.write(sys.stderr.fileno(), data) :]
 
 
 _SHOWN = reprlib.Repr()

@@ -31,7 +31,7 @@ class Echo:
         if max_tokens == 13:
             raise ValueError("thirteen")
         if max_tokens == 14:
-            sys.stderr.write("about to end")
+            print("about to end", file=sys.stderr, flush=True)
             os._exit(1)
         return {"tokens": [prompt[:max_tokens] for prompt in prompts]}
 
