@@ -3,9 +3,10 @@
     make gpu-check ARGS="--save-result bench/results/DATE-gpu-check-H200.json"
 
 Needs torch, Triton, numpy, transformers, tokenizers and safetensors; kvserve's other dependencies
-are not needed. Each part runs in a process of its own with a time limit, and is saved (JSON, and a
-Markdown table beside it) when it ends. The exit status is 0 only if all parts are right. Without a
-GPU the parts run on the CPU at a small size, as far as they can, and report what they left out.
+are not needed. Each part runs in a process of its own with a time limit, leaves a log, and is saved
+(JSON, and a Markdown table beside it) when it ends. The exit status is 0 only if all parts are
+right. Without a GPU the parts run on the CPU at a small size, as far as they can, and report what
+they left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch
 from bench.gpu_runs.parts import PARTS, Part
 from bench.machine import ROOT, Ended, machine, run_apart, write_json
 
+_AT_ONCE = 10
 CHECKED = ROOT / "build" / "gpu-check.json"
 
 
@@ -75,27 +79,37 @@ def parse_arguments() -> argparse.Namespace:
 def check(parts: list[str], path: Path, seconds: float) -> bool:
     """Run ``parts`` and save each to ``path`` when it ends; returns whether all of them are right.
 
-    After ``seconds`` no further part is started, and a part that was not started is not right.
+    Most of them run side by side. After ``seconds`` no further part is started, and a part that was
+    not started is not right.
     """
     began = time.monotonic()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not torch.cuda.is_available():
         # The parts' kernels run in Triton's interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
         sys.stdout.write("torch sees no CUDA device: what a CPU can show, and no more\n")
-    for name in parts:
+
+    def run(name: str) -> None:
         part, left = PARTS[name], seconds - (time.monotonic() - began)
         ended = Ended(0.0, {}, "no time was left for it")
         if left > 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             result = path.with_name(f"{path.stem}-{name}.json")
             command = ["-m", "bench.gpu_runs.parts", name, str(result)]
             ended = run_apart(command, result, min(left, part.limit))
             result.unlink(missing_ok=True)
-        found["parts"][name] = entry = verdict(part, ended)
-        write_json(path, found)
-        path.with_suffix(".md").write_text(table(found))
-        say(name, entry)
+        with saving:
+            found["parts"][name] = entry = verdict(part, ended)
+            write_json(path, found)
+            path.with_suffix(".md").write_text(table(found))
+            say(name, entry)
+
+    saving = Lock()
+    with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+        list(pool.map(run, [name for name in parts if not PARTS[name].alone]))
+    for name in parts:
+        if PARTS[name].alone:
+            run(name)
     return all(part["right"] for part in found["parts"].values())
 
 

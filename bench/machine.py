@@ -76,6 +76,7 @@ class Ended:
 def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
     """``python arguments``, which writes JSON to ``result``, in a process of its own.
 
+    What it prints stays in a log beside ``result``.
     The process is killed with all its children after ``limit`` seconds, or when this call is
     interrupted, so that no process keeps the device. An illegal access ends only that process.
     """
@@ -100,7 +101,6 @@ def run_apart(arguments: Sequence[str], result: Path, limit: float) -> Ended:
     seconds = time.monotonic() - began
     found = json.loads(result.read_text()) if result.exists() else {}
     if code == 0:
-        log.unlink()
         return Ended(seconds, found, None)
     tail = log.read_text(errors="replace")[-_TAIL:]
     how = f"took longer than {limit:.0f} s" if code is None else f"ended with status {code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.log import logger
 from kvserve.sampling_params import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,15 +93,37 @@ def small_engine(directory: Path, policy: dict[str, Any], dtype: str, **settings
 
 
 def generate(engine: LLMEngine, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """``tokens`` greedy tokens for each prompt."""
+    """``tokens`` greedy tokens for each prompt; ``RuntimeError`` if a step of the engine failed."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
     answers: dict[str, list[int]] = {}
-    while engine.has_unfinished_requests:
-        for output in engine.step():
-            answers[output.request_id] = output.outputs[0].token_ids
+    with EngineErrors() as errors:
+        while engine.has_unfinished_requests:
+            for output in engine.step():
+                answers[output.request_id] = output.outputs[0].token_ids
+    if errors.newest is not None:
+        raise RuntimeError(errors.newest)
     return [answers[str(i)] for i in range(len(prompts))]
+
+
+class EngineErrors(logging.Handler):
+    """``with EngineErrors() as errors``: ``errors.newest`` is the newest error that the engine
+    logged meanwhile, with its traceback. The engine itself survives a failed step."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.newest: str | None = None
+
+    def __enter__(self) -> EngineErrors:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.newest = logging.Formatter().format(record)
 
 
 def engine_logits(engine: LLMEngine, prompt: list[int], forced: list[int]) -> Tensor:
@@ -119,11 +143,13 @@ def engine_logits(engine: LLMEngine, prompt: list[int], forced: list[int]) -> Te
     return torch.cat(seen).float()
 
 
-def reference_logits(directory: Path, prompt: list[int], forced: list[int]) -> Tensor:
-    """The same logits from transformers, in one forward."""
+def reference_logits(
+    directory: Path, prompt: list[int], forced: list[int], dtype: torch.dtype
+) -> Tensor:
+    """The same logits from transformers in ``dtype``, in one forward."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     model.to(DEVICE).eval()
     with torch.inference_mode():
         found = model(torch.tensor([[*prompt, *forced]], device=DEVICE)).logits[0]

@@ -39,7 +39,7 @@ class Job:
     seqs: int = 256
     model: str = "llama-3.1-8b"
     pool: int | None = POOL
-    requests: int = 500
+    requests: int = 1000
     prompt: int = 250
     mean: int = 3000
     sigma: float = 0.7

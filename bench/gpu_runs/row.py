@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.gpu_runs.engines import EngineErrors
 from bench.gpu_runs.jobs import BLOCK, CONFIGS, JOBS, Job
 from bench.machine import write_json
 from kvserve.benchmarks.datasets.workload import Prompts
@@ -28,15 +29,24 @@ from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 _SMOKE_SIZES = (1, 4, 8)
+_LATE = 35.0
 
 
 class Until:
-    """An engine that ends all running requests, as they are, at a deadline."""
+    """An engine that ends all running requests, as they are, at a deadline.
+
+    ``late_tok_s``: tokens a second of the last ``_LATE`` seconds, when the pool is full.
+    """
 
     def __init__(self, engine: LLMEngine, seconds: float) -> None:
         self._engine = engine
         self._deadline = time.monotonic() + seconds
         self._open: dict[str, RequestOutput] = {}
+        self._late = 0
+
+    @property
+    def late_tok_s(self) -> float:
+        return self._late / _LATE
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -50,8 +60,11 @@ class Until:
         self._engine.add_request(request_id, prompt, params)
 
     def step(self) -> list[RequestOutput]:
-        if time.monotonic() < self._deadline:
+        left = self._deadline - time.monotonic()
+        if left > 0:
             changed = self._engine.step()
+            if left <= _LATE:
+                self._late += len(changed)
             self._open |= {output.request_id: output for output in changed}
             for output in changed:
                 if output.finished:
@@ -66,8 +79,8 @@ class Until:
         return self._engine.stats()
 
 
-def build(job: Job, device: str) -> LLMEngine:
-    """The engine of a row, with random weights."""
+def settings_of(job: Job, device: str) -> dict[str, Any]:
+    """The settings of a row's engine, which has random weights."""
     spec = policy_spec(job.policy)
     settings: dict[str, Any] = {
         "model": str(CONFIGS / job.model),
@@ -88,7 +101,12 @@ def build(job: Job, device: str) -> LLMEngine:
         settings["cudagraph_capture_sizes"] = _SMOKE_SIZES
     if job.pool is not None:
         settings["kv_cache_memory"] = job.pool * bytes_per_token(job.model, device)
-    return LLMEngine(EngineConfig.from_flat(**settings))
+    return settings
+
+
+def build(job: Job, device: str) -> LLMEngine:
+    """The engine of a row."""
+    return LLMEngine(EngineConfig.from_flat(**settings_of(job, device)))
 
 
 def bytes_per_token(model: str, device: str) -> int:
@@ -119,11 +137,16 @@ def measure(job: Job, device: str, seconds: float) -> dict[str, Any]:
     play(engine, Prompts(prompts[:2], [8, 8], ignore_eos=True))  # one-time setup
     started = time.monotonic() - began
     workload = Prompts(prompts, limits, ignore_eos=True)
-    figures = play(Until(engine, seconds), workload, job.name).figures
+    until = Until(engine, seconds)
+    with EngineErrors() as errors:
+        figures = play(until, workload, job.name).figures
     finished = sum(n for reason, n in figures["finish_reasons"].items() if reason is not None)
     held = figures["mean_held_tokens"] * bytes_per_token(job.model, device)
     graphs, copy = core.runner.graphs, copy_bandwidth(device)
+    if errors.newest is not None:  # the engine went on, but its figures mean nothing
+        figures["error"] = errors.newest
     return figures | {
+        "late_tok_s": until.late_tok_s,
         "finished": f"{finished} of {job.requests}",
         "graph_steps": 0 if graphs is None else graphs.replays,
         "of_bandwidth": (step_bytes(core.runner.model) + held)

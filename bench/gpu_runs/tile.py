@@ -175,22 +175,22 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
         yield scoring("8 events", 8, *shape)
 
 
-def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: str) -> float | None:
-    """Seconds, or ``None`` if the result is wrong or the device lacks resources."""
+def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: str) -> float | str:
+    """Seconds, or what is wrong: the result, or the error that came instead of it."""
     table = _table(device)
     before = table[kernel]
     table[kernel] = tile
     try:
         found = batch.run()
         if not Difference.of(found, expected, TOLERANCE[expected.dtype]).right:
-            return None
+            return "wrong"
         if device == "cuda":
             return median_seconds(batch.run)
         began = time.perf_counter()
         batch.run()
         return time.perf_counter() - began
-    except Exception:  # for example too much shared memory; Triton's errors share no class
-        return None
+    except Exception as error:  # too much shared memory, say; Triton's errors share no class
+        return repr(error)
     finally:
         table[kernel] = before
 
@@ -211,7 +211,7 @@ def sweep(kernel: str, candidates: Sequence[Tile], device: str) -> list[dict[str
         expected = batch.reference()
         for tile, row in list(rows.items()):
             seconds = time_tile(kernel, tile, batch, expected, device)
-            if seconds is None:
+            if isinstance(seconds, str):
                 del rows[tile]
             else:
                 row[batch.name] = seconds * 1e6

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, cases
-from bench.kernel_rows.stored_cases import chunks_of, stored_cases
+from bench.kernel_rows.stored_cases import chunks_of, kinds_of, stored_cases
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.scores.centre_scores import (
@@ -31,15 +32,18 @@ def all_cases(setting: Setting) -> Iterator[Case]:
 
 
 def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """Decoding in three parts, merged by the last program of a row and by a launch of its own."""
+    """Attention as under ``none``; decoding in three parts, merged by the last program of a row and
+    by a launch of its own."""
     _, kv_heads, dim = SHAPES[setting.shape]
-    q, chunks = chunks_of(setting, 1)
-    inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-    num_bytes = 2 * setting.rows * setting.context * kv_heads * dim * q.itemsize
-    for kernel, merges in (("decode in parts", True), ("decode in parts, merged apart", False)):
+    num_bytes = 2 * setting.rows * setting.context * kv_heads * dim * setting.dtype.itemsize
+    forms = [(f"{kind} of none", chunk, parts, None) for kind, chunk, parts in kinds_of(setting)]
+    merged = ("decode in parts", 1, 3, True), ("decode in parts, merged apart", 1, 3, False)
+    for kernel, chunk, parts, merges in (*forms, *merged):
+        q, chunks = chunks_of(setting, chunk)
+        inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
         yield Case(
             kernel,
-            partial(paged_attention_triton, *inputs, num_splits=3, merges=merges),
+            partial(paged_attention_triton, *inputs, num_splits=parts, merges=merges),
             partial(paged_attention_torch, *inputs),
             num_bytes,
         )
@@ -50,15 +54,16 @@ def window_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Ca
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     window = setting.context // 3
     sinks = torch.randn(q_heads, device=setting.device)
-    for kernel, chunk in (("decode in a window", 1), ("prefill in a window", 5)):
+    for kind, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)
         seen = chunks._replace(first=(chunks.last - window + 1).contiguous())
         inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], seen, dim**-0.5
         num_bytes = 2 * setting.rows * window * kv_heads * dim * q.itemsize
+        beside: dict[str, Any] = {"sinks": sinks, "soft_cap": 30.0}
         yield Case(
-            kernel,
-            partial(paged_attention_triton, *inputs, sinks=sinks, soft_cap=30.0),
-            partial(paged_attention_torch, *inputs, sinks=sinks, soft_cap=30.0),
+            f"{kind} in a window",
+            partial(paged_attention_triton, *inputs, num_splits=parts, **beside),
+            partial(paged_attention_torch, *inputs, **beside),
             num_bytes,
         )
 

@@ -41,6 +41,7 @@ from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
+from kvserve.scheduler.layout import Granularity
 
 
 def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -69,18 +70,34 @@ def chunks_of(setting: Setting, chunk: int) -> tuple[Tensor, QuerySegments]:
     return setting.random(rows * chunk, q_heads, dim), chunks
 
 
+def kinds_of(setting: Setting) -> Iterator[tuple[str, int, int | None]]:
+    """Names of attention, tokens of a chunk, and parts of a context (``None``: as an engine does).
+
+    For one shape and layout these are all tiles that an engine takes, in one part and in three.
+    """
+    yield "decode", 1, None
+    yield "prefill", 5, None
+    wide = setting.shape == "llama-8b" and setting.granularity is Granularity.MODEL
+    if wide and setting.dtype is torch.bfloat16:
+        for chunk in (1, 3, 5, 9, 40):
+            for parts in (1, 3):
+                yield f"{chunk} tokens in {parts} parts", chunk, parts
+
+
 def share_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     dim = cache.shape[-1]
-    for kernel, chunk in (("decode with shares", 1), ("prefill with shares", 5)):
+    for kernel, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)
         inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
-        yield attention_case(
-            setting, kernel, inputs, 2 * setting.rows * setting.context * dim * q.itemsize
-        )
+        num_bytes = 2 * setting.rows * setting.context * dim * q.itemsize
+        yield from attention_cases(setting, f"{kernel} with shares", inputs, parts, num_bytes)
 
 
-def attention_case(setting: Setting, kernel: str, inputs: tuple[Any, ...], num_bytes: int) -> Case:
-    """Attention, and beside it the shares that a log in 4 bits takes."""
+def attention_cases(
+    setting: Setting, kernel: str, inputs: tuple[Any, ...], parts: int | None, num_bytes: int
+) -> Iterator[Case]:
+    """Attention, and beside it the shares that a log in 4 bits takes; in named parts without, too:
+    so the prompts' part of a step has it, and other logs."""
     left = remainder_of(setting)
     q = inputs[0]
     recent = torch.arange(len(q), device=q.device) % 7 + 1
@@ -90,7 +107,14 @@ def attention_case(setting: Setting, kernel: str, inputs: tuple[Any, ...], num_b
         out = kernel(*inputs, shares=told, remainder=left)
         return torch.cat([out, told.out[..., None].to(out.dtype)], dim=-1)
 
-    return _pair(kernel, attend, paged_attention_triton, paged_attention_torch, num_bytes)
+    def alone(kernel: Callable[..., Tensor]) -> Tensor:
+        return kernel(*inputs, remainder=left)
+
+    triton = partial(paged_attention_triton, num_splits=parts)
+    yield _pair(kernel, attend, triton, paged_attention_torch, num_bytes)
+    if parts is not None:
+        name = f"{kernel}, entries alone"
+        yield _pair(name, alone, triton, paged_attention_torch, num_bytes)
 
 
 def log_cases(setting: Setting) -> Iterator[Case]:
@@ -149,10 +173,10 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     key, value = (setting.random(len(rows), kv_heads, dim) for _ in range(2))
     TORCH.store(blocks, 0, slots, key, value)
     lanes = slots.expand(kv_heads, -1)[None]
-    for kind, chunk in (("decode", 1), ("prefill", 5)):
+    for kind, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)
         inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
-        yield attention_case(setting, f"{kind} of {name}", inputs, 2 * key.numel())
+        yield from attention_cases(setting, f"{kind} of {name}", inputs, parts, 2 * key.numel())
 
     def store(kernels: QuantizedKernels) -> Tensor:
         kernels.store(blocks, 0, slots, value, key)

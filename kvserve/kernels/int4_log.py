@@ -146,6 +146,7 @@ def store_int4_triton(
         SPAN=1 << (heads - 1).bit_length(),
         DIM=2 * half,
         num_warps=4 if heads * half >= 1024 else 1,
+        enable_fp_fusion=False,  # the reference rounds the product first
     )
 
 
@@ -253,9 +254,9 @@ def _store_int4(
     log_share = tl.load(
         shares + token * (tl.num_programs(1) * HEADS) + first + head, mask=real, other=0.0
     )
-    scale = tl.minimum(tl.max(tl.abs(x), axis=1) / 7, 65504.0).to(tl.float16)
+    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 7.0), 65504.0).to(tl.float16)
     wide = scale.to(tl.float32)
-    inverse = tl.where(wide > 0, 1.0 / tl.where(wide > 0, wide, 1.0), 0.0)
+    inverse = tl.where(wide > 0, tl.div_rn(1.0, tl.where(wide > 0, wide, 1.0)), 0.0)
     number = tl.floor(x * inverse[:, None] + 0.5)
     number = tl.minimum(tl.maximum(number, -7.0), 7.0).to(tl.int32) + 8
     low, high = tl.split(tl.reshape(number, [SPAN, DIM // 2, 2]))

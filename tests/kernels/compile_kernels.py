@@ -377,7 +377,7 @@ class Compiler:
             variant()
 
     def compile(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        names = "num_warps", "num_stages", "maxnreg"
+        names = "num_warps", "num_stages", "maxnreg", "enable_fp_fusion"
         warps = {key: options.pop(key) for key in names if key in options}
         source = kernel.compiler
         values = dict(zip(source.arg_names, args, strict=False)) | options

@@ -140,10 +140,12 @@ def paged_attention_triton(
 
 def _tile_of(q: Tensor, values: Tensor | QuantizedVectors, packed: int, coded: bool) -> Tile:
     """The tile for ``packed`` queries of a KV head and chunk."""
-    # Decoding codes takes registers, so these kernels have tiles of their own.
-    kernel = ("decode" if packed <= 64 else "prefill") + " codes" * coded
+    # Decoding codes takes registers, so these kernels have tiles of their own. 64 queries in
+    # float32 do not fit into registers.
+    decodes = packed <= (32 if q.dtype is torch.float32 else 64)
+    kernel = ("decode" if decodes else "prefill") + " codes" * coded
     tile = tile_of(kernel, q.device, q.shape[2], q.dtype)
-    if packed <= 64:
+    if decodes:
         queries = max(tile.rows, 1 << (packed - 1).bit_length())
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
     if form_of(values) == 2:  # both halves of a value are added up apart, which takes registers

@@ -119,6 +119,9 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     for kernel in ("survey", "pick", "draw"):
         assert "div.rn.f32" in ptx(tmp_path, "sample_tokens", kernel), kernel
     assert "lg2.approx" not in draw
+    # Levels are rounded as the reference rounds them: first the product, then the sum with a half.
+    rounded = ptx(tmp_path, "store_queries-int4", "store_int4")
+    assert "fma.rn" not in rounded and "div.full" not in rounded and "div.rn.f32" in rounded
 
 
 def assert_stores_come_before_the_merge(code: str) -> None:
