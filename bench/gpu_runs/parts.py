@@ -186,7 +186,9 @@ def _look_out(runner: Any) -> tuple[set[str], list[int]]:
                 step = launch(output)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits.update(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+        waits.update(
+            f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)
+        )
         return step
 
     runner.launch = watched

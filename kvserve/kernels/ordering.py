@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 def order_of(x, place):
     """An int64 that rises with float32 x and, among equals, falls with its place below 2^31.
 
-    It is always above -(2^62).
+    NaN is above all numbers, as in torch's sort. The int64 is always above -(2^62) and, since a
+    GPU's own NaN has all bits set, by much below 2^62: differences do not overflow.
     """
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
+    bits = tl.where(x == x, bits, 0x7FC00000)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 31) + (0x7FFFFFFF - place)
 

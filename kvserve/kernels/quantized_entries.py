@@ -82,12 +82,13 @@ def numbers(x: Tensor | QuantizedVectors) -> Tensor:
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
     """Round vectors [..., D], to nearest and ties to even. Equal numbers give equal levels."""
     x = x.float()
-    most = LARGEST[form.name]
+    # A tensor: torch multiplies by the inverse of a number on CUDA, which rounds otherwise.
+    most = x.new_full((), LARGEST[form.name])
     if form is INT4:
         low = -_above(-x.amin(dim=-1))
         scale = _above((x.amax(dim=-1) - low.float()) / most)
         levels = (x - low[..., None].float()) / _divisor(scale)
-        halves = levels.round().clamp(0, most).to(torch.uint8).unflatten(-1, (2, -1))
+        halves = levels.round().clamp(x.new_zeros(()), most).to(torch.uint8).unflatten(-1, (2, -1))
         return QuantizedVectors(form, halves[..., 0, :] | halves[..., 1, :] << 4, scale, low)
     scale = _above(x.abs().amax(dim=-1) / most)
     levels = x / _divisor(scale)

@@ -75,7 +75,7 @@ class RowArrays:
         """
         for name, field in self.fields.items():
             if field.new is not None:
-                value = convert(getattr(record, field.new)) if field.new else 0
+                value = convert(getattr(record, field.new) if field.new else 0)
                 array = getattr(self, name)
                 array[(slice(None), rows) if field.by_group else rows] = value
 

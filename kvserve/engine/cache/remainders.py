@@ -68,7 +68,7 @@ class Remainders:
 
     def begin(self, rows: Tensor) -> None:
         """New rows have lost nothing."""
-        self.whole.bias[:, rows] = -torch.inf
+        self.whole.bias.index_fill_(1, rows, -torch.inf)
 
     def move(self, to: Tensor, source: Tensor) -> None:
         """Put the rows ``source`` in the place of ``to``, all at once."""

@@ -6,6 +6,7 @@ A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/cac
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +48,7 @@ class RowGroup(RowArrays):
 
     def begin(self, rows: Tensor) -> None:
         """Begin rows that hold nothing in this group."""
-        self.begin_rows(rows, None, int)
+        self.begin_rows(rows, None, partial(rows.new_full, ()))
 
     def move(self, to: Tensor, source: Tensor) -> None:
         """Put the rows ``source`` in the place of the rows ``to``, all at once."""

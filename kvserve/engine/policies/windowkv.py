@@ -160,7 +160,7 @@ class WindowKV(Policy):
         votes = votes.view(*votes.shape[:-1], -1, size)
         best = self._best
         there = torch.full(votes.shape[-2:-1], size, device=votes.device)
-        there[-1] = (scored - 1) % size + 1
+        there[-1:] = (scored - 1) % size + 1
         worth = votes.topk(best, dim=-1).values.sum(dim=-1) / there.clamp(max=best)
         worth = worth.mean(dim=-2).repeat_interleave(size, dim=-1)[..., :scored]
         return worth[:, :, None].expand(-1, -1, kv_heads, -1)

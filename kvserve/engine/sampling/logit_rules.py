@@ -81,7 +81,7 @@ class LogitRules:
         self._counts[slot] = self._on_device(counts, torch.int32)
         self._in_prompt[slot] = False
         prompt = np.unique(seq.token_ids[: seq.num_prompt_tokens])
-        self._in_prompt[slot, self._on_device(prompt)] = True
+        self._in_prompt[slot].index_fill_(0, self._on_device(prompt), True)
         self._bias[slot] = self._on_device(self._bias_of(rules), torch.float32)
         self._set_words(slot, rules.bad_words, output)
 

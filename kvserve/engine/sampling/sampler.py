@@ -108,8 +108,9 @@ class SamplingRows:
             temperature = max(s.temperature, 1e-5) if s.temperature > 0.0 else 0.0
             settings = temperature, s.top_p, float(s.top_k), s.min_p
             self._settings[seq.row] = to_device(settings, self._settings.device, torch.float32)
-            self._seeds[seq.row] = s.seed
-            self._min_len[seq.row] = s.min_len
+            # Not `self._seeds[row] = number`, which torch copies to CUDA and waits for.
+            self._seeds[seq.row].fill_(s.seed)
+            self._min_len[seq.row].fill_(s.min_len)
             filtered = s.top_p < 1.0 or s.top_k > 0 or s.min_p > 0.0
             self._host[seq.row] = (
                 s.temperature > 0.0,
@@ -124,8 +125,8 @@ class SamplingRows:
             self._set_stop_ids(seq.row, seq.stop_token_ids)
             self._rules.set_row(seq, s.rules)
             ended = s.think_end in seq.token_ids[seq.num_prompt_tokens :]
-            self._think_end[seq.row] = -1 if ended else s.think_end
-            self._think_limit[seq.row] = s.think_limit
+            self._think_end[seq.row].fill_(-1 if ended else s.think_end)
+            self._think_limit[seq.row].fill_(s.think_limit)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
         self._host[to] = self._host[source]

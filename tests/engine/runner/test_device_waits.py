@@ -64,6 +64,10 @@ class NoHostIndices(TorchFunctionMode):
                     isinstance(part, Tensor) and part.is_meta
                 )
                 assert there, f"an index is copied to the device and waited for: {part!r}"
+            if func is Tensor.__setitem__ and isinstance(args[2], int | float):
+                # So is a number, unless it fills a slice.
+                fills = not any(isinstance(part, Tensor) for part in index)
+                assert fills and args[0][args[1]].dim(), "a number is waited for: fill_ it"
         return func(*args, **(kwargs or {}))
 
 
@@ -82,6 +86,17 @@ def test_an_index_of_the_host_is_found(index: Any) -> None:
             x[:, index]
         with pytest.raises(AssertionError, match="waited for"):
             x[index] = 0.0
+
+
+def test_a_number_of_the_host_is_found() -> None:
+    """As torch 2.11 did on an H100, of which the meta device knows nothing."""
+    x, rows = torch.empty(2, 3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    with nothing_is_waited_for():
+        x[0], x[:, 1:] = 1.0, 2.0
+        x[0, 1].fill_(1.0)
+        for index in ((0, 1), (slice(None), rows), rows):
+            with pytest.raises(AssertionError, match="waited for"):
+                x[index] = 1.0
 
 
 @pytest.mark.usefixtures("on_a_device")

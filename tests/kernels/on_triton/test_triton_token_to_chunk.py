@@ -34,6 +34,22 @@ def test_places(count: int, keep: int, budget: int, max_chunk: int, levels: int 
     assert torch.equal(token_to_chunk_triton(scores, keep, budget, max_chunk), expected)
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
+@pytest.mark.parametrize("chunk_budget", [0, 6])
+def test_nan_is_above_all_numbers(bits: int, chunk_budget: int) -> None:
+    """Whatever its bits: a GPU's own NaN has all of them set. None is written elsewhere, so there
+    are as many places as were asked for, and they are in range."""
+    scores = torch.rand(3, 20)
+    scores[0, 0] = scores[0, 7] = scores[2, 19] = torch.nan
+    scores[1] = torch.nan
+    nan = torch.isnan(scores)
+    scores.view(torch.int32)[nan] = bits
+    found = token_to_chunk_triton(scores, 12, chunk_budget, 5)
+    assert ((found >= 0) & (found < 20)).all() and (found.diff() > 0).all()
+    if chunk_budget == 0:
+        assert torch.equal(found, token_to_chunk_torch(scores, 12, 0, 5))
+
+
 def test_places_of_strided_scores() -> None:
     scores = torch.rand(3, 4, 50).transpose(0, 1)[..., 5:40]
     found = token_to_chunk_triton(scores, 12, 6, 5)
