@@ -103,8 +103,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     traced.clear()
 
 
-def small_engine(folder: Path, policy: dict[str, Any], heads: int = 4, **settings: Any) -> LLM:
-    """A bfloat16 engine of three layers; six rows, chunks of up to 32 tokens."""
+def small_engine(folder: Path, policy: dict[str, Any], **settings: Any) -> LLM:
+    """A bfloat16 engine of three layers; six rows, chunks of up to 32 tokens, four heads."""
     defaults: dict[str, Any] = {
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
@@ -113,7 +113,7 @@ def small_engine(folder: Path, policy: dict[str, Any], heads: int = 4, **setting
         "max_num_seqs": 6,
         "num_gpu_blocks_override": 240,
     }
-    model = write_checkpoint("llama", folder, num_attention_heads=heads)
+    model = write_checkpoint("llama", folder, num_attention_heads=settings.pop("heads", 4))
     return LLM(str(model), policy=policy, **defaults | settings)
 
 
