@@ -44,9 +44,9 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, or KVSERVE_COMMIT if only files were copied."""
+    """KVSERVE_COMMIT, for files that were copied beside another commit, or the checkout's commit."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    return _first_line(command) or os.environ.get("KVSERVE_COMMIT", "unknown")
+    return os.environ.get("KVSERVE_COMMIT") or _first_line(command) or "unknown"
 
 
 def _driver() -> str:

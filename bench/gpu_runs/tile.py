@@ -36,7 +36,7 @@ from kvserve.scheduler.layout import Granularity
 
 TABLE = ROOT / "kvserve" / "kernels" / "tiles.py"
 DECODE = [
-    Tile(16, columns, warps, stages, programs=programs, merges=True)
+    Tile(16, columns, warps, stages, programs=programs)
     for columns, warps, stages, programs in (
         *((32, 1, 3, 6), (32, 2, 3, 5), (32, 4, 3, 5), (32, 2, 4, 4), (32, 4, 5, 3)),
         *((64, 2, 3, 3), (64, 4, 3, 3), (64, 8, 3, 3), (128, 4, 3, 1), (128, 8, 3, 1)),
@@ -58,14 +58,9 @@ SCORES = [
 _AT_ONCE = 64
 """Tokens whose reference is computed at once."""
 CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
-SPREADS = [
-    (programs, longest, merges)
-    for programs in (2, 3, 4, 6)
-    for longest in (0, 2048, 4096)
-    for merges in (True, False)
-]
-"""Variants of the best decode tile: programs per multiprocessor, entries above which a row is
-split, and whether the last program merges its parts."""
+SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 1024, 2048, 4096)]
+"""Variants of the best decode tile: programs per multiprocessor, and entries above which a row is
+split."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             best = Tile(*ranked[0]["tile"])
             spreads = SPREADS[:2] if args.smoke else SPREADS
             variants = [
-                best._replace(programs=programs, longest=longest, merges=merges)
-                for programs, longest, merges in spreads
+                best._replace(programs=programs, longest=longest) for programs, longest in spreads
             ]
             ranked = sorted([*ranked, *sweep(kernel, variants, device)], key=_mean)
         found[kernel] = ranked

@@ -32,18 +32,16 @@ def all_cases(setting: Setting) -> Iterator[Case]:
 
 
 def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """Attention as under ``none``; decoding in three parts, merged by the last program of a row and
-    by a launch of its own."""
+    """Attention as under ``none``; decoding in three parts."""
     _, kv_heads, dim = SHAPES[setting.shape]
     num_bytes = 2 * setting.rows * setting.context * kv_heads * dim * setting.dtype.itemsize
-    forms = [(f"{kind} of none", chunk, parts, None) for kind, chunk, parts in kinds_of(setting)]
-    merged = ("decode in parts", 1, 3, True), ("decode in parts, merged apart", 1, 3, False)
-    for kernel, chunk, parts, merges in (*forms, *merged):
+    forms = [(f"{kind} of none", chunk, parts) for kind, chunk, parts in kinds_of(setting)]
+    for kernel, chunk, parts in (*forms, ("decode in parts", 1, 3)):
         q, chunks = chunks_of(setting, chunk)
         inputs = q, cache[:, 0, 0], cache[:, 0, 1], tables[0], chunks, dim**-0.5
         yield Case(
             kernel,
-            partial(paged_attention_triton, *inputs, num_splits=parts, merges=merges),
+            partial(paged_attention_triton, *inputs, num_splits=parts),
             partial(paged_attention_torch, *inputs),
             num_bytes,
         )

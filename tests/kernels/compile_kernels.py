@@ -109,13 +109,11 @@ def attend(
     window: bool = False,
     sinks: bool = False,
     soft_cap: float = 0.0,
-    merges: bool | None = None,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
     hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
     newest entries got is handed out too, for a log in 4 bits. ``remainder``: rows may have one, as
-    an engine's always may. ``window``, ``sinks``, ``soft_cap``: what some layers' attention has.
-    ``merges``: other than the table of tiles says."""
+    an engine's always may. ``window``, ``sinks``, ``soft_cap``: what some layers' attention has."""
     kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
@@ -141,7 +139,7 @@ def attend(
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
     more = new(8 * group, dtype=torch.float32) if sinks else None
     given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
-    paged_attention_triton(*given, merges)
+    paged_attention_triton(*given)
 
 
 def score(
@@ -262,7 +260,6 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/shares_split": lambda: attend(splits=8, shares=True),
     "prefill/shares": lambda: attend(chunk=512, shares=True),
     "decode/split": lambda: attend(splits=8),
-    "decode/merged_apart": lambda: attend(splits=8, merges=False),
     "decode/few": lambda: attend(chunk=4),
     "decode/many": lambda: attend(chunk=16),
     "decode/head": lambda: attend(rows=8),

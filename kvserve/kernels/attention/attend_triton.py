@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvserve.kernels.attention.coded_tile import coded_tile
-from kvserve.kernels.attention.merge_triton import merge_if_last
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.quantized_triton import as_half, bfloat16_as_float, levels_as_floats
 
@@ -20,7 +19,6 @@ def attend(
     parts,
     sums,
     part_recent,
-    arrived,
     q,
     keys,
     values,
@@ -75,8 +73,6 @@ def attend(
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    STEP: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -300,18 +296,6 @@ def attend(
         # A part without entries is not written, since it is never read.
         part_at = parts + place[:, None] * DIM + dims[None, :]
         tl.store(part_at, acc, mask=(real & (begin < end))[:, None])
-        if AT_ONCE > 0:
-            merge_if_last(
-                *(out, parts, sums, part_recent, shares, arrived),
-                *(length * GROUP, first, table * HEADS + head, tokens),
-                ROWS * HEADS * GROUP,
-                GROUP,
-                DIM,
-                QUERIES,
-                AT_ONCE,
-                STEP,
-                SHARES,
-            )
     else:
         if SHARES:
             share = high + tl.log2(near) - high - tl.log2(total)

@@ -49,7 +49,7 @@ def test_launches_of_a_graph(
     form: str, split: bool, logs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each layer, and before the first; one is behind the last. Rows are ``split`` as long as
-    they are too few for the device; what attends to their parts merges them too."""
+    they are too few for the device; one launch more adds their parts up."""
     if not split:
         monkeypatch.setattr(paged_attention_triton, "num_processors", lambda device: 1)
     llm = small_engine(tmp_path, KARA, cudagraph_capture_sizes=(6,), kv_cache_dtype=form)
@@ -74,7 +74,8 @@ def test_launches_of_a_graph(
     assert parts and all((each > 1) == split for each in parts)
     layer = PER_LAYER | (NUMBERS if form == "auto" else LEVELS)
     layer |= {"_store_int4": 1} if logs else {}
+    layer |= {"merge": 1} if split else {}
     layers = Counter({name: len(runner.model.layers) * n for name, n in layer.items()})
     assert layers <= launches.counts
-    assert sum(layer.values()) == 9 + (form != "auto") + logs
+    assert sum(layer.values()) == 9 + (form != "auto") + logs + split
     assert (launches.counts - layers).total() <= AROUND, launches.counts - layers
