@@ -3,8 +3,6 @@
     python -m bench.guess_turns --model kvserve/tiny --task chain --num-prompts 64 --max-num-seqs 64
     python -m bench.guess_turns --model kvserve/tiny-long --task long-chain-1000 --num-prompts 32
     python -m bench.guess_turns --steps-between 41
-    python -m bench.tiny_model.train --recipe draft --out /tmp/draft --minutes 14
-    python -m bench.guess_turns --max-num-seqs 1 --num-prompts 4 --draft-model /tmp/draft/model
     python -m bench.guess_turns --waiting
 
 Both are in one process and take turns of a tenth of a second, on one thread, so that what disturbs
@@ -35,7 +33,6 @@ from kvserve.benchmarks.datasets.workload import Workload, blocks_at_once, task_
 from kvserve.benchmarks.setup.options import at_least, number
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
-_DRAFT = {"method": "draft_model", "num_speculative_tokens": 4}
 _BLOCK = 16
 
 
@@ -107,8 +104,7 @@ def other_answers(a: Side, b: Side) -> set[str]:
 
 def compare(args: argparse.Namespace, workload: Workload, first: int) -> float:
     """Times plain decoding; side ``first`` begins each pair of turns."""
-    drafts = _DRAFT | {"model": args.draft_model}
-    sides = Side(args, workload, {}), Side(args, workload, drafts if args.draft_model else _NGRAM)
+    sides = Side(args, workload, {}), Side(args, workload, _NGRAM)
     run_in_turns(sides, first)
     off, on = sides
     changed = other_answers(off, on)
@@ -143,11 +139,8 @@ def make_parser() -> argparse.ArgumentParser:
     words = "requests arrive N steps apart (default: all at once)"
     parser.add_argument("--steps-between", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--pool-share", type=number(0), default=0.25, metavar="X")
-    either = parser.add_mutually_exclusive_group()
-    words = "guesses are this model's (default: n-grams)"
-    either.add_argument("--draft-model", metavar="MODEL", help=words)
     words = "events that wait beside events that do not, without guesses"
-    either.add_argument("--waiting", action="store_true", help=words)
+    parser.add_argument("--waiting", action="store_true", help=words)
     return parser
 
 

@@ -214,8 +214,7 @@ class SchedulerConfig:
         {},
         "guess next tokens and verify several in a step, as JSON with vLLM's keys, as in "
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-        '"prompt_lookup_min": 2}\', or by a second, smaller model: \'{"method": "draft_model", '
-        '"model": "./small", "num_speculative_tokens": 3}\' (default: off)',
+        '"prompt_lookup_min": 2}\' (default: off)',
     )
 
     @property

@@ -55,8 +55,6 @@ class KVCacheDetails:
     """Those of them that belong to layers with sliding windows, which no policy compresses."""
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
-    draft_bytes: int = 0
-    """Bytes of the blocks that hold a draft model's entries (``--speculative-config``)."""
     coded_entries: int = 0
     """Entries that are held as codes, which only ``spindlekv`` does."""
     codebook_entries: int = 0
@@ -256,8 +254,7 @@ class EngineStats:
     when needed. The pool has ``bytes_total`` bytes on all ranks; ``bytes_held`` of them are held by
     running sequences. ``tokens_logical`` and ``tokens_held`` are sums over running sequences. Of
     their entries ``coded_entries`` are held as codes, with ``codebook_entries`` codebook vectors
-    for the keys and values. ``window_bytes`` are held for layers with sliding windows,
-    ``draft_bytes`` for a draft model.
+    for the keys and values. ``window_bytes`` are held for layers with sliding windows.
 
     The pool holds ``continuations`` continuations in ``continuation_blocks`` blocks, shared ones
     included; ``hosted_continuations`` more are in host memory. ``resumed_total`` sequences resumed
@@ -282,7 +279,6 @@ class EngineStats:
     bytes_total: int = 0
     bytes_held: int = 0
     window_bytes: int = 0
-    draft_bytes: int = 0
     tokens_logical: int = 0
     tokens_held: int = 0
     prompt_tokens_total: int = 0

@@ -12,6 +12,8 @@ from kvserve.scheduler.arrays import IntArray
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5}
 """Settings of an engine that guesses."""
+LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+"""Settings of one that looks up fewer tokens."""
 
 
 def always_guess(llm: LLM) -> Any:

@@ -47,10 +47,7 @@ def right_guesses(output: SchedulerOutput, step: LaunchedStep, rows: int) -> Int
     right = np.zeros(rows, np.int32)
     if output.drafts is not None and step.sampled is not None:
         sampled = step.sampled.token_ids.cpu().numpy()[: len(output.drafts.token_ids)]
-        drafts = output.drafts
-        if step.guesses is not None:
-            drafts = drafts.with_guesses(step.guesses.cpu().numpy())
-        right[: output.num_decoding] = drafts.confirmed(sampled) - 1
+        right[: output.num_decoding] = output.drafts.confirmed(sampled) - 1
     return right
 
 

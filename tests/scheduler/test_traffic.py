@@ -106,14 +106,13 @@ def test_layers_with_windows_hold_what_the_next_token_sees(windows: int, seeds: 
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed", "early")), seen
 
 
-def guessing(seed: int, *, overlaps: bool, drafted: bool = False) -> Traffic:
+def guessing(seed: int, *, overlaps: bool) -> Traffic:
     traffic = Traffic(
         seed,
         overlaps=overlaps,
         continuations=bool(seed % 2),
         windows=9 * (seed % 3 == 0),
         speculation=4,
-        drafted=drafted,
     )
     traffic.run(200)
     return traffic
@@ -131,22 +130,6 @@ def test_guesses_leave_no_trace(overlaps: bool, seeds: range) -> None:
         seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
     assert len(seen.keys() - RARE) == 12, seen
     assert seen["guessed"] > seen["right"] > 250, seen
-
-
-@seeds(7)
-@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_a_draft_model_leaves_no_trace(overlaps: bool, seeds: range) -> None:
-    """Its entries are of confirmed tokens alone, go when others need the blocks, and come again."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = guessing(seed, overlaps=overlaps, drafted=True)
-        draft = traffic.loop.shadow.draft
-        assert draft is not None
-        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
-        seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
-        seen += Counter(read=draft.read, caught_up=draft.caught_up, dropped=draft.dropped)
-    assert len(seen.keys() - RARE) == 14, seen
-    assert seen["guessed"] > seen["right"] > 150, seen
 
 
 @seeds(5)

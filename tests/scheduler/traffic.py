@@ -11,7 +11,6 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.compression.gate import BreakEvenGate
@@ -20,7 +19,6 @@ from kvserve.scheduler.messages.drafts import Confirmed
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -188,7 +186,7 @@ class Loop:
         output = self.scheduler.schedule()
         for earlier, *_ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
-        tokens, output = self.shadow.run(output), self.shadow.output
+        tokens = self.shadow.run(output)
         confirmed = self.scheduler.confirm(output, tokens)
         self._in_flight.append((output, tokens, self.shadow.scores, confirmed))
         if confirmed is not None:
@@ -297,13 +295,12 @@ class Traffic:
         further: bool = False,
         windows: int = 0,
         speculation: int = 0,
-        drafted: bool = False,
         clients: int = 1,
     ) -> None:
         """``further``: rows also hold something of every token in a cache group of its own;
         ``windows``: three layers see so many of the newest tokens alone; ``speculation``: most
-        guesses in a chunk, ``drafted`` by a second model; ``clients``: how many send, with bounds
-        on the rows of one and on the prompts of a step."""
+        guesses in a chunk; ``clients``: how many send, with bounds on the rows of one and on the
+        prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
@@ -316,10 +313,6 @@ class Traffic:
             groups += (spec,)
             more = spec.blocks_for(layout, 128) // layout.groups // 2
             self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows
-        how: NgramSettings | DraftModelSettings = NgramSettings(speculation, 1, 2)
-        if drafted:
-            groups = DraftSpec(5, 2, 1, DraftBound(1, 4) if seed % 3 == 1 else None), *groups
-            how = DraftModelSettings(speculation, None if seed % 2 else 12)
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)) + more,
             layout,
@@ -333,7 +326,7 @@ class Traffic:
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
             further_groups=groups,
-            speculation=how if speculation else None,
+            speculation=NgramSettings(speculation, 1, 2) if speculation else None,
             max_num_seqs_per_client=None if clients == 1 else 5,
             max_prefill_tokens=None if clients == 1 else 7,
         )
@@ -346,8 +339,7 @@ class Traffic:
             costs = self.scheduler.speculation.costs
             costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
             costs.rests = lambda rows, **_: bool(rng.random() < 0.5)  # type: ignore[method-assign]
-            if not drafted:
-                self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
+            self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations
         self.num_added = self.num_hits = self.num_pruned = 0
         preempt_now_and_then(self.scheduler, rng, 0.01)

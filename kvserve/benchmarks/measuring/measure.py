@@ -191,10 +191,7 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
         / max(sum(kv.logical_tokens for kv in details), 1),
         "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
         "remainder_entries_at_end": sum(kv.remainder_entries for kv in details) / count,
-        "allocated_bytes_at_end": sum(
-            kv.held_bytes + kv.log_bytes + kv.draft_bytes for kv in details
-        )
-        / count,
+        "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
         / max(2 * sum(kv.coded_entries for kv in details), 1),
     }

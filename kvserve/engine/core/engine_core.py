@@ -177,8 +177,6 @@ class EngineCore:
         self._failures = 0
         self._counts.compaction_seconds += result.compaction_seconds
         traced = self._tracer.read(step.traced)
-        if result.guesses is not None:
-            output = output.with_guesses(result.guesses)
         confirmed = self.scheduler.confirm(output, result.token_ids)
         sampled, token_ids = list(output.sampled), result.token_ids
         if confirmed is not None and output.drafts is not None:
@@ -203,7 +201,7 @@ class EngineCore:
     def _measure(self, output: SchedulerOutput, step: StepInFlight, tokens: int) -> None:
         """Tell speculation what ``output`` took, in which sequences got ``tokens``."""
         began, self._taken_in = max(step.clock, self._taken_in), self._clock()
-        guesses = output.drafts is not None or output.draft_chunks is not None
+        guesses = output.drafts is not None
         # Where steps overlap, one that did not says nothing of what a step without guesses takes.
         if guesses or step.ahead or not self._overlaps:
             tell_speculation(self.scheduler, output, tokens, self._taken_in - began)

@@ -38,7 +38,6 @@ def engine_stats(
         bytes_total=capacity * block_bytes,
         bytes_held=(capacity - free - cached) * block_bytes,
         window_bytes=by_kind["windows"] * block_bytes,
-        draft_bytes=by_kind["draft"] * block_bytes,
         tokens_logical=sum(request.logical_tokens for request in requests),
         tokens_held=sum(request.held_tokens for request in requests),
         prompt_tokens_total=counts.prompt_tokens,

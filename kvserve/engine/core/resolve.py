@@ -16,7 +16,6 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.pruning import Pruned
 
@@ -88,14 +87,11 @@ def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def speculation_of(config: EngineConfig, device: str) -> NgramSettings | DraftModelSettings | None:
+def speculation_of(config: EngineConfig) -> NgramSettings | None:
     """How the scheduler lets next tokens be guessed."""
     wanted = config.scheduler.speculation
     if wanted is None:
         return None
-    if wanted.draft_model is not None:
-        most_read = max_prefill_tokens_of(config.scheduler, device)
-        return DraftModelSettings(wanted.num_speculative_tokens, most_read)
     lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
     return NgramSettings(wanted.num_speculative_tokens, *lookup)
 

@@ -29,7 +29,6 @@ from kvserve.engine.core.resolve import (
     speculation_of,
     statistics_of,
 )
-from kvserve.engine.core.resolve_draft import draft_of, load_draft
 from kvserve.engine.core.startup_table import (
     Row,
     codes_rows,
@@ -263,12 +262,8 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
-    sizes = max_len, block_size, block_bytes(layout, form)
-    draft = draft_of(config, spec, dtype, device, *sizes)
-    if draft is not None:
-        groups += (draft.group,)
     shared = config, directory, spec, dtype, device, layout, log, groups
-    return RankPlan(*shared, max_len, policy, draft)
+    return RankPlan(*shared, max_len, policy)
 
 
 def _start(
@@ -283,8 +278,7 @@ def _start(
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
         model = load(*weights, group)
-    draft = load_draft(plan.draft)
-    profile = plan.profile(model, attention, group, draft)
+    profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
     if plan.device == "cuda":
         check_pool(config, plan.block_bytes, free)
@@ -308,14 +302,14 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
-        speculation=speculation_of(config, plan.device),
+        speculation=speculation_of(config),
     )
     gate = BreakEvenGate() if config.compression.gate == "on" else None
     new_scheduler = partial(Scheduler, layout, settings, gate)
     scheduler = new_scheduler()
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)
-    executor = Executor(plan.ready_runner(model, attention, pool, group, draft), others)
+    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return _Started(scheduler, new_scheduler, executor, pool, profile)
 
 

@@ -23,7 +23,6 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
@@ -204,7 +203,7 @@ def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:
 
 def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     """Which requests run, what preemption does, and when events run."""
-    config, draft, overlaps = plan.config, plan.draft, plan.overlaps
+    config, overlaps = plan.config, plan.overlaps
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     speculation = scheduler.speculation
@@ -221,7 +220,7 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
             "--max-num-seqs-per-client",
         ),
         ("overlapped steps", "on" if overlaps else "off", overlapping),
-        speculation_row(speculation, draft),
+        speculation_row(speculation),
         (
             "preemption",
             swap,
@@ -232,18 +231,10 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     ]
 
 
-def speculation_row(speculation: SpeculativeConfig | None, draft: DraftPlan | None) -> Row:
+def speculation_row(speculation: SpeculativeConfig | None) -> Row:
     """How next tokens are guessed."""
     if speculation is None:
         return "speculation", "off", "--speculative-config"
-    if draft is not None:
-        each = draft.layout.block_elements * draft.dtype.itemsize // draft.layout.block_size
-        lanes = draft.layout.groups
-        state = f"{speculation.draft_model}, up to {speculation.num_speculative_tokens} tokens"
-        why = f"{draft.spec.num_layers} layers, {each * lanes} bytes a token in blocks of the pool"
-        if draft.bound is not None:
-            why += f", {draft.bound.most * draft.layout.block_size} tokens at most"
-        return "speculation", state, f"{why}; fewer guesses where they seldom come true"
     state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
     lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
     return "speculation", state, f"looks up the newest {lookup}; fewer where they seldom come true"

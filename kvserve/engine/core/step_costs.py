@@ -20,17 +20,14 @@ def tell_speculation(
 ) -> None:
     """``output`` took ``seconds``, taking in its results among them; sequences got ``tokens``."""
     speculation, rows = scheduler.speculation, output.num_decoding
-    guesses = output.drafts is not None or output.draft_chunks is not None
+    guesses = output.drafts is not None
     if speculation is None or not (guesses or speculation.costs.measures(rows)):
         return
     alone = output.num_decoding_tokens == output.num_tokens > 0
     if not alone or output.compactions or output.observations:
         return
-    if output.draft_chunks is not None and output.draft_chunks.catches_up:
-        speculation.costs.spend(rows, tokens, seconds, bounded=False)
-    else:
-        guessed = 0 if output.drafts is None else output.drafts.num_guessed
-        speculation.costs.record(rows, guessed, tokens, seconds)
+    guessed = 0 if output.drafts is None else output.drafts.num_guessed
+    speculation.costs.record(rows, guessed, tokens, seconds)
 
 
 def tell_gate(

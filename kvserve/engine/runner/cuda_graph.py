@@ -77,10 +77,8 @@ class DecodeGraphs:
         self,
         parts: StepParts,
         sizes: Sequence[int],
-        kinds: tuple[bool, ...] = BOTH_KINDS,
         longest: int = 1,
     ) -> None:
-        """``kinds``: whether queries are logged."""
         self.replays = self.chunk_replays = 0
         self._sizes, self._longest, self._device = sizes, longest, parts.rows.device
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -93,12 +91,12 @@ class DecodeGraphs:
                 parts.chunks(np.arange(size + 1) * longest, logs_queries, self._count)
             )
             for size in reversed(self.chunk_sizes)
-            for logs_queries in kinds
+            for logs_queries in BOTH_KINDS
         }
         self._steps = {
             (size, logs_queries): self._captured(parts.step(size, logs_queries, self._count))
             for size in reversed(sizes)
-            for logs_queries in kinds
+            for logs_queries in BOTH_KINDS
         }
 
     def hold(self, num_decoding: int) -> bool:

@@ -25,14 +25,13 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
-from kvserve.engine.runner.draft_model import DraftModel, DraftPlan
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
-from kvserve.kernels.decode_inputs import FillInputs, decode_inputs
+from kvserve.kernels.decode_inputs import decode_inputs
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
@@ -63,8 +62,6 @@ class RankPlan:
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
-    draft: DraftPlan | None = None
-    """The model that guesses next tokens, if one does."""
     statistics: Path | None = None
     """The file that says where the model's queries point, if that was measured."""
 
@@ -125,14 +122,9 @@ class RankPlan:
         return select_backend(name, needs)
 
     def runner(
-        self,
-        model: Transformer,
-        attention: Choice,
-        pool: Pool,
-        group: RankGroup,
-        draft: Transformer | None = None,
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
-        """The rank's cache and rows; ``draft`` is the model of the plan's ``draft``."""
+        """The rank's cache and rows."""
         if self.device == "cpu":
             keep_freed_memory()
         model.tabulate(self.max_len)
@@ -199,32 +191,13 @@ class RankPlan:
             overlaps=self.overlaps,
             statistics=statistics,
             most_guesses=most_guesses,
-            draft=None if draft is None else self._drafts(draft, cache, batch, fill, sizes),
         )
 
-    def _drafts(
-        self,
-        model: Transformer,
-        cache: KVCache,
-        batch: InputBatch,
-        fill: FillInputs,
-        sizes: list[int],
-    ) -> DraftModel:
-        assert self.draft is not None
-        eager, most = self.config.enforce_eager, self.max_len
-        parts = model, cache.kv, batch, fill
-        return self.draft.build(*parts, sizes=sizes, eager=eager, max_len=most)
-
     def ready_runner(
-        self,
-        model: Transformer,
-        attention: Choice,
-        pool: Pool,
-        group: RankGroup,
-        draft: Transformer | None = None,
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
         """``runner``, warmed up if it is on a GPU."""
-        runner = self.runner(model, attention, pool, group, draft)
+        runner = self.runner(model, attention, pool, group)
         if self.device == "cuda":
             warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
         return runner
@@ -250,25 +223,14 @@ class RankPlan:
             borrowed=self.spec.borrowed,
         )
 
-    def profile(
-        self,
-        model: Transformer,
-        attention: Choice,
-        group: RankGroup,
-        draft: Transformer | None = None,
-    ) -> Profile:
+    def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
         the pool's size is given.
 
         All ranks call it together.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
-        weights = sum(
-            part.numel() * part.itemsize
-            for each in (model, draft)
-            if each is not None
-            for part in each.parameters()
-        )
+        weights = sum(part.numel() * part.itemsize for part in model.parameters())
         if self.device == "cuda":
             torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
         left = free_memory(self.device, cache.gpu_memory_utilization)
@@ -279,7 +241,7 @@ class RankPlan:
 
         def rehearse() -> None:
             pool = self._smallest_pool()
-            self.runner(model, attention, pool, group, draft).rehearse(tokens)
+            self.runner(model, attention, pool, group).rehearse(tokens)
 
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other

@@ -43,21 +43,20 @@ class RecordedSteps:
     def __init__(
         self,
         parts: StepParts,
-        kinds: tuple[bool, ...] = BOTH_KINDS,
         measured: Callable[[], bool] = bool,
         *,
         longest: int = 1,
     ) -> None:
-        """``kinds``: whether queries are logged. Nothing is played while ``measured()``: somebody
-        wants what each layer computes. If rows have chunks of up to ``longest`` tokens, all shapes
-        are recorded now, since what these steps take is compared; others when they first come."""
+        """Nothing is played while ``measured()``: somebody wants what each layer computes. If rows
+        have chunks of up to ``longest`` tokens, all shapes are recorded now, since what these steps
+        take is compared; others when they first come."""
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
         self._tapes: dict[Shape, _Recorded] = {}
-        self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
+        self._most_rows = parts.rows.block_tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds. Only here do the kernels run: torch may compute with what they write.
         tried, ahead = [(1, _SINGLE)], list[tuple[int, int]]()
@@ -65,7 +64,7 @@ class RecordedSteps:
             tried.append(self._padded(1, longest))
             ahead += sorted(self._shapes(longest), reverse=True)
         for made, shapes in ((True, tried), (False, ahead)):
-            for shape in ((*each, logs) for logs in kinds for each in shapes):
+            for shape in ((*each, logs) for logs in BOTH_KINDS for each in shapes):
                 if self.refused is None and shape not in self._tapes:
                     self._record(shape, made=made)
         self.num_ahead = len(self._tapes) if ahead else 0

@@ -63,7 +63,6 @@ class SwapSpace:
         leaves = rows.has_remainder(row)
         if leaves and not blocks.remainders.have_free(preempted=True):
             return False
-        blocks.drop_spare(np.array([row]))
         blocks.give_back_unused(np.array([row]), rows.num_computed[row : row + 1])
         device = blocks.named(row)
         if not self._hosted.have_free(len(device)):

@@ -184,7 +184,7 @@ class DraftCosts:
         often = _OFTEN if guessed else _COMPARED
         size.compared = kind.count > _NEWEST and kind.count % often > 0 and size.compared
         if guessed:
-            self.spend(rows, tokens, seconds, bounded=True)
+            self.spend(rows, tokens, seconds)
             size.drafted.add(seconds, tokens, guessed)
             size.since_plain, size.since_drafted = size.since_plain + 1, 0
             if size.known and not size.tried:
@@ -196,15 +196,12 @@ class DraftCosts:
             size.plain.add(seconds, tokens, 0)
             size.since_plain, size.since_drafted = 0, size.since_drafted + 1
 
-    def spend(self, rows: int, tokens: int, seconds: float, *, bounded: bool) -> None:
-        """A step was for guesses: count what it has lost, or gained. What a draft model reads to
-        catch up is lost, too, and is not ``bounded``."""
+    def spend(self, rows: int, tokens: int, seconds: float) -> None:
+        """A step was for guesses: count what it has lost, or gained."""
         plain, lost = self._sizes[rows.bit_length()].plain, _MOST_LOST
         if plain.count:
             lost = seconds / plain.seconds - tokens / rows
-        if bounded:
-            lost = min(lost, _MOST_LOST)
-        self._credit = min(self._credit - lost, _MOST_CREDIT)
+        self._credit = min(self._credit - min(lost, _MOST_LOST), _MOST_CREDIT)
 
     def least_chance(self, rows: int, *, measured: bool = True) -> float:
         """The chance from which on a guess pays in a step of so many rows. Called once a step.

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.messages.drafts import NO_GUESSES, Proposal
+from kvserve.scheduler.messages.drafts import Drafts
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.drafter import Drafter
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
@@ -24,7 +24,7 @@ class Lookup(Speculation):
         super().__init__(rows, blocks, settings.num_tokens, max_tokens)
         self._settings = settings
 
-    def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
+    def _propose(self, at: IntArray, most: IntArray, least: float) -> Drafts | None:
         """Guesses hold blocks for one step, so it does not matter who waits for some."""
         rows, left = self._rows, self._left
         guesses, expected = dict[int, list[int]](), 0.0
@@ -40,12 +40,8 @@ class Lookup(Speculation):
                 expected += drafter.expected(len(guess))
         each = list(guesses.values())
         if not each or not self._gains(expected, sum(map(len, each))):
-            return NO_GUESSES
-        guessing = np.fromiter(guesses, np.int32, len(guesses))
-        drafts = self._drafts(guessing, np.array([len(guess) for guess in each], np.int32))
-        if drafts is None:
-            return NO_GUESSES
-        return Proposal(drafts.with_guesses(np.concatenate(each)))
+            return None
+        return self._drafts(np.fromiter(guesses, np.int32, len(guesses)), each)
 
     def _new_drafter(self) -> Drafter:
         return Drafter(self._settings, self._chance)

@@ -14,10 +14,8 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.messages.drafts import (
-    NO_GUESSES,
     Confirmed,
     Drafts,
-    Proposal,
     confirmed_of,
 )
 from kvserve.scheduler.messages.output import SchedulerOutput
@@ -46,9 +44,9 @@ class Speculation(ABC):
         self._alone = True
         """Whether the last step had neither prompts nor events, as far as was known."""
 
-    def propose(self, *, scarce: bool = False, alone: bool = True) -> Proposal:
-        """The drafts of a step, for its decoding rows. ``scarce``: others wait for blocks;
-        ``alone``: the step has no events, and none waits.
+    def propose(self, *, alone: bool = True) -> Drafts | None:
+        """The drafts of a step, for its decoding rows. ``alone``: the step has no events, and none
+        waits.
 
         A row's chunk ends where its next event is due, or its last token. Guesses take at most half
         of the step, so that prompts move on beside them, and there are none in a step that lacks
@@ -56,18 +54,18 @@ class Speculation(ABC):
         """
         rows, n = self._rows, self._rows.num_decoding
         if self.costs.rest(n):
-            return NO_GUESSES
+            return None
         asked = self._asked
         if not asked.any():
-            return NO_GUESSES
+            return None
         self._alone = alone and bool(rows.caught_up[n : rows.num_rows].all())
         least = self.costs.least_chance(n, measured=self._alone)
         if least >= 1.0 or rows.num_unknown[:n].any():
-            return NO_GUESSES
+            return None
         most = np.minimum(rows.next_event[:n] - 1, rows.max_len[:n] - 2) - rows.num_computed[:n]
         most = np.minimum(most, self._most_guesses)
         at = np.flatnonzero((most > 0) & asked).astype(np.int32)
-        return self._propose(at, most[at], least, scarce=scarce)
+        return self._propose(at, most[at], least)
 
     @property
     def rests(self) -> bool:
@@ -83,7 +81,7 @@ class Speculation(ABC):
         return asked
 
     @abstractmethod
-    def _propose(self, at: IntArray, most: IntArray, least: float, *, scarce: bool) -> Proposal:
+    def _propose(self, at: IntArray, most: IntArray, least: float) -> Drafts | None:
         """The drafts of the rows ``at [n]``, of at most ``most [n]`` guesses each, all together
         ``_left``; each guess has at least the chance ``least``."""
 
@@ -100,18 +98,19 @@ class Speculation(ABC):
         """Whether the step is worth its guesses, of which ``expected`` will be right."""
         return self.costs.gains(self._rows.num_decoding, expected, guessed)
 
-    def _drafts(self, at: IntArray, guesses: IntArray, spare: int = 0) -> Drafts | None:
-        """Drafts of the decoding rows, in which the rows ``at [n]`` have ``guesses [n]`` more
-        tokens, still 0; ``None`` without blocks for them and ``spare`` more."""
+    def _drafts(self, at: IntArray, guesses: list[list[int]]) -> Drafts | None:
+        """Drafts of the decoding rows, in which the rows ``at [n]`` have these ``guesses``, in
+        order; ``None`` without blocks for them."""
         rows, n = self._rows, self._rows.num_decoding
         lengths = np.ones(n, np.int32)
-        lengths[at] += guesses
+        lengths[at] += np.array([len(guess) for guess in guesses], np.int32)
         wanted = self._blocks.wanted(slice(n), lengths, rows.num_computed[:n])
-        if not self._blocks.have_free(wanted + spare):
+        if not self._blocks.have_free(wanted):
             return None
         token_ids = np.zeros(int(lengths.sum()), np.int32)
         starts = np.cumsum(lengths) - lengths
         token_ids[starts] = rows.token_ids[np.arange(n), rows.num_tokens[:n] - 1]
+        token_ids[np.flatnonzero(ragged_arange(lengths))] = np.concatenate(guesses)
         return Drafts(lengths, token_ids)
 
     def confirm(self, drafts: Drafts, sampled: IntArray) -> Confirmed:

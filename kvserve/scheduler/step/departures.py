@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.triggers.trigger import NO_EVENT
@@ -67,10 +65,7 @@ class Departures:
         self._finished.clear()
 
     def preempt(self) -> None:
-        """Preempt a sequence, unless something comes free that no answer needs; end it if it is the
-        only one."""
-        if self._blocks.drop_spare(np.arange(self._rows.num_rows)):
-            return
+        """Preempt a sequence, or end it if it is the only one."""
         rows, n, seq = self._rows, self._rows.num_rows, self._victim()
         if n == 1 and rows.num_unknown[seq.row]:
             rows.num_decoding = 0  # skip it in this step: its unknown token may be its last

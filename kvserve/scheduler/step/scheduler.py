@@ -19,7 +19,7 @@ from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import NO_GUESSES, Confirmed, Drafts, Proposal
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.event import Scores
 from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -126,12 +126,11 @@ class Scheduler:
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
         in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
-        scarce, decoding = self._make_room()
-        proposal = NO_GUESSES
+        decoding = self._make_room()
+        drafts = None
         if self.speculation is not None:
             alone = not (events.compactions or events.observations or self.events.gathering)
-            proposal = self.speculation.propose(scarce=scarce, alone=alone)
-        drafts = proposal.drafts
+            drafts = self.speculation.propose(alone=alone)
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
@@ -139,7 +138,7 @@ class Scheduler:
         moves = moves or bool(len(decoding) or self.events.gathering) or in_flight
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
-        return self._output(events, decoding, proposal, caught_up)
+        return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
@@ -147,16 +146,13 @@ class Scheduler:
         settled = not self._admission.lacks_blocks
         scheduled = self.events.compact_due(entries if self.waiting else 0, may_wait=settled)
         missing = self._missing(self.rows.decoding_next())
-        if missing and self._drop_spare():
-            missing = self._missing(self.rows.decoding_next())
         if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
             scheduled = replace(scheduled, compactions=scheduled.compactions + early)
         return scheduled
 
-    def _make_room(self) -> tuple[bool, IntArray]:
-        """Move decoding rows to the front, and preempt until each finds its blocks. Returns whether
-        others wait for blocks, and the rows.
+    def _make_room(self) -> IntArray:
+        """Move decoding rows to the front, and preempt until each finds its blocks. Returns them.
 
         A client that is crowded out is made way for, where rows or blocks are what it waits for.
         """
@@ -164,18 +160,11 @@ class Scheduler:
         self.rows.demote_waiting()
         self.rows.promote_ready()
         first, lacking = self.waiting.first, self._admission.take_lacking()
-        scarce = lacking is not None or self.events.blocked_on_blocks
-        if scarce:
-            self._drop_spare()
         if first is not None and (first is lacking or self.rows.num_rows == self.rows.max_rows):
             self.departures.make_way(first)
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self.departures.preempt()
-        return scarce, np.arange(self.rows.num_decoding, dtype=np.int32)
-
-    def _drop_spare(self) -> int:
-        """Give back what rows hold that no answer needs; return how many blocks that are."""
-        return self.blocks.drop_spare(np.arange(self.rows.num_rows))
+        return np.arange(self.rows.num_decoding, dtype=np.int32)
 
     def _decode(self, decoding: IntArray, drafts: Drafts | None) -> None:
         """Allocate the blocks of one more token for each decoding row, and count that token.
@@ -192,11 +181,11 @@ class Scheduler:
         self,
         events: ScheduledEvents,
         decoding: IntArray,
-        proposal: Proposal,
+        drafts: Drafts | None,
         caught_up: CaughtUp,
     ) -> SchedulerOutput:
         """Build the message from the phases' choices and what changed in tables, rows and swaps."""
-        rows, n, drafts = self.rows, self.rows.num_rows, proposal.drafts
+        rows, n = self.rows, self.rows.num_rows
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
         sampled_at = rows.num_tokens[sampled]
         rows.caught_up[sampled] = 1
@@ -227,7 +216,6 @@ class Scheduler:
             table_updates=self.blocks.take_updates(n),
             to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
-            draft_chunks=proposal.chunks,
             drafts=drafts,
             prefill=caught_up.prefill,
             columns=-(-entries // self.layout.block_size),
