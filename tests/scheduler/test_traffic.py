@@ -112,7 +112,7 @@ def guessing(seed: int, *, overlaps: bool) -> Traffic:
         overlaps=overlaps,
         continuations=bool(seed % 2),
         windows=9 * (seed % 3 == 0),
-        speculation=4,
+        speculation=True,
     )
     traffic.run(200)
     return traffic
@@ -148,4 +148,4 @@ def test_clients_take_turns(overlaps: bool, seeds: range) -> None:
 @pytest.mark.parametrize("mode", ["plain", "overlaps", "speculation"])
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_a_million_random_operations(seed: int, mode: str) -> None:
-    Traffic(seed, overlaps=mode == "overlaps", speculation=4 * (mode == "speculation")).run(5_000)
+    Traffic(seed, overlaps=mode == "overlaps", speculation=mode == "speculation").run(5_000)

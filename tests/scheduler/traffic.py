@@ -264,11 +264,12 @@ class Oracle:
 
     def __init__(self, shadow: ShadowRunner, rng: np.random.Generator, row: int) -> None:
         self._shadow, self._rng, self._row = shadow, rng, row
+        self.share = float(rng.random() < 0.9)
 
-    def draft(self, token_ids: IntArray, most: int, least_chance: float, rows: int) -> list[int]:
+    def look_up(self, token_ids: IntArray, *, verifies: bool) -> list[int]:
         held = {lane: list(entries) for lane, entries in self._shadow.held[self._row].items()}
         guess, token = list[int](), int(token_ids[-1])
-        for _ in range(int(self._rng.integers(0, most + 1))):
+        for _ in range(int(self._rng.integers(0, 5))):
             for entries in held.values():
                 entries.append(content(entries, token))
             token = self._shadow.next_token(held) if self._rng.random() < 0.8 else 1
@@ -277,9 +278,6 @@ class Oracle:
 
     def learn(self, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed
-
-    def expected(self, count: int) -> float:
-        return 0.8 * count
 
 
 class Traffic:
@@ -294,12 +292,12 @@ class Traffic:
         continuations: bool = False,
         further: bool = False,
         windows: int = 0,
-        speculation: int = 0,
+        speculation: bool = False,
         clients: int = 1,
     ) -> None:
         """``further``: rows also hold something of every token in a cache group of its own;
-        ``windows``: three layers see so many of the newest tokens alone; ``speculation``: most
-        guesses in a chunk; ``clients``: how many send, with bounds on the rows of one and on the
+        ``windows``: three layers see so many of the newest tokens alone; ``speculation``:
+        rows guess; ``clients``: how many send, with bounds on the rows of one and on the
         prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
@@ -326,7 +324,7 @@ class Traffic:
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
             further_groups=groups,
-            speculation=NgramSettings(speculation, 1, 2) if speculation else None,
+            speculation=NgramSettings(4, 1, 2) if speculation else None,
             max_num_seqs_per_client=None if clients == 1 else 5,
             max_prefill_tokens=None if clients == 1 else 7,
         )
@@ -336,9 +334,8 @@ class Traffic:
         self.finished: list[Sequence] = []
         if self.scheduler.speculation is not None:
             rows = lambda row: Oracle(self.loop.shadow, rng, row)  # noqa: E731
-            costs = self.scheduler.speculation.costs
-            costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
-            costs.rests = lambda rows, **_: bool(rng.random() < 0.5)  # type: ignore[method-assign]
+            enough = lambda rows: float(rng.choice([0.5, 2.0]))  # noqa: E731
+            self.scheduler.speculation.enough = enough  # type: ignore[method-assign]
             self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations
         self.num_added = self.num_hits = self.num_pruned = 0

@@ -17,7 +17,7 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
-from kvserve.engine.core.step_costs import step_clock, tell_gate, tell_speculation
+from kvserve.engine.core.step_costs import tell_gate
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
     EngineInfo,
@@ -51,12 +51,8 @@ class StepInFlight:
     output: SchedulerOutput | None
     compactions: list[tuple[int, Compaction]]
     started: float
-    clock: float
-    """The reading of the engine's ``step_clock`` at the start."""
     launched: LaunchedStep | Exception
     traced: list[TracedMove]
-    ahead: bool
-    """Whether it was launched before the step in front of it was collected."""
 
 
 class EngineCore:
@@ -83,9 +79,6 @@ class EngineCore:
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
         self._collected = 0.0
-        self._taken_in = 0.0
-        """The clock's reading when the newest step had been taken in."""
-        self._clock = step_clock(self.runner.batch.device, self.runner.group.size)
         self._failures = 0
         """Failed steps since the last one that succeeded."""
 
@@ -124,7 +117,7 @@ class EngineCore:
             return self._contain(step.launched)
         assert step.output is not None, "what was not scheduled was not launched"
         if self._overlaps and self.scheduler.has_work and self.scheduler.may_overlap(step.output):
-            self._in_flight = self._launch(ahead=True)
+            self._in_flight = self._launch()
         try:
             with self.executor.together():
                 result = step.launched.collect()
@@ -134,9 +127,9 @@ class EngineCore:
             return self._contain(error)
         return self._take_in(step, result)
 
-    def _launch(self, *, ahead: bool = False) -> StepInFlight:
+    def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        started, clock, output, compactions = time.perf_counter(), self._clock(), None, []
+        started, output, compactions = time.perf_counter(), None, []
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
@@ -149,7 +142,7 @@ class EngineCore:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
         moves = self._tracer.take_moves()
-        return StepInFlight(output, compactions, started, clock, launched, moves, ahead)
+        return StepInFlight(output, compactions, started, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again if it has to end the engine.
@@ -186,8 +179,6 @@ class EngineCore:
         refused = self._end_failed_grammars(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
-        if self.scheduler.speculation is not None:
-            self._measure(output, step, len(sampled))
         outputs = self._tokens_of(sampled, result, gets)
         return replace(
             outputs,
@@ -197,14 +188,6 @@ class EngineCore:
             compactions=step.compactions,
             traced=traced,
         )
-
-    def _measure(self, output: SchedulerOutput, step: StepInFlight, tokens: int) -> None:
-        """Tell speculation what ``output`` took, in which sequences got ``tokens``."""
-        began, self._taken_in = max(step.clock, self._taken_in), self._clock()
-        guesses = output.drafts is not None
-        # Where steps overlap, one that did not says nothing of what a step without guesses takes.
-        if guesses or step.ahead or not self._overlaps:
-            tell_speculation(self.scheduler, output, tokens, self._taken_in - began)
 
     def _tokens_of(
         self, sampled: Iterable[Sequence], result: ModelRunnerOutput, gets: list[bool]

@@ -16,7 +16,6 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.pruning import Pruned
 
 _CPU_PREFILL = 512
@@ -85,15 +84,6 @@ def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
             f"(--max-model-len), got {budget}"
         )
     return wanted
-
-
-def speculation_of(config: EngineConfig) -> NgramSettings | None:
-    """How the scheduler lets next tokens be guessed."""
-    wanted = config.scheduler.speculation
-    if wanted is None:
-        return None
-    lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-    return NgramSettings(wanted.num_speculative_tokens, *lookup)
 
 
 def max_prefill_tokens_of(scheduler: SchedulerConfig, device: str) -> int:

@@ -26,7 +26,6 @@ from kvserve.engine.core.resolve import (
     log_form_of,
     max_model_len_of,
     max_prefill_tokens_of,
-    speculation_of,
     statistics_of,
 )
 from kvserve.engine.core.startup_table import (
@@ -302,7 +301,7 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
-        speculation=speculation_of(config),
+        speculation=plan.speculation,
     )
     gate = BreakEvenGate() if config.compression.gate == "on" else None
     new_scheduler = partial(Scheduler, layout, settings, gate)

@@ -31,8 +31,8 @@ from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.held import most_held
-from kvserve.speculative_config import SpeculativeConfig
 
 Row = tuple[str, str, str]
 """Feature, state, why."""
@@ -185,8 +185,7 @@ def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSte
         if graphs.refused is not None:
             return "recorded steps", "off", f"torch computes {graphs.refused} in a layer"
         how = "compiled kernels are called without Python between; --enforce-eager"
-        ahead = f"{graphs.num_ahead} shapes, at the start" if graphs.num_ahead else "each size once"
-        return "recorded steps", f"decodes, {ahead}", how
+        return "recorded steps", "decodes, each size once", how
     if not sizes:
         return "cuda graphs", "off", reason
     chunks = 0 if graphs is None else len(graphs.chunk_sizes)
@@ -206,7 +205,7 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     config, overlaps = plan.config, plan.overlaps
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
-    speculation = scheduler.speculation
+    speculation = plan.speculation
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     overlapping = "--async-scheduling; by default on where there is a GPU"
     if speculation is not None:
@@ -231,13 +230,14 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     ]
 
 
-def speculation_row(speculation: SpeculativeConfig | None) -> Row:
+def speculation_row(speculation: NgramSettings | None) -> Row:
     """How next tokens are guessed."""
     if speculation is None:
         return "speculation", "off", "--speculative-config"
-    state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
-    lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
-    return "speculation", state, f"looks up the newest {lookup}; fewer where they seldom come true"
+    state = f"ngram, up to {speculation.num_tokens} tokens"
+    lookup = f"{speculation.shortest} to {speculation.longest}"
+    why = f"looks up the newest {lookup}; none of a row whose newest were seldom right, or where"
+    return "speculation", state, f"{why} more than {speculation.most_rows} rows decode"
 
 
 def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:

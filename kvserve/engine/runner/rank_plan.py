@@ -38,6 +38,8 @@ from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec, make_groups
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import MOST_ROWS
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
@@ -96,6 +98,16 @@ class RankPlan:
     def log_block_tokens(self) -> int:
         """Tokens whose queries one block holds."""
         return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+
+    @property
+    def speculation(self) -> NgramSettings | None:
+        """How next tokens are guessed, if they are."""
+        wanted = self.config.scheduler.speculation
+        if wanted is None:
+            return None
+        lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+        most_rows = MOST_ROWS["cpu" if self.device == "cpu" else "cuda"]
+        return NgramSettings(wanted.num_speculative_tokens, *lookup, most_rows)
 
     @property
     def overlaps(self) -> bool:
@@ -174,15 +186,12 @@ class RankPlan:
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs: DecodeGraphs | RecordedSteps | None = None
-        speculation = self.config.scheduler.speculation
-        most_guesses = 0 if speculation is None else speculation.num_speculative_tokens
-        steps = StepParts(*parts)
+        guesses = self.speculation or NgramSettings(0, 1, 1)
+        steps, longest = StepParts(*parts), 1 + guesses.num_tokens
         if sizes:
-            graphs = DecodeGraphs(steps, sizes, longest=1 + most_guesses)
+            graphs = DecodeGraphs(steps, sizes, longest, guesses.most_rows)
         elif self.records(attention):
-            graphs = RecordedSteps(
-                steps, measured=lambda: cache.on_queries is not None, longest=1 + most_guesses
-            )
+            graphs = RecordedSteps(steps, lambda: cache.on_queries is not None, longest=longest)
         statistics = None if self.statistics is None else load_statistics(self.statistics)
         return ModelRunner(
             *parts,
@@ -190,7 +199,7 @@ class RankPlan:
             graphs,
             overlaps=self.overlaps,
             statistics=statistics,
-            most_guesses=most_guesses,
+            most_guesses=guesses.num_tokens,
         )
 
     def ready_runner(

@@ -54,7 +54,7 @@ class Sequence:
     guesses_refused: str | None = None
     """Why they may not, if the engine guesses at all."""
     drafter: Any = None
-    """What guesses them (``scheduler/speculation/drafter.py``), once anything has."""
+    """What guesses them (a ``Drafter``), once anything has."""
     num_drafted: int = 0
     num_accepted: int = 0
     priority: int = 0

@@ -28,8 +28,9 @@ from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission
-from kvserve.scheduler.step.building import make_cache, make_host_memory, make_speculation
+from kvserve.scheduler.step.building import make_cache, make_host_memory
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.parts import Parts
@@ -73,7 +74,10 @@ class Scheduler:
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
-        self.speculation = make_speculation(rows, self.blocks, settings)
+        self.speculation: Speculation | None = None
+        if settings.speculation is not None:
+            budget = settings.max_num_batched_tokens
+            self.speculation = Speculation(rows, self.blocks, settings.speculation, budget)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -127,10 +131,7 @@ class Scheduler:
         in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
         events = self._compress()
         decoding = self._make_room()
-        drafts = None
-        if self.speculation is not None:
-            alone = not (events.compactions or events.observations or self.events.gathering)
-            drafts = self.speculation.propose(alone=alone)
+        drafts = None if self.speculation is None else self.speculation.propose()
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
