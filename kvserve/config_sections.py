@@ -297,12 +297,6 @@ class CompressionConfig:
         "directory of a sequence classifier that tells windowkv the task of a prompt; label 0 is "
         "localization (default: the small one that ships)",
     )
-    gate: str = setting(
-        "off",
-        "on skips a periodic compaction that would cost more time than it saves, judged by the "
-        "steps measured so far",
-        choices=("off", "on"),
-    )
 
     def checks(self) -> Checks:
         listed = self.allow_request_policy == "listed"

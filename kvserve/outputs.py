@@ -263,10 +263,9 @@ class EngineStats:
     cause.
 
     ``swaps_total`` of the preemptions moved blocks to host memory. ``early_compactions_total`` of
-    the compactions came before they were due, because blocks ran out. The gate left out
-    ``skipped_compactions_total`` more, because they would have cost more time than they saved.
-    Of ``draft_tokens_total`` tokens that were guessed in ``drafts_total`` chunks,
-    ``accepted_tokens_total`` were right. ``iterations[i]`` counts the steps with at most
+    the compactions came before they were due, because blocks ran out. Of ``draft_tokens_total``
+    tokens that were guessed in ``drafts_total`` chunks, ``accepted_tokens_total`` were right.
+    ``iterations[i]`` counts the steps with at most
     ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last item counts larger
     steps.
     """
@@ -287,7 +286,6 @@ class EngineStats:
     swaps_total: int = 0
     compactions_total: int = 0
     early_compactions_total: int = 0
-    skipped_compactions_total: int = 0
     blocks_released_total: int = 0
     tokens_evicted_total: int = 0
     compaction_seconds_total: float = 0.0

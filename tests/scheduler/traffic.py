@@ -13,7 +13,6 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed
 from kvserve.scheduler.messages.event import EventKind, Scores
@@ -128,8 +127,7 @@ def make_scheduler(
     if layout.granularity is Granularity.HEAD:
         merged["further_groups"] = codes, *merged.get("further_groups", ())
     blocks = {"num_blocks": num_blocks * layout.groups, "num_host_blocks": host}
-    gate = merged.pop("gate", None)
-    return Scheduler(layout, SchedulerSettings(**blocks, **merged), gate)
+    return Scheduler(layout, SchedulerSettings(**blocks, **merged))
 
 
 def make_sequence(
@@ -319,7 +317,6 @@ class Traffic:
             prefix_caching=bool(seed % 4),
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
-            gate=BreakEvenGate() if seed % 5 == 1 else None,
             code_scratch=bool(seed % 2),
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
@@ -361,7 +358,6 @@ class Traffic:
             assert output.num_tokens <= self.budget
             self.num_hits += int(output.admitted.num_computed.any())
             self.num_pruned += len(output.pruned)
-            self._learn(output.num_decoding)
             self.finished += finished
         scheduler.check_integrity()
 
@@ -403,9 +399,3 @@ class Traffic:
         ended = self.finished[number if number % 8 == 0 else -1 - number % 5]
         known = ended.token_ids[: ended.num_tokens - int(self.rng.integers(0, 4))]
         return ended.policy_id, known[:120]
-
-    def _learn(self, num_decoding: int) -> None:
-        gate = self.scheduler.events.gate
-        if gate is not None:
-            gate.record_step(num_decoding, 10 * num_decoding, 1e-3 * (1 + self.rng.random()))
-            gate.record_events(16, 10.0 ** self.rng.integers(-6, 0))

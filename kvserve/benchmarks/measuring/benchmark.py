@@ -35,7 +35,7 @@ class Benchmark(ABC):
     def settings(self, *names: str) -> dict[str, Any]:
         """The named flags and the flags that all commands have, for the JSON file."""
         common = (
-            *("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
+            *("seed", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
             *("continuations", "speculative_config"),
         )
         given = {name: getattr(self.args, name) for name in (*names, *common)}

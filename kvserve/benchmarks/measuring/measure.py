@@ -25,7 +25,6 @@ _COUNTERS = (
     ("blocks_released", "blocks_released_total"),
     ("compactions", "compactions_total"),
     ("early_compactions", "early_compactions_total"),
-    ("skipped_compactions", "skipped_compactions_total"),
     ("compaction_s", "compaction_seconds_total"),
     ("evicted_tokens", "tokens_evicted_total"),
     ("preemptions", "preemptions_total"),

@@ -17,7 +17,6 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
-from kvserve.engine.core.step_costs import tell_gate
 from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.messages import (
     EngineInfo,
@@ -50,7 +49,6 @@ class StepInFlight:
 
     output: SchedulerOutput | None
     compactions: list[tuple[int, Compaction]]
-    started: float
     launched: LaunchedStep | Exception
     traced: list[TracedMove]
 
@@ -78,7 +76,6 @@ class EngineCore:
         )
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
-        self._collected = 0.0
         self._failures = 0
         """Failed steps since the last one that succeeded."""
 
@@ -129,7 +126,7 @@ class EngineCore:
 
     def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        started, output, compactions = time.perf_counter(), None, []
+        output, compactions = None, list[tuple[int, Compaction]]()
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
@@ -142,7 +139,7 @@ class EngineCore:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
         moves = self._tracer.take_moves()
-        return StepInFlight(output, compactions, started, launched, moves)
+        return StepInFlight(output, compactions, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again if it has to end the engine.
@@ -157,9 +154,8 @@ class EngineCore:
 
     def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
         """Give a step's results to the scheduler. A sequence that ended meanwhile gets no token."""
-        output, since = step.output, max(step.started, self._collected)
+        output = step.output
         assert output is not None
-        self._collected = time.perf_counter()
         following = self._in_flight
         if following is not None and following.output is None:
             # Scheduling the next step failed half way: of the scheduler's state only the tokens
@@ -175,7 +171,6 @@ class EngineCore:
         if confirmed is not None and output.drafts is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
             self._counts.add_drafts(output.drafts, confirmed)
-        tell_gate(self.scheduler, output, self._collected - since, result.compaction_seconds)
         refused = self._end_failed_grammars(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)

@@ -45,7 +45,6 @@ def engine_stats(
         preemptions_total=scheduler.num_preemptions,
         swaps_total=scheduler.num_swaps,
         early_compactions_total=scheduler.events.early_compactions,
-        skipped_compactions_total=scheduler.events.skipped,
         compactions_total=scheduler.events.compactions,
         blocks_released_total=scheduler.events.blocks_released,
         tokens_evicted_total=scheduler.events.tokens_evicted,

@@ -66,7 +66,6 @@ from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -303,8 +302,7 @@ def _start(
         further_groups=plan.groups,
         speculation=plan.speculation,
     )
-    gate = BreakEvenGate() if config.compression.gate == "on" else None
-    new_scheduler = partial(Scheduler, layout, settings, gate)
+    new_scheduler = partial(Scheduler, layout, settings)
     scheduler = new_scheduler()
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)

@@ -226,7 +226,6 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
             "--swap-space; what was never compressed, or does not fit, is recomputed",
         ),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
-        ("break-even gate", config.compression.gate, "--gate on skips events that cannot pay"),
     ]
 
 

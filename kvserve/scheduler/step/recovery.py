@@ -17,10 +17,7 @@ from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import RowState
 
-_EVENT_COUNTERS = (
-    *("compactions", "early_compactions", "skipped"),
-    *("blocks_released", "tokens_evicted"),
-)
+_EVENT_COUNTERS = "compactions", "early_compactions", "blocks_released", "tokens_evicted"
 
 
 def culprits(scheduler: Scheduler) -> list[int]:

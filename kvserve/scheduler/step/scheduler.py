@@ -17,7 +17,6 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.event import Scores
@@ -49,19 +48,14 @@ class Scheduler:
     lets optional events come early, and then preempts sequences (``Departures``).
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        settings: SchedulerSettings,
-        gate: BreakEvenGate | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
         self.layout = layout
         self.pool = BlockPool(settings.num_blocks)
         hosted = make_host_memory(settings)
         self.blocks, store = make_cache(layout, self.pool, settings, hosted)
         rows = self.rows = RowTable(settings.max_num_seqs, settings.max_model_len, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
-        self.events = CompressionScheduler(rows, self.blocks, observed, gate)
+        self.events = CompressionScheduler(rows, self.blocks, observed)
         self.swap = SwapSpace(hosted, rows, self.blocks, store)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
@@ -121,10 +115,9 @@ class Scheduler:
 
         The four phases run in the same order on the device, so each may use the blocks that the
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
-        catches up, admits, scores an event that will find its blocks, has events that wait for
-        rows that decode, or follows a step in flight whose tokens and counts will allow more. If it
-        does none of these, the newest sequences are preempted, one by one, until it does
-        (``PrefillChunks.catch_up``).
+        catches up, admits, scores an event that will find its blocks, or follows a step in flight
+        whose tokens and counts will allow more. If it does none of these, the newest sequences are
+        preempted, one by one, until it does (``PrefillChunks.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
@@ -136,16 +129,14 @@ class Scheduler:
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         moves = bool(events.observations) and not blocked_on_blocks
-        moves = moves or bool(len(decoding) or self.events.gathering) or in_flight
+        moves = moves or bool(len(decoding)) or in_flight
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
         return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
-        entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        settled = not self._admission.lacks_blocks
-        scheduled = self.events.compact_due(entries if self.waiting else 0, may_wait=settled)
+        scheduled = self.events.compact_due()
         missing = self._missing(self.rows.decoding_next())
         if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
