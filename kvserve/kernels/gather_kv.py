@@ -39,16 +39,6 @@ def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = No
     return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
 
 
-def scatter_values(kv_cache: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values [L, Hkv, S, D] of all layers to slots int64 [L, Hkv, S].
-
-    Several may go to block 0, whose contents are not used.
-    """
-    block, heads, dim = kv_cache.shape[3:]
-    rows = (entry_rows(kv_cache, slots) + block * heads).view(-1)
-    kv_cache.view(-1, dim).index_copy_(0, rows, values.to(kv_cache.dtype).reshape(-1, dim))
-
-
 def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """Queries of layers ``layer_ids [L']`` (default: all): [L', Hlog, S, D].
 

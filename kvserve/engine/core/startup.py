@@ -70,7 +70,6 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
-FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 
 
@@ -234,8 +233,6 @@ def _plan(
         holds_entries=bool(layers.full),
     )
     form = entry_form_of(config, spec, dtype, device)
-    if policy.fits_values and form.quantized:
-        raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
     if policy.expects_turns and config.cache.continuations == "off":
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
     log = log_form_of(config, policy, part, dtype, device)

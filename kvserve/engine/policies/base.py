@@ -175,11 +175,6 @@ class Policy:
         return self.uses_values
 
     @property
-    def fits_values(self) -> bool:
-        """Whether kept entries get new values (``new_values``)."""
-        return False
-
-    @property
     def leaves(self) -> str:
         """What stands for dropped entries: off (nothing), mean or fitted.
 
@@ -238,13 +233,6 @@ class Policy:
         float32 [E, L', Hkv, S'].
         """
         raise NotImplementedError(f"policy {self.name} scores nothing")
-
-    def new_values(self, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
-        """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D].
-
-        ``left`` is what stands for the other places.
-        """
-        raise NotImplementedError(f"policy {self.name} leaves values as they are")
 
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], where it is fitted.
