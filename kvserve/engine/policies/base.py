@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 __all__ = [
     "Policy",
     "PolicyError",
-    "PruningPolicy",
     "Selection",
-    "UnevenPolicy",
     "argument",
     "exact_ratio",
     "field_names",
@@ -264,8 +262,3 @@ class Policy:
         obs: one event of one layer, with the queries of its recent tokens.
         """
         raise NotImplementedError(f"policy {self.name} prunes nothing")
-
-
-# Earlier names, for plug-ins: every policy may choose unevenly, or prune.
-UnevenPolicy: TypeAlias = Policy
-PruningPolicy: TypeAlias = Policy
