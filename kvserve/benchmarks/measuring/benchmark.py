@@ -7,16 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from kvserve.benchmarks.measuring.pieces import Pieces
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 
 class Benchmark(ABC):
-    """A ``Measurement`` on a checkpoint's model; commands with ``--minutes`` set ``pieces``."""
-
-    pieces: Pieces | None = None
+    """A ``Measurement`` on a checkpoint's model."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -51,8 +48,4 @@ def run_benchmark(
 ) -> int:
     """Open the checkpoint, measure, print and save; returns the exit status."""
     with opened_checkpoint(args, write_weights) as checkpoint:
-        benchmark = kind(args, checkpoint, policies)
-        status = measure_and_publish(benchmark, args)
-        if status == 0 and benchmark.pieces is not None:
-            benchmark.pieces.clear()
-        return status
+        return measure_and_publish(kind(args, checkpoint, policies), args)
