@@ -34,7 +34,12 @@ class Oracle:
         self._rng = np.random.default_rng(0)
         self._scheduler = llm.engine.core.scheduler
         self.guessed = self.confirmed = 0
-        speculation = always_guess(llm)
+        self._llm = llm
+        self.attach()
+
+    def attach(self) -> None:
+        """Guess for the engine as it is now: after a failure it starts over."""
+        speculation = always_guess(self._llm)
         self._most = speculation._settings.num_tokens
         speculation._drafter = self._of_row
 
