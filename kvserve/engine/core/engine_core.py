@@ -32,7 +32,7 @@ from kvserve.log import EngineDeadError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.recovery import culprits, start_over
+from kvserve.scheduler.step.recovery import NOBODY, culprits, newest_of, start_over
 
 _STATS_INTERVAL = 0.05
 _MOST_FAILURES = 3
@@ -255,7 +255,9 @@ class EngineCore:
         """End the newest sequence of a step that ran out of memory; the others are recomputed."""
         _forget_frames(error)
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
-        newest, finished = self.scheduler.give_up(output, among)
+        newest = newest_of(self.scheduler, output, among)
+        blamed = NOBODY if newest is None else {newest.seq_id}
+        _, finished = start_over(self.scheduler, self._new_scheduler(), blamed)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(

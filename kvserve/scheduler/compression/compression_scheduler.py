@@ -158,10 +158,6 @@ class CompressionScheduler:
         for task, answered in zip(output.observations, scores, strict=True):
             self.open.take_scores(task, answered)
 
-    def give_up(self, output: SchedulerOutput) -> None:
-        """Undo a failed step: the events that it was to score or to carry out are due again."""
-        self.open.give_up(output.observations)
-
     def _observation(self, events: EventCandidates) -> ObservationTask:
         """What the runner has to know about events to score them."""
         owners = np.array([self.rows.owner(row).seq_id for row in events.at])

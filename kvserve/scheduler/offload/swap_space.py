@@ -106,6 +106,11 @@ class SwapSpace:
         self._blocks.remainders.release(parked.remainder)
         self.pool.release(parked.host_blocks)
 
+    def discard_all_of(self, gone: SwapSpace) -> None:
+        """Let the device forget what it keeps of the rows in another space, which is given up."""
+        self._discarded += gone._discarded
+        self._discarded += [int(parked.host_blocks[0]) for parked in gone._parked.values()]
+
     def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
         """Places discarded, rows swapped out and rows swapped in since the last call."""
         outs, ins = self._hosted.take_tasks()

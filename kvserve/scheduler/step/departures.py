@@ -100,10 +100,6 @@ class Departures:
         leaves = self._rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
         if leaves and self._swap.park(seq):
             self.num_swaps += 1
-        self.begin_anew(seq)
-
-    def begin_anew(self, seq: Sequence) -> None:
-        """Send a sequence back to the queue, and free its row and its blocks."""
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
         self._empty_row(seq)

@@ -7,7 +7,7 @@ that they free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import compress
 
@@ -270,42 +270,6 @@ class Scheduler:
             self.departures.end(sequences[i], int(token_ids[i]) if stopped[i] else None)
             finished.append(sequences[i])
         return finished
-
-    def give_up(
-        self, output: SchedulerOutput, among: Collection[int] | None = None
-    ) -> tuple[Sequence | None, list[Sequence]]:
-        """Undo a step that failed on the device, and end a sequence with the reason ``error``.
-
-        This is the step's newest sequence, or the newest with an id in ``among``. Returns it
-        (``None`` if all have ended), and the sequences that the pool had become too small for.
-
-        The device may have done any part of the step. So every other running sequence computes its
-        cache again, with the same events, and no cached or swapped block is used again.
-        """
-        rows = self.rows
-        sampled = [seq.row for seq in output.sampled]
-        rows.num_tokens[sampled] -= 1
-        rows.num_unknown[sampled] -= 1
-        self.events.give_up(output)
-        computed = (output.prefill.rows, *(task.rows for task in output.pruned))
-        at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
-        if among is None:
-            computing = [seq for seq in self.running if not at or seq.row in at]
-        else:
-            computing = [seq for seq in self.running if seq.seq_id in among]
-        newest = max(computing, key=lambda seq: seq.arrival, default=None)
-        for seq in self.running:
-            if seq is newest:
-                self.finish(seq, "error")
-            else:
-                self.departures.begin_anew(seq)
-        self.departures.drop_finished()
-        for seq in self.waiting:
-            if seq in self.swap:
-                self.swap.discard(seq)
-        self.blocks.idle.clear()
-        finished = self.departures.take_exhausted()
-        return newest, finished
 
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
