@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_numbers_go_to_the_device_without_a_wait() -> None:
 def test_host_memory_is_not_pinned_as_a_whole() -> None:
     """Blocks come and go by a part that is, and come back as they were."""
     layout = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_size=256)
-    block_bytes = 4 * layout.block_elements
+    block_bytes = 4 * math.prod(layout.cache_shape(1))
     blocks = SWAP_STAGING_BYTES // block_bytes + 3  # more than are staged at once
     with pretend_cuda() as queue:
         cache = KVCache(
