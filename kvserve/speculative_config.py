@@ -31,8 +31,8 @@ class SpeculativeConfig:
             return None
         method = given.get("method")
         if method != NGRAM:
-            why = f"n-grams of the sequence itself are what kvserve guesses by: {NGRAM}"
-            raise _wrong("method", f"{why}; got {shown(method)}")
+            why = "kvserve guesses by n-grams of the sequence itself, without a second model"
+            raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
         for key in given:
             if key not in _KEYS:
                 raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
