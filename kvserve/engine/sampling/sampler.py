@@ -155,7 +155,7 @@ class SamplingRows:
         ``kvserve.kernels.elementwise``, or another that does the same.
         """
         host = self._host[at]
-        tokens = self._choose(logits, at, positions, allowed, argmax)
+        tokens = self.choose(logits, at, positions, allowed, argmax)
         if host[:, 5].any():
             tokens = self._end_reasoning(tokens, to_device(at, logits.device), positions)
         if host[:, 4].any():
@@ -163,7 +163,7 @@ class SamplingRows:
         wanted = int(host[:, 3].max(initial=-1))
         return with_logprobs(logits, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
 
-    def _choose(
+    def choose(
         self,
         logits: Tensor,
         at: IntArray,
@@ -171,7 +171,7 @@ class SamplingRows:
         allowed: TokenMasks | None = None,
         argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
     ) -> Tensor:
-        """A token [S] for each of the rows ``at``, chosen as in ``sample``."""
+        """A token [S] for each of the rows ``at``, chosen as in ``sample``; it leaves no trace."""
         host = self._host[at]
         rows = to_device(at, logits.device)
         if host[:, 4].any():
