@@ -213,7 +213,7 @@ def test_who_makes_every_step_fail_ends_alone(
             raise IndexError("index 448 is out of bounds")
         return choose(logits, at, *args)
 
-    setattr(sampling, "choose", fail_for_some)
+    sampling.choose = fail_for_some
     asked = [GREEDY] * len(PROMPTS)
     for i in bad:
         asked[i] = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=7)
