@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
@@ -213,7 +213,7 @@ def test_who_makes_every_step_fail_ends_alone(
             raise IndexError("index 448 is out of bounds")
         return choose(logits, at, *args)
 
-    sampling.choose = fail_for_some
+    sampling.choose = fail_for_some  # type: ignore[assignment, method-assign]
     asked = [GREEDY] * len(PROMPTS)
     for i in bad:
         asked[i] = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=7)
@@ -243,6 +243,35 @@ def test_what_fails_in_every_step_ends_its_requests(llama_dir: Path) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     whole(llm.engine.core)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_end_their_request(
+    llama_dir: Path, overlaps: bool, drawn: bool, wrong: float
+) -> None:
+    llm = LLM(str(llama_dir), async_scheduling=overlaps, **SETTINGS)
+    params = replace(GREEDY, temperature=1.0, top_k=5, seed=1) if drawn else GREEDY
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    core = llm.engine.core
+    logits, rows = core.runner.model.logits, core.scheduler.rows
+
+    def broken(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        if len(found) == len(PROMPTS) and rows.num_tokens[2] > 50:
+            found[2] = wrong
+        return found
+
+    core.runner.model.logits = broken  # type: ignore[method-assign]
+    found = llm.generate(PROMPTS, params, use_tqdm=False)
+    reasons = [output.outputs[0].finish_reason for output in found]
+    assert reasons.count("error") == 1
+    for one, other in zip(found, expected, strict=True):
+        known = one.outputs[0].token_ids
+        assert known == other.outputs[0].token_ids[: len(known)]
+        assert len(known) == 40 or one.outputs[0].finish_reason == "error"
+    whole(core)
 
 
 def test_those_set_aside_can_be_aborted(llama_dir: Path) -> None:

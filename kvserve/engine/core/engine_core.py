@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 import torch
 
 from kvserve.config import EngineConfig
@@ -30,7 +31,8 @@ from kvserve.engine.messages import (
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
-from kvserve.log import EngineDeadError, SequenceError, logger
+from kvserve.engine.sampling.sampler import NO_TOKEN
+from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -39,6 +41,10 @@ from kvserve.scheduler.step.recovery import culprits, start_over
 _STATS_INTERVAL = 0.05
 _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
     found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
+)
+NOT_FINITE = (
+    "the logits of this answer's next token are not finite numbers: the model's weights, or what "
+    "it computed in this --dtype, hold infinity or NaN"
 )
 INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
 
@@ -184,7 +190,7 @@ class EngineCore:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
             self._counts.add_drafts(output.drafts, confirmed)
         tell_gate(self.scheduler, output, self._collected - since, result.compaction_seconds)
-        refused = self._end_failed_grammars(sampled, result)
+        refused = self._end_failed(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
         if self.scheduler.speculation is not None:
@@ -222,12 +228,16 @@ class EngineCore:
             prompt_logprobs=result.prompt_logprobs,
         )
 
-    def _end_failed_grammars(
+    def _end_failed(
         self, sampled: list[Sequence], result: ModelRunnerOutput
     ) -> list[RefusedSequence]:
-        """End the sequences whose grammar failed in this step; ``sampled`` got its tokens."""
+        """End those of ``sampled`` whose grammar failed in this step, or whose logits are no
+        numbers."""
+        failed = list(result.failed_grammars)
+        for place in np.flatnonzero(result.token_ids == NO_TOKEN).tolist():
+            failed.append((place, RequestError(NOT_FINITE, code="internal_error")))
         refused = []
-        for place, error in result.failed_grammars:
+        for place, error in failed:
             seq = sampled[place]
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(seq, "error")

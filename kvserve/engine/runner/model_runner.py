@@ -161,8 +161,11 @@ class ModelRunner:
             behind[: output.num_decoding_tokens] = output.drafts.behind
             positions = positions - to_device(behind, self.batch.device)
         if self.group.rank == 0:
-            step.sampled = self._sample(output, step, logits, rows, positions)
-            token_ids = self.group.broadcast(step.sampled.token_ids)
+            sampled = self._sample(output, step, logits, rows, positions)
+            # Of logits that are no numbers any token may be chosen; the next step looks it up.
+            token_ids = sampled.token_ids.clamp_(0, logits.shape[1] - 1)
+            step.sampled = sampled.or_none(logits)
+            token_ids = self.group.broadcast(token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
         if output.drafts is None:
