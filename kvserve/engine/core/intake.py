@@ -58,7 +58,8 @@ class Intake:
         compiled already.
         """
         self._check_prompt(new)
-        prompt, limit = len(new.token_ids), self._info.max_model_len
+        known, limit = len(new.token_ids), self._info.max_model_len
+        prompt = known - new.num_answered
         self._check_tokens(new)
         if new.priority and self._config.scheduler.scheduling_policy != "priority":
             raise RequestError(
@@ -71,7 +72,7 @@ class Intake:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy, prunes)
-        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
+        max_len = limit if new.max_tokens is None else known + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         if new.kv_trace:
             self._tracer.check(max_len)
