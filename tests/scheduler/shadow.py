@@ -109,6 +109,7 @@ class ShadowRunner:
         """Carry out one message; returns a token per sampled sequence."""
         self.ahead[:] = 0
         self.log_from[output.turns.rows] = output.turns.log_from
+        self._check_sources(output.compactions)
         for task in output.compactions:
             self._compact(task)
         self.scores = [answer(task.kind, self._observe(task)) for task in output.observations]
@@ -460,6 +461,51 @@ class ShadowRunner:
         held = self.held[task.rows[e]][lane]
         keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
         return min(max(keep, 1), len(held) - int(task.plan.region_start[e]))
+
+    def _check_sources(self, tasks: tuple[CompactionTask, ...]) -> None:
+        """No event writes a block that another has yet to read: those of a task run side by side,
+        one task after the other. (An event may write what it reads itself.)"""
+        events = [(i, e, task) for i, task in enumerate(tasks) for e in range(len(task.rows))]
+        reads = [self._read_by(task, e) for _, e, task in events]
+        for number, e, task in events:
+            written = self._written_by(task, e)
+            for (other, f, _), read in zip(events, reads, strict=True):
+                later = other > number or (other == number and f != e)
+                both = written & read if later else set()
+                assert not both, f"an event writes {both}, which another is still to read"
+
+    def _read_by(self, task: CompactionTask, e: int) -> set[int]:
+        """Blocks that an event reads: entries from its region on, and logged queries. What becomes
+        codes has been read when it was observed."""
+        if task.codes is not None:
+            return set()
+        row, plan = task.rows[e], task.plan
+        read: list[int] = []
+        if self.log_from[row] != NOT_LOGGING:
+            end = plan.query_start[e] + (plan.windows[e] - 1) * plan.window_len[e]
+            end += plan.num_queries[e]
+            columns = slice(plan.query_start[e] // self.log_size, -(-end // self.log_size))
+            read = self.log_tables[:, row, :, columns].ravel().tolist()
+        for group, table in self.lanes:
+            end = -(-len(self.held[row][group, table]) // self.size)
+            columns = slice(plan.region_start[e] // self.size, end)
+            read += self.tables[group, row, table, columns].tolist()
+        return set(read) - {0}
+
+    def _written_by(self, task: CompactionTask, e: int) -> set[int]:
+        """Blocks that an event writes."""
+        if task.kind is EventKind.BLOCKS:
+            return set()
+        written: list[int] = []
+        for lane in self.lanes:
+            at = lane[0], e, lane[1]
+            first = task.copy_start[e] // self.size
+            columns = -(-task.new_lens[at] // self.size) - first
+            written += task.dst_blocks[at][:columns].tolist()
+            if task.codes is not None:
+                written += task.codes.index_blocks[at].tolist()
+                written += task.codes.vector_blocks[at].tolist()
+        return set(written) - {0}
 
     def _compact(self, task: CompactionTask) -> None:
         plan = task.plan

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
-from tests.scheduler.traffic import CODES, Traffic
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_table import BlockTable
+from tests.scheduler.shadow import ShadowRunner
+from tests.scheduler.traffic import (
+    CODES,
+    IN_PROMPT,
+    KEEPS_BLOCKS,
+    LAYOUTS,
+    TRIGGERS,
+    UNEVEN,
+    Loop,
+    Traffic,
+    assert_all_blocks_come_back,
+    make_scheduler,
+    make_sequence,
+)
 
 OPERATIONS = 1_000
 RARE = {"pruned", "swaps", "early"}
@@ -139,3 +156,44 @@ def test_clients_take_turns(overlaps: bool, seeds: range) -> None:
 @pytest.mark.parametrize("seed", range(100, 200))
 def test_a_million_random_operations(seed: int, mode: str) -> None:
     Traffic(seed, overlaps=mode == "overlaps", speculation=mode == "speculation").run(5_000)
+
+
+SHARING = [policy for policy in TRIGGERS if policy not in IN_PROMPT | CODES]
+
+
+def share_a_prefix(policy: int, seed: int) -> int:
+    """Rows that begin alike and have their events together on a full pool; how many blocks events
+    replaced since others named them."""
+    rng = np.random.default_rng(seed)
+    layout = LAYOUTS[1 if policy in UNEVEN else seed % 3]
+    blocks = int(rng.integers(12, 60))
+    scheduler = make_scheduler(blocks, layout, max_num_batched_tokens=256, prefix_caching=True)
+    loop = Loop(scheduler, ShadowRunner(scheduler), overlaps=bool(seed % 2))
+    replaced, replace = 0, BlockTable.replace_shared
+
+    def counted(table: BlockTable, *where: IntArray) -> IntArray:
+        nonlocal replaced
+        shared = replace(table, *where)
+        replaced += int(shared.sum())
+        return shared
+
+    with patch.object(BlockTable, "replace_shared", counted):
+        prompt = int(rng.integers(12, 33))
+        for i in range(int(rng.integers(3, 9))):
+            more = int(rng.integers(3, 30))
+            seq = make_sequence(i, prompt + int(rng.integers(4)), more, policy)
+            if scheduler.blocks_at_least(seq.num_tokens, seq.max_len, seq.trigger) < blocks:
+                scheduler.add(seq)
+                if i == 0 and seed % 4:
+                    loop.step()  # what it has computed is there for the others
+        loop.drain()
+        assert_all_blocks_come_back(scheduler)
+    return replaced
+
+
+@pytest.mark.parametrize("policy", SHARING)
+def test_no_event_writes_what_another_reads(policy: int) -> None:
+    """The shadow says so; and events do replace blocks that rows share, under most policies."""
+    protects = {0, 1, 2, 4, 8, 14, 15, 18, 23}
+    replaced = sum(share_a_prefix(policy, seed) for seed in range(20))
+    assert replaced > 0 or policy in protects | KEEPS_BLOCKS

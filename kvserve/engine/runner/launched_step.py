@@ -13,7 +13,7 @@ from kvserve.engine.compression.event_runner import ScoredEvents
 from kvserve.engine.device.transfer import HostCopy, Stopwatch
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.sampling.grammar import SequenceGrammar
-from kvserve.engine.sampling.sampler import SampledTokens
+from kvserve.engine.sampling.sampler import NO_TOKEN, SampledTokens
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray
@@ -94,7 +94,8 @@ class LaunchedStep:
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
         # Last, when nothing can fail any more: a grammar cannot take back a token.
         for place, grammar in self.grammars:
-            grammar.accept(int(token_ids[place]))
+            if token_ids[place] != NO_TOKEN:
+                grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
         self.grammars = []  # those of sequences that have ended are freed before the next step
         return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)

@@ -85,6 +85,9 @@ class ModelRunner:
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
+        self.on_scored: Callable[[int, int, Tensor], None] | None = None
+        """Called with a sequence's id, the position of the first token that is predicted and logits
+        [T, V], where a prompt is scored."""
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
         """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses its old policy."""
@@ -144,8 +147,11 @@ class ModelRunner:
             behind[: output.num_decoding_tokens] = output.drafts.behind
             positions = positions - to_device(behind, self.batch.device)
         if self.group.rank == 0:
-            step.sampled = self._sample(output, step, logits, rows, positions)
-            token_ids = self.group.broadcast(step.sampled.token_ids)
+            sampled = self._sample(output, step, logits, rows, positions)
+            # Of logits that are no numbers any token may be chosen; the next step looks it up.
+            token_ids = sampled.token_ids.clamp_(0, logits.shape[1] - 1)
+            step.sampled = sampled.or_none(logits)
+            token_ids = self.group.broadcast(token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
         if output.drafts is None:
@@ -240,6 +246,8 @@ class ModelRunner:
             for at in range(0, len(targets), _SCORED_AT_ONCE):
                 ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
                 logits = self.model.logits(hidden[first + at : first + at + len(ids)])
+                if self.on_scored is not None:
+                    self.on_scored(prompt.seq_id, start + at, logits)
                 tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored

@@ -49,9 +49,8 @@ class CompressionScheduler:
         self._kinds: dict[int, EventKind] = {}
         self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
         self._blocked: tuple[int, int] | None = None
-        """Rank of the first sequence whose event found no blocks, for kinds that hold back freed
-        blocks. Cleared when its event, or that of a sequence before it, is scheduled.
-        """
+        """Rank of the first sequence whose due event found no blocks. Cleared when its event, or
+        that of a sequence before it, is scheduled."""
 
     def register(self, seq: Sequence) -> None:
         """Register the trigger of a sequence's policy, and the kind of its events."""
@@ -61,7 +60,8 @@ class CompressionScheduler:
 
     @property
     def blocked_on_blocks(self) -> bool:
-        """Whether an event that writes codes lacks blocks; freed blocks are kept for it."""
+        """Whether a due event lacks blocks. They are kept for it: rows that are admitted would
+        take what comes free, and be preempted for it, again and again."""
         return self._blocked is not None
 
     # ---- due ---------------------------------------------------------------------------------
@@ -207,15 +207,16 @@ class CompressionScheduler:
 
     def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
         """Schedule as many events, in order, as find their blocks."""
-        handler = self._handlers[events.kind]
-        taken = handler.take_blocks(events)
-        if handler.holds_back:
-            first = self._rank(events.at[0])
-            if taken is None:
+        taken = self._handlers[events.kind].take_blocks(events)
+        row = events.at[0]
+        first = self._rank(row)
+        if taken is None:
+            if self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
                 self._blocked = min(first, self._blocked or first)
-            elif self._blocked is not None and first <= self._blocked:
-                self._blocked = None
-        return [] if taken is None else [self._scheduled(events, taken)]
+            return []
+        if self._blocked is not None and first <= self._blocked:
+            self._blocked = None
+        return [self._scheduled(events, taken)]
 
     def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
         """Make a task of events that have their blocks, and update their rows' counters."""

@@ -17,8 +17,6 @@ from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import RowState
 
-NOBODY = frozenset({-1})
-"""To blame for a failure that ends no sequence."""
 _EVENT_COUNTERS = "compactions", "early_compactions", "blocks_released", "tokens_evicted"
 
 
@@ -55,15 +53,15 @@ def start_over(
     blamed: Collection[int],
     known: SchedulerOutput | None = None,
     token_ids: IntArray | None = None,
+    aside: Collection[int] = (),
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Continue with the state of ``fresh``, which has no sequences yet.
 
-    The failure ends the ``blamed`` sequences with the reason ``error``; if there are none, it ends
-    the newest running one, or the first waiting one. All others compute their caches again, with
-    the same events, and no cached or swapped block is used again: the device may have done any part
-    of the step. ``known`` and ``token_ids`` are the step before and its tokens, if these are there.
-    Returns the sequences that the failure ends, and the others
-    that have ended since the last step.
+    The failure ends the ``blamed`` sequences with the reason ``error``. Those to be set ``aside``
+    are left to the caller. All others compute their caches again, with the same events, and no
+    cached or swapped block is used again: the device may have done any part of the step. ``known``
+    and ``token_ids`` are the step before and its tokens, if these are there. Returns the sequences
+    that the failure ends, and the others that have ended since the last step.
     """
     if known is not None and token_ids is not None:
         _learn(scheduler, known, token_ids)
@@ -75,15 +73,13 @@ def start_over(
         if seq.awaits_token:  # that token is computed again with the cache
             seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
     ended = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
-    if not blamed:
-        ended = [max(alive, key=lambda seq: seq.arrival)] if alive else waiting[:1]
     _replace(scheduler, fresh, preempted=len(alive))
     for seq in sorted((*alive, *waiting), key=lambda seq: seq.arrival):
         if seq in ended:
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "error"
         elif _is_complete(seq):
             finished.append(seq)
-        else:
+        elif seq.seq_id not in aside:
             scheduler.add(seq)
     return ended, finished
 

@@ -121,15 +121,15 @@ class Scheduler:
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
-        in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
+        scoring, unknown = self.events.open.scoring, rows.num_unknown[: rows.num_rows].any()
         events = self._compress()
         decoding = self._make_room()
         drafts = None if self.speculation is None else self.speculation.propose()
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
-        moves = bool(events.observations) and not blocked_on_blocks
-        moves = moves or bool(len(decoding)) or in_flight
+        moves = bool(events.observations or scoring) and not blocked_on_blocks
+        moves = moves or bool(len(decoding) or unknown)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
         return self._output(events, decoding, drafts, caught_up)
