@@ -54,8 +54,8 @@ class ModelConfig:
     )
     load_format: str = setting(
         "auto",
-        "auto reads the safetensors of a directory, or a GGUF file; dummy gives random weights from "
-        "the config alone",
+        "auto reads a directory's safetensors, or a GGUF file; dummy gives random weights from the "
+        "config alone",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     model_impl: str = setting(

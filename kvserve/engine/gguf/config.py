@@ -6,6 +6,7 @@ and is not known here is refused by name, before weights are read.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ CONTROL = 3
 
 def family_of(file: GgufFile) -> str:
     """What llama.cpp calls the architecture; ``ConfigError`` if it is not read."""
-    name = file.metadata.get("general.architecture")
+    name = file.value("general.architecture", str)
     if name not in _ARCHITECTURES:
         known = ", ".join(sorted(_ARCHITECTURES))
         raise file.error(f"is of architecture {name!r}; of GGUF files kvserve reads {known}")
@@ -98,18 +99,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if unknown := sorted(own.keys() - _KNOWN):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")
-    if file.metadata.get("split.count", 1) != 1:
+    if file.value("split.count", int, 1) > 1:
         raise file.error("is one of several parts; llama-gguf-split --merge makes one of them")
-    if own.get("expert_count"):
-        raise file.error(f"has {own['expert_count']} experts, which are read of safetensors only")
+    if count := file.value(f"{prefix}expert_count", int, 0):
+        raise file.error(f"has {count} experts, which are read of safetensors only")
     if unread := sorted(file.tensors.keys() - {*tensor_names(file).values(), _ROPE_FACTORS}):
         raise file.error(f"has a tensor {unread[0]} ({len(unread)} such) that is not read")
     if embedding is None:
         raise file.error("has no tensor token_embd.weight; is it a language model?")
     architecture, model_type = _ARCHITECTURES[name]
-    config = {ours: own[theirs] for theirs, ours in _FIELDS.items() if theirs in own}
     kinds = {tensor.kind.name for tensor in file.tensors.values()}
     matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    config = {ours: own[theirs] for theirs, ours in _FIELDS.items() if theirs in own}
     config |= {
         "architectures": [architecture],
         "model_type": model_type,
@@ -119,23 +120,22 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "dtype": {"F32": "float32", "F16": "float16"}.get("".join(matrices), "bfloat16"),
         "stored_as": f"GGUF ({', '.join(sorted(kinds))})",
     }
-    if not config.get("sliding_window"):
+    if not file.value(f"{prefix}attention.sliding_window", int):
         config.pop("sliding_window", None)  # Phi-4 states 0
-    if (pattern := own.get("attention.sliding_window_pattern")) is not None:
-        kinds_of = ("full_attention", "sliding_attention")
-        config |= (
-            {"sliding_window_pattern": pattern}
-            if isinstance(pattern, int)
-            else {"layer_types": [kinds_of[windowed] for windowed in pattern]}
-        )
+    pattern = own.get("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray):
+        config["layer_types"] = [f"{'sliding' if it else 'full'}_attention" for it in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads:  # others are refused later
-        size = config.setdefault("head_dim", hidden // heads)
-        wide = (name, config.get("num_hidden_layers")) in _WIDE_GEMMAS
-        config["query_pre_attn_scalar"] = hidden // heads if wide else size
-        if own.get("attention.value_length", size) != size:
+        size = file.value(f"{prefix}attention.key_length", int) or hidden // heads
+        if file.value(f"{prefix}attention.value_length", int, size) != size:
             raise file.error("has keys and values of unequal sizes, which kvserve does not run")
-        config["partial_rotary_factor"] = own.get("rope.dimension_count", size) / size
+        wide = (name, config.get("num_hidden_layers")) in _WIDE_GEMMAS
+        rotated = file.value(f"{prefix}rope.dimension_count", int, size)
+        config |= {"head_dim": size, "partial_rotary_factor": rotated / size}
+        config["query_pre_attn_scalar"] = hidden // heads if wide else size
     rope = _rope(file, own)
     if name == "gemma3":
         local = {"rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
@@ -145,7 +145,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 def sampling_of(file: GgufFile) -> dict[str, Any]:
     """The fields of generation_config.json that the file suggests."""
-    given = {ours: file.metadata.get(f"general.sampling.{n}") for n, ours in _SAMPLING.items()}
+    given = {ours: file.value(f"general.sampling.{n}", Real) for n, ours in _SAMPLING.items()}
     return {name: round(value, 6) for name, value in given.items() if value is not None}
 
 
@@ -169,8 +169,8 @@ def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:
     scaling = {ours: own.get(f"rope.scaling.{name}") for name, ours in _SCALING.items()}
     kind = scaling["rope_type"]
     rope = scaling if kind not in (None, "none") else {}
-    if "rope.freq_base" in own:
-        rope["rope_theta"] = own["rope.freq_base"]
+    if (theta := file.value(f"{family_of(file)}.rope.freq_base", Real)) is not None:
+        rope["rope_theta"] = theta
     if _ROPE_FACTORS not in file.tensors:
         return rope
     stored = file.blocks(_ROPE_FACTORS, slice(None))
@@ -188,8 +188,9 @@ def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:
 
 def _ends(file: GgufFile) -> list[int]:
     """The tokens that end a sequence."""
-    ids = {file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
-    types = file.metadata.get("tokenizer.ggml.token_type", ())
+    names = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    ids = {file.value(name, int) for name in names}
+    types = file.value("tokenizer.ggml.token_type", np.ndarray, ())
     tokens = file.strings("tokenizer.ggml.tokens")
     typed = enumerate(zip(tokens, types, strict=False))
     known = {n for n, (text, kind) in typed if kind == CONTROL and text in _ENDS}

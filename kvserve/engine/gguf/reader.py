@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 
 # struct's letters of the metadata's types; 8 is a string and 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
@@ -56,6 +56,15 @@ class GgufFile:
 
     def error(self, problem: str) -> ConfigError:
         return ConfigError(f"--model: {self.path} {problem}")
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """``default`` if it is absent; ``ConfigError`` if it is of another type."""
+        found = self.metadata.get(key)
+        if found is None:
+            return default
+        if not isinstance(found, kind):
+            raise self.error(f"sets {key} to {shown(found)}, which is no {kind.__name__}")
+        return found
 
     def strings(self, key: str) -> list[str]:
         """An array of strings; empty if it is absent."""

@@ -30,8 +30,8 @@ class GgufTensors:
         self._turned: dict[str, int] = {}
         """Heads of the matrices that llama.cpp's converter turns to rotate neighbours."""
         if self._family == "llama":
-            heads = self._file.metadata["llama.attention.head_count"]
-            kv_heads = self._file.metadata.get("llama.attention.head_count_kv", heads)
+            heads = self._file.value("llama.attention.head_count", int)
+            kv_heads = self._file.value("llama.attention.head_count_kv", int, heads)
             self._turned = {"attn_q": heads, "attn_k": kv_heads}
 
     @property
@@ -65,9 +65,7 @@ class GgufTensors:
             values = torch.from_numpy(numbers(*self.blocks(name, part)))
             yield part, values[(slice(None), *region[1:])]
 
-    def blocks(
-        self, name: str, rows: slice
-    ) -> tuple[np.ndarray[Any, Any], GGMLQuantizationType]:
+    def blocks(self, name: str, rows: slice) -> tuple[np.ndarray[Any, Any], GGMLQuantizationType]:
         """Rows as they are stored, uint8 [rows, bytes of a row], and the type of their blocks."""
         stored = self._stored[name]
         heads = self._turned.get(stored.split(".")[-2])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from kvserve.engine.gguf.config import CONTROL, family_of
@@ -37,36 +38,40 @@ _SPACE = "\u2581"
 
 
 def gguf_tokenizer(path: str) -> Any:
-    """One of transformers' fast tokenizers; ``ConfigError`` names what of the tables is not read."""
+    """A fast tokenizer of transformers; ``ConfigError`` names what of the tables is not read."""
     from transformers import PreTrainedTokenizerFast
 
     file = read_gguf(Path(path))
-    tables = {k.removeprefix("tokenizer.ggml."): v for k, v in file.metadata.items()}
-    tokens, kind = file.strings("tokenizer.ggml.tokens"), tables.get("model")
+    tokens, kind = file.strings("tokenizer.ggml.tokens"), file.value("tokenizer.ggml.model", str)
     if kind not in ("gpt2", "llama"):
         raise file.error(f"has a tokenizer of kind {kind!r}; kvserve reads gpt2 and llama")
     if not tokens or len(set(tokens)) < len(tokens):
         raise file.error(f"has {len(tokens)} tokens of which {len(set(tokens))} differ")
-    types = tables.get("token_type", ())
+    types = file.value("tokenizer.ggml.token_type", np.ndarray, ())
     typed = list(zip(tokens, types, strict=False))
-    backend = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens, tables)
+    backend = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
     backend.add_special_tokens([_whole(token) for token, type_ in typed if type_ == CONTROL])
     known = backend.get_vocab()
     own = [token for token, type_ in typed if type_ == _USER_DEFINED and token in known]
     backend.add_tokens([_whole(token) for token in own])
     named = {}
     for name in ("bos", "eos", "unknown", "padding"):
-        number = tables.get(f"{name}_token_id")
-        if number is not None and number < len(tokens):
-            named[f"{name[:3]}_token"] = tokens[number]
+        if (token := _named(file, name, tokens)) is not None:
+            named[f"{name[:3]}_token"] = token
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=tables.get("add_bos_token", kind == "llama"),
-        add_eos_token=tables.get("add_eos_token", False),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
+        add_bos_token=file.value("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
+        add_eos_token=file.value("tokenizer.ggml.add_eos_token", bool, False),
+        chat_template=file.value("tokenizer.chat_template", str),
         clean_up_tokenization_spaces=False,
         **named,
     )
+
+
+def _named(file: GgufFile, name: str, tokens: list[str]) -> str | None:
+    """The token of a role, if the file gives one."""
+    number = file.value(f"tokenizer.ggml.{name}_token_id", int)
+    return None if number is None or not 0 <= number < len(tokens) else tokens[number]
 
 
 def _whole(token: str) -> AddedToken:
@@ -74,9 +79,9 @@ def _whole(token: str) -> AddedToken:
     return AddedToken(token, normalized=False)
 
 
-def _byte_level(file: GgufFile, tokens: list[str], tables: dict[str, Any]) -> Tokenizer:
+def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """BPE of bytes, whose merges are in the file."""
-    words = tables.get("pre")
+    words = file.value("tokenizer.ggml.pre", str)
     if words not in _SPLITS:
         raise file.error(f"has pre-tokenizer {words!r}; kvserve reads {', '.join(sorted(_SPLITS))}")
     merges = [tuple(pair.split(" ", 1)) for pair in file.strings("tokenizer.ggml.merges")]
@@ -98,15 +103,17 @@ def _byte_level(file: GgufFile, tokens: list[str], tables: dict[str, Any]) -> To
     return backend
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str], tables: dict[str, Any]) -> Tokenizer:
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """BPE of characters, and of bytes where there is no token; its merges follow from scores."""
-    family, scores = family_of(file), tables.get("scores", ())
+    family, scores = family_of(file), file.value("tokenizer.ggml.scores", np.ndarray, ())
     gemma = family.startswith("gemma")
     if gemma:  # runs of spaces are written as spaces, and the order is that of the tokens
         tokens = [_SPACE * len(t) if not t.strip(" ") else t for t in tokens]
         scores = [-index for index in range(len(tokens))]
     if len(scores) != len(tokens):
-        raise file.error(f"has {len(scores)} scores (tokenizer.ggml.scores) of {len(tokens)} tokens")
+        raise file.error(
+            f"has {len(scores)} scores (tokenizer.ggml.scores) of {len(tokens)} tokens"
+        )
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = []
     for token, score in zip(tokens, scores, strict=True):
@@ -115,18 +122,17 @@ def _sentencepiece(file: GgufFile, tokens: list[str], tables: dict[str, Any]) ->
         found.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         pairs += [(float(score), len(left), len(right), (left, right)) for left, right in found]
     pairs.sort(key=lambda pair: pair[:3], reverse=True)
-    unknown = tables.get("unknown_token_id")
     backend = Tokenizer(
         models.BPE(
             vocab,
             [pair[3] for pair in pairs],
-            unk_token=tokens[unknown] if unknown is not None and unknown < len(tokens) else None,
+            unk_token=_named(file, "unknown", tokens),
             fuse_unk=True,
             byte_fallback=True,
         )
     )
     spaces = normalizers.Replace(" ", _SPACE)
-    prefix = tables.get("add_space_prefix", True) and not gemma
+    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True) and not gemma
     if gemma:
         backend.normalizer = spaces
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")

@@ -31,20 +31,23 @@ def find_model(
     none.
 
     A directory with one GGUF file stands for that, unless ``load_format`` or what else is there
-    says otherwise; a name of ``FETCHABLE`` stands for what was fetched. A hub id is downloaded to ``download_dir`` or to the cache that HF_HOME names, without the
-    weights or with Python files if so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
+    says otherwise; a name of ``FETCHABLE`` stands for what was fetched. A hub id is downloaded to
+    ``download_dir`` or to the cache that HF_HOME names, without the weights or with Python files if
+    so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
     """
     if name in SHIPPED_MODELS:
         return SHIPPED_MODELS[name]
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return _checked(path, load_format)
     if path.is_dir():
-        if flag == "--tokenizer" and (path / "tokenizer.json").exists():
-            return path
-        return _checked(_gguf_in(path, load_format) or path, load_format)
-    if name in FETCHABLE:
-        return fetched_file(name)
+        path = _gguf_in(path, load_format, flag) or path
+    elif name in FETCHABLE:
+        path = fetched_file(name)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if load_format in ("gguf", "safetensors") and is_gguf != (load_format == "gguf"):
+        what = "is one" if is_gguf else "is no GGUF file, and has none in it"
+        raise ConfigError(f"--load-format {load_format}: {name} {what}; leave it at auto")
+    if is_gguf or path.is_dir():
+        return path
     if path.is_absolute() or name.count("/") != 1 or name[0] == "." or path.suffix == ".gguf":
         raise ConfigError(
             f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
@@ -56,28 +59,23 @@ def find_model(
         raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
 
 
-def _gguf_in(directory: Path, load_format: str) -> Path | None:
+def _gguf_in(directory: Path, load_format: str, flag: str) -> Path | None:
     """The GGUF file that a directory stands for, if it does."""
-    if load_format == "safetensors":
-        return None
     found = sorted(f for f in directory.glob("*.gguf") if not f.name.startswith("mmproj"))
-    others = "*.safetensors" if load_format == "auto" else "config.json"
-    if not found or (load_format != "gguf" and any(directory.glob(others))):
+    others = {"--tokenizer": "tokenizer.json", "--model": "*.safetensors"}[flag]
+    others = "config.json" if load_format == "dummy" else others
+    preferred = load_format != "gguf" and any(directory.glob(others))
+    if not found or preferred or load_format == "safetensors":
         return None
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        raise ConfigError(f"--model: {directory} has several GGUF files; name one of {names}")
+        raise ConfigError(f"{flag}: {directory} has several GGUF files; name one of {names}")
     return found[0]
 
 
-def _checked(path: Path, load_format: str) -> Path:
-    if load_format not in ("auto", "dummy") and (load_format == "gguf") != path.is_file():
-        what = "a GGUF file" if path.is_file() else "a directory without a GGUF file"
-        raise ConfigError(f"--load-format {load_format}: {path} is {what}; leave it at auto")
-    return path
-
-
-def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], str]:
+def read_config(
+    path: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
     """The fields of config.json, or what a GGUF file says of them, and where they were found.
 
     ``overrides`` replace fields (``--hf-overrides``).
