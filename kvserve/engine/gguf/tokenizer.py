@@ -117,8 +117,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = []
     for token, score in zip(tokens, scores, strict=True):
-        cuts = [(token[:n], token[n:]) for n in range(1, len(token))]
-        found = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        found = [
+            (left, right)
+            for cut in range(1, len(token))
+            if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab
+        ]
         found.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         pairs += [(float(score), len(left), len(right), (left, right)) for left, right in found]
     pairs.sort(key=lambda pair: pair[:3], reverse=True)

@@ -122,7 +122,7 @@ def test_the_file_that_they_are_made_of_is_whole(tmp_path: Path) -> None:
 
 
 def test_whatever_the_bytes_say(tmp_path: Path) -> None:
-    """A few bytes of the header and tables changed at random: refused, or read, and nothing else."""
+    """A few bytes of the header and tables changed at random: refused or read, nothing else."""
 
     def facts(writer: Any) -> None:
         writer.add_tokenizer_model("llama")
