@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from kvserve.config import EngineConfig
 from kvserve.server.http.app import create_app
 from kvserve.server.state.server_state import ServerOptions, ServerState
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import WAIT, wait_until
 
 MODEL = "org/fake"
 
@@ -31,10 +31,12 @@ class RunningServer:
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT)
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=WAIT
+        )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -52,17 +54,10 @@ class RunningServer:
         async def run() -> Any:
             return function()
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
 
 
 StartServer = Callable[..., RunningServer]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def run_server(
@@ -99,7 +94,7 @@ def run_server(
         running.http.close()
         server.should_exit = True
         server.force_exit = True
-        thread.join(5)
+        thread.join(WAIT)
 
 
 @pytest.fixture(scope="module")

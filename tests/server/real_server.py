@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 
-from tests.server.conftest import wait_until
+from tests.waiting import wait_until
 
 MODEL = "kvserve/tiny"
 
@@ -36,7 +36,7 @@ class Server:
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
         threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
-        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 300)
+        wait_until(lambda: "http://" in self.text or self.process.poll() is not None)
         match = re.search(r"http://[^\s]+", self.text)
         assert match, self.text
         self.url = match[0]

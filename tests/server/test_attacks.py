@@ -16,8 +16,8 @@ import pytest
 
 from bench.soak.bombs import CHAINS, grammar_bombs
 from bench.soak.bystander import Bystander
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
 GAP, PLAIN = 2.5, 5.0
 """Seconds that a stream, and a plain request, may wait beside an attack.
@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 def _the_server_is_well(server: Server) -> Iterator[None]:
     yield
     assert server.process.poll() is None, server.text
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     assert "Traceback" not in server.text, server.text
 
 
@@ -102,8 +102,8 @@ def test_streams_that_nobody_reads(server: Server) -> None:
     with beside(server) as other:
         for each in sockets:
             each.sendall(request)
-        wait_until(lambda: len(server.stats()["requests"]) > 20, 20)
-        wait_until(lambda: len(server.stats()["requests"]) <= 1, 40)
+        wait_until(lambda: len(server.stats()["requests"]) > 20)
+        wait_until(lambda: len(server.stats()["requests"]) <= 1)
     assert "did not read its answer" in server.text
     for each in sockets:
         each.settimeout(5)
@@ -129,13 +129,13 @@ def test_an_engine_that_is_stopped_is_not_healthy(server: Server) -> None:
     assert server.http.get("/health").status_code == 200
     os.kill(server.engine, signal.SIGSTOP)
     try:
-        wait_until(lambda: server.http.get("/health").status_code == 503, 5)
+        wait_until(lambda: server.http.get("/health").status_code == 503)
         error = server.http.get("/health").json()["error"]
         assert error["code"] == "engine_suspended" and "SIGCONT" in error["message"]
         assert server.http.get("/version").status_code == 200
     finally:
         os.kill(server.engine, signal.SIGCONT)
-    wait_until(lambda: server.http.get("/health").status_code == 200, 5)
+    wait_until(lambda: server.http.get("/health").status_code == 200)
     assert server.complete(max_tokens=2).status_code == 200
 
 

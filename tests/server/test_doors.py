@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from kvserve.engine.policies.registry import policy_class, policy_names
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
 CORPUS = [
     json.loads(line)
@@ -60,7 +60,7 @@ def _others_are_well(server: Server, fixed: list[int]) -> Iterator[None]:
     yield
     assert server.process.poll() is None, server.text
     assert tokens_of(server) == fixed
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     assert "Traceback" not in server.text, server.text
 
 
@@ -172,7 +172,7 @@ def test_the_default_policy_is_never_turned_away(server: Server) -> None:
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: len(started) == 32, 60)
+        wait_until(lambda: len(started) == 32)
         assert server.complete("Hello", max_tokens=2).status_code == 200
         assert server.complete("Hello", max_tokens=2, kv_policy="none").status_code == 200
         same = {"name": "streaming_llm", "budget": 21}
@@ -189,12 +189,12 @@ def test_scores_of_requests_are_given_back(server: Server) -> None:
     prompt = list(range(5, 205))
     for _ in range(2):
         server.complete(prompt, max_tokens=4, kv_policy={"name": "h2o", "budget": 150})
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     before = engine_resident(server)
     for budget in range(100, 130):
         spec = {"name": "h2o", "budget": budget}
         assert server.complete(prompt, max_tokens=4, kv_policy=spec).status_code == 200
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     assert engine_resident(server) - before < 50
 
 
@@ -220,7 +220,7 @@ def test_grammars_are_given_back(server: Server) -> None:
     error = refused(server.complete("a", guided_choice=[f"option {i}" for i in range(100_000)]))
     assert "10000" in error["message"]
     refused(server.complete("a", structured_outputs={"regex": "a" * 2_000_000}))
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     server.complete("a", max_tokens=1, structured_outputs={"regex": "b+"})
     assert engine_resident(server) - before < 50
 

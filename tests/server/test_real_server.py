@@ -19,8 +19,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 import kvserve
-from tests.server.conftest import wait_until
 from tests.server.real_server import MODEL, Server
+from tests.waiting import wait_until
 
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
 KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,24 +17,34 @@ import pytest
 
 from kvserve.server.cli.runner import table
 from kvserve.server.http.http_protocol import MAX_HEAD
-from tests.server.conftest import wait_until
+from tests.waiting import WAIT, wait_until
 
 CODE = """
-import sys
+import contextlib, sys
 from kvserve.server.cli import commands as cli
 from kvserve.server.cli import runner
 from tests.server.fake_engine import FakeEngine
+
+@contextlib.contextmanager
+def listen(settings, listen=runner.listen):
+    with listen(settings) as listener:
+        print(listener.getsockname()[1], flush=True)
+        yield listener
+
+runner.listen = listen
 runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
 cli.main(sys.argv[2:])
 """
 
 
 class Process:
-    """The command in a process of its own; its stderr is read as it comes."""
+    """The command in a process of its own: it prints the port it has got, and its stderr is read
+    as it comes."""
 
     def __init__(self, engine: dict[str, Any], *argv: str) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-c", CODE, repr(engine), *argv],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -51,14 +62,14 @@ class Process:
 
     @property
     def url(self) -> str:
-        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None, 20)
-        match = re.search(r"http://[^\s]+", self.text)
+        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None)
+        match = re.search(r"http://\S+", self.text)
         assert match, self.text
         return match[0]
 
     def wait(self) -> int:
-        status = self.popen.wait(15)
-        self._reader.join(5)
+        status = self.popen.wait(WAIT)
+        self._reader.join(WAIT)
         return status
 
 
@@ -91,25 +102,32 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     return thread, results
 
 
-def test_start_up_and_drain(run: Callable[..., Process]) -> None:
+def complete(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
+
+
+def running(url: str) -> int:
+    number: int = httpx.get(f"{url}/v1/kv/stats", timeout=WAIT).json()["num_running"]
+    return number
+
+
+def test_start_up_and_drain(run: Callable[..., Process], tmp_path: Path) -> None:
     process = run("--port", "0", "--served-model-name", "a", "b")
     url = process.url
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
     table_text = process.text
     for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
         assert part in table_text
 
-    body = {"prompt": "SLOW", "max_tokens": 150}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=30))
-    stream_body = {**body, "stream": True}
-    streaming, streamed = in_thread(
-        lambda: httpx.post(f"{url}/v1/completions", json=stream_body, timeout=30)
-    )
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
+    body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
+    thread, results = in_thread(lambda: complete(url, body))
+    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
+    wait_until(lambda: running(url) == 2)
     process.popen.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-    refused = httpx.post(f"{url}/v1/completions", json=body)
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
+    refused = complete(url, body)
     assert refused.status_code == 503 and refused.headers["Retry-After"]
+    (tmp_path / "go").touch()
     thread.join()
     streaming.join()
     assert results[0].json()["usage"]["completion_tokens"] == 150
@@ -124,10 +142,10 @@ def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) ->
     process = run("--port", "0", "--shutdown-timeout", "0.2")
     url = process.url
     body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
-    stream = {"prompt": "SLOW", "max_tokens": 400, "stream": True}
-    streaming, streamed = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=stream))
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
+    thread, results = in_thread(lambda: complete(url, body))
+    stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
+    streaming, streamed = in_thread(lambda: complete(url, stream))
+    wait_until(lambda: running(url) == 2)
     process.popen.send_signal(signal.SIGINT)
     thread.join()
     streaming.join()
@@ -142,8 +160,8 @@ def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
     process = run("--port", "0")
     url = process.url
     body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 1)
+    thread, results = in_thread(lambda: complete(url, body))
+    wait_until(lambda: running(url) == 1)
     process.popen.send_signal(signal.SIGTERM)
     wait_until(lambda: "again to stop at once" in process.text)
     process.popen.send_signal(signal.SIGTERM)
@@ -153,18 +171,17 @@ def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
 
 
 def test_health_while_loading(run: Callable[..., Process]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = run("--port", str(port), start_delay=30.0)
+    process = run("--port", "0", start_delay=3600.0)
+    assert process.popen.stdout is not None
+    url = f"http://127.0.0.1:{int(process.popen.stdout.readline())}"
 
     def status() -> int:
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+            return httpx.get(f"{url}/health", timeout=WAIT).status_code
         except httpx.ConnectError:
             return 0
 
-    wait_until(lambda: status() == 503, 20)
+    wait_until(lambda: status() == 503)
     process.popen.send_signal(signal.SIGTERM)
     assert process.wait() == 0
     assert "Traceback" not in process.text
@@ -199,18 +216,18 @@ def test_errors_at_the_start(run: Callable[..., Process]) -> None:
 )
 def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
     address = plain.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=5) as client:
+    with socket.create_connection((address[0], int(address[1])), timeout=WAIT) as client:
         client.sendall(data)
         answer = b""
         while not answer.endswith(b"}}") and (part := client.recv(10_000)):
             answer += part
     assert answer.startswith(b"HTTP/1.1 %d " % status) and b'{"error":{"message":"' in answer
-    assert httpx.get(f"{plain.url}/health").status_code == 200
+    assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
 
 
 def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:
     process = run("--port", "0")
-    response = httpx.post(f"{process.url}/v1/completions", json={"prompt": "DIE"})
+    response = complete(process.url, {"prompt": "DIE"})
     assert response.status_code == 500
     assert httpx.get(f"{process.url}/health").status_code == 503
     assert process.wait() == 1

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -108,6 +108,6 @@ def test_no_process_is_left(case: str) -> None:
             wait_until(lambda: ranks.server.http.get("/health").status_code == 503)
         else:
             process.kill()
-        wait_until(ranks.gone, 10)
+        wait_until(ranks.gone)
     finally:
         ranks.server.stop()

@@ -13,8 +13,8 @@ from threading import Thread
 import openai
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.server.real_server import MODEL, Server, start
+from tests.waiting import wait_until
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 REPLICA = "ray::ServeReplica:kvserve:engine"
@@ -136,12 +136,12 @@ class TestReplicas:
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             chunks = answer.iter_bytes()  # closes the stream when nobody names it
             next(chunks)
-            wait_until(lambda: server.stats()["num_running"] == 1, 10)
-        wait_until(server.idle, 10)
+            wait_until(lambda: server.stats()["num_running"] == 1)
+        wait_until(server.idle)
 
     def test_a_dead_replica_fails_its_own_requests_and_comes_back(self, server: Server) -> None:
         streams = [Stream(server), Stream(server)]
-        wait_until(lambda: all(stream.chunks for stream in streams), 10)
+        wait_until(lambda: all(stream.chunks for stream in streams))
         victim, _ = replicas(server)
         orphans = descendants(victim)
         assert orphans
@@ -151,19 +151,19 @@ class TestReplicas:
         (error,) = [stream.error for stream in streams if stream.error is not None]
         assert "the replica that had this request stopped" in str(error)
         assert server.complete(max_tokens=2).status_code == 200
-        wait_until(lambda: not orphans.keys() & descendants(1).keys(), 10)
-        wait_until(lambda: len(replicas(server)) == 2 and engines(server) == {"0", "1"}, 60)
+        wait_until(lambda: not orphans.keys() & descendants(1).keys())
+        wait_until(lambda: len(replicas(server)) == 2 and engines(server) == {"0", "1"})
         after = [Stream(server, 50) for _ in range(4)]
         for stream in after:
             stream.join(30)
             assert stream.error is None
-        wait_until(server.idle, 10)
+        wait_until(server.idle)
 
     def test_it_ends_with_all_its_processes(self, server: Server) -> None:
         below = descendants(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-        wait_until(lambda: not below.keys() & descendants(1).keys(), 20)
+        wait_until(lambda: not below.keys() & descendants(1).keys())
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")

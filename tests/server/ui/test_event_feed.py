@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from kvserve.outputs import EngineStats, PoolView, RequestStats
-from tests.server.conftest import RunningServer, StartServer, wait_until
+from tests.server.conftest import RunningServer, StartServer
+from tests.waiting import wait_until
 
 STATS = EngineStats(
     num_running=1,
@@ -137,4 +138,4 @@ def test_readers_that_never_read_cost_little(start_server: StartServer) -> None:
     finally:
         for reader in sockets:
             reader.close()
-    wait_until(lambda: server.engine.watched[-1] is False, 10)
+    wait_until(lambda: server.engine.watched[-1] is False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
 KARA = ("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8")
 
@@ -41,7 +41,7 @@ def test_more_than_is_followed_at_once_is_refused(server: Server) -> None:
     answer = server.complete(**body)
     assert answer.status_code == 429 and answer.json()["error"]["code"] == "too_many_traces"
     assert answer.headers["Retry-After"]
-    wait_until(server.idle, 30)
+    wait_until(server.idle)
 
 
 def test_the_stream_shows_the_request_that_runs(server: Server) -> None:
