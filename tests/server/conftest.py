@@ -28,6 +28,7 @@ class RunningServer:
     state: ServerState
     url: str
     loop: asyncio.AbstractEventLoop
+    uvicorn: uvicorn.Server
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,13 +49,13 @@ class RunningServer:
         messages = [{"role": "user", "content": content}]
         return self.post("/v1/chat/completions", model=MODEL, messages=messages, **body)
 
-    def call(self, function: Callable[[], Any]) -> None:
-        """Run ``function`` on the server's loop."""
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns on the server's loop."""
 
         async def run() -> Any:
             return function()
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
 
 
 StartServer = Callable[..., RunningServer]
@@ -87,7 +88,7 @@ def run_server(
     thread.start()
     wait_until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0])
+    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0], server)
     try:
         yield running
     finally:
