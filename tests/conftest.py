@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +53,14 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 checkpoint: q/k norm, head_dim apart from hidden / heads."""
     return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """A URL at which nobody listens: its port is taken, and refuses."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import time
 from collections.abc import Callable
 
 WAIT = 240.0
 """Seconds. The one bound of all waits, far above what any takes on a busy machine."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """``wait_until`` beside an event loop that goes on."""
+
+    async def look() -> None:
+        while not condition():
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(look(), WAIT)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:

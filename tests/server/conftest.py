@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +58,20 @@ class RunningServer:
             return function()
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
+
+
+def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with little room for its answer, whose request for a completion is sent."""
+    content = json.dumps(body)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    url = httpx.URL(base_url)
+    client = socket.create_connection((url.host, url.port or 80))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.sendall((head + content).encode())
+    return client
 
 
 StartServer = Callable[..., RunningServer]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-import socket
 import threading
 import weakref
 from collections.abc import Iterator
 
 import httpx
-import orjson
 import pytest
 
-from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.server.conftest import MODEL, RunningServer, StartServer, sent
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import WAIT, wait_until
 
@@ -35,24 +33,10 @@ def no_collections() -> Iterator[None]:
 def test_nothing_of_who_left_waits_for_a_collection(server: RunningServer, stream: bool) -> None:
     """A hundred streams with log-probabilities left 80 MiB that referred to itself."""
     body = {"prompt": "HALF", "max_tokens": 400, "stream": stream, "logprobs": 5}
-    with _sent(server, body):
+    with sent(server.url, body):
         wait_until(lambda: any(each.num_logprobs for each in server.state.generations))
         left = [weakref.ref(each) for each in server.state.generations]
     wait_until(lambda: idle(server) and not any(each() for each in left))
-
-
-def _sent(server: RunningServer, body: dict[str, object]) -> socket.socket:
-    """A connection with little room for its answer, whose request is sent."""
-    content = orjson.dumps(body)
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    url = httpx.URL(server.url)
-    client = socket.create_connection((url.host, url.port))
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.sendall(head.encode() + content)
-    return client
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -78,7 +62,7 @@ def test_leaving_a_stream(server: RunningServer, path: str) -> None:
 @pytest.mark.parametrize("prompts", [["STUCK"], ["STUCK", "HALF", "a"]])
 def test_leaving_before_the_answer(server: RunningServer, prompts: list[str], stream: bool) -> None:
     ended = prompts.count("a")
-    with _sent(server, {"prompt": prompts, "max_tokens": 3, "stream": stream}):
+    with sent(server.url, {"prompt": prompts, "max_tokens": 3, "stream": stream}):
         wait_until(lambda: len(server.engine.seen) == len(prompts))
         wait_until(lambda: len(server.engine.stats.requests) == len(prompts) - ended)
     wait_until(lambda: idle(server) and len(server.engine.aborted) == len(prompts) - ended)
@@ -89,7 +73,7 @@ def test_a_client_that_stops_reading(start_server: StartServer) -> None:
     server = start_server(FakeEngine(max_model_len=100_000))
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "a", "max_tokens": 90_000, "stream": True, "stream_options": options}
-    with _sent(server, body) as client:
+    with sent(server.url, body) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         wait_until(lambda: not idle(server))
     wait_until(lambda: idle(server) and not server.state.generations)
@@ -111,7 +95,7 @@ def test_others_go_on(server: RunningServer) -> None:
     ]
     for thread in others:
         thread.start()
-    with _sent(server, {"prompt": "STUCK"}):
+    with sent(server.url, {"prompt": "STUCK"}):
         wait_until(lambda: len(server.engine.seen) == 5)
     for thread in others:
         thread.join()

@@ -19,8 +19,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 import kvserve
+from tests.server.conftest import sent
 from tests.server.real_server import MODEL, Server
-from tests.waiting import wait_until
+from tests.waiting import WAIT, wait_until
 
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
 KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
@@ -213,16 +214,9 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
         "stream": stream,
         "kv_policy": "none",
     }
-    if stream:
-        with server.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            wait_until(lambda: bool(server.stats()["requests"]))
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.5)
-            )
+    with sent(server.url, body) as client:
+        assert not stream or client.recv(100).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: bool(server.stats()["requests"]))
     wait_until(server.idle)
 
 
@@ -264,7 +258,7 @@ def test_many_at_once(server: Server) -> None:
 
     def ask() -> None:
         body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT).json()
         answers.append(answer["choices"][0]["text"])
 
     threads = [threading.Thread(target=ask) for _ in range(32)]
@@ -282,7 +276,7 @@ def test_sigterm_drains(server: Server) -> None:
     body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
     thread = threading.Thread(
         target=lambda: answers.append(
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
         )
     )
     thread.start()
@@ -291,7 +285,7 @@ def test_sigterm_drains(server: Server) -> None:
     thread.join()
     assert '"finish_reason":"length"' in answers[0].text
     assert answers[0].text.endswith("data: [DONE]\n\n")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(WAIT) == 0
     assert "Traceback" not in server.text
 
 
@@ -329,7 +323,7 @@ def test_what_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     cases.append((["--model", str(tmp_path / "shards")], shard))
     command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps([argv for argv, _ in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
     *told, rest = done.stderr.split("-" * 9 + "\n")
     assert "Traceback" not in done.stderr and not rest, done.stderr
     for text, (_, named) in zip(told, cases, strict=True):

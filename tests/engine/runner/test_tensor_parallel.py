@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,11 +147,9 @@ def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
         llm.engine.add_request("a", PROMPTS[0], params)
         llm.engine.step()
         os.kill(process.pid, signal.SIGKILL)
-        since = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"rank 1 ended \(exit code -9\)"):
             while True:
                 llm.engine.step()
-        assert time.monotonic() - since < 20
         with pytest.raises(EngineDeadError, match="rank 1 ended"):
             generate(llm)
 

@@ -71,9 +71,12 @@ def test_an_answer_that_is_stopped(
 
 
 def test_errors(
-    server: RunningServer, start_server: StartServer, capsys: pytest.CaptureFixture[str]
+    server: RunningServer,
+    start_server: StartServer,
+    nobody: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "a"]) == 1
+    assert cli.run(["chat", "--url", f"{nobody}/v1", "-q", "a"]) == 1
     assert "--url" in capsys.readouterr().err
     assert cli.run(["chat", "--url", server.url, "-q", "a", "--max-tokens", "1"]) == 0
     assert run(server, "chat", "-q", "a", "--kv-policy", "{") == 1

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import httpx
 import pytest
 
 from tests.server.real_server import Server
-from tests.waiting import wait_until
+from tests.waiting import WAIT, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -53,13 +52,13 @@ class Ranks:
         body = {"prompt": "Hello", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         url = f"{self.server.url}/v1/completions"
         thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(url, json=body, timeout=60))
+            target=lambda: answers.append(httpx.post(url, json=body, timeout=WAIT))
         )
         thread.start()
         wait_until(lambda: bool(self.server.stats()["requests"]))
 
         def end() -> str:
-            thread.join(30)
+            thread.join(WAIT)
             return answers[0].text
 
         return end
@@ -73,12 +72,10 @@ def test_a_dead_rank_is_503_and_an_error_to_open_requests() -> None:
         assert usage["kv_cache_details"]["compactions"] > 0
         end = ranks.stream()
         os.kill(ranks.rank, signal.SIGKILL)
-        killed = time.monotonic()
         assert "rank 1 ended (exit code -9)" in end()
         assert ranks.server.http.get("/health").status_code == 503
-        assert ranks.server.process.wait(10) == 1
-        assert time.monotonic() - killed < 30
-        assert ranks.gone()
+        assert ranks.server.process.wait(WAIT) == 1
+        wait_until(ranks.gone)
     finally:
         ranks.server.stop()
 
@@ -94,11 +91,11 @@ def test_no_process_is_left(case: str) -> None:
             for pid in (ranks.rank, ranks.engine, process.pid):
                 os.kill(pid, signal.SIGTERM)
             assert end().endswith("data: [DONE]\n\n")
-            assert process.wait(20) == 0
+            assert process.wait(WAIT) == 0
         elif case == "Ctrl-C":
             for pid in (ranks.rank, ranks.engine, process.pid):
                 os.kill(pid, signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(WAIT) == 0
         elif case == "first rank":
             end = ranks.stream()
             os.kill(ranks.engine, signal.SIGKILL)
