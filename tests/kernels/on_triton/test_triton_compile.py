@@ -93,6 +93,7 @@ def test_attention_issues_few_instructions(variant: str, most: int) -> None:
         assert issued <= most, f"Triton {version}"
 
 
+@pytest.mark.slow
 def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES)
     assert {name.partition(":")[2] for name in costs} == {name.partition(":")[2] for name in BUDGET}

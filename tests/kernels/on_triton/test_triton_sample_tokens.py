@@ -101,7 +101,9 @@ def assert_same_kept(logits: Tensor, settings: Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("vocab", [1, 33, 64, 203])
+@pytest.mark.parametrize(
+    "vocab", [1, 64, *(pytest.param(n, marks=pytest.mark.slow) for n in (33, 203))]
+)
 def test_tokens(vocab: int) -> None:
     """Greedy, drawn and filtered rows in one launch; no whole tiles; logits in strided rows."""
     settings = [GREEDY, PLAIN, *FILTERS, PLAIN, GREEDY]
@@ -115,7 +117,9 @@ def test_tokens_without_filters(settings: list[tuple[float, float, float, float]
     assert_same_tokens(logits, rows_of(*settings), filtered=False)
 
 
-@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize(
+    "spread", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.01, 8.0))]
+)
 def test_what_filters_keep(spread: float) -> None:
     """From flat logits, of which a filter keeps most, to peaked ones."""
     logits = torch.randn(len(FILTERS), 300) * spread
