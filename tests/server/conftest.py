@@ -19,6 +19,7 @@ from kvserve.config import EngineConfig
 from kvserve.server.http.app import create_app
 from kvserve.server.state.server_state import ServerOptions, ServerState
 from tests.server.fake_engine import FakeEngine
+from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
 MODEL = "org/fake"
@@ -112,6 +113,34 @@ def run_server(
         server.should_exit = True
         server.force_exit = True
         thread.join(WAIT)
+
+
+REAL = (
+    *("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8"),
+    *("--policy.chunk-budget", "4", "--continuations", "on", "--allow-kv-trace"),
+    *("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
+    # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
+    *("--max-num-batched-tokens", "1024"),
+    *("--read-timeout", "5", "--write-timeout", "5"),
+    *("--max-connections", "300", "--max-body-size", "8MiB"),
+)
+"""Flags of the real server: it takes seconds to start, so all tests of a worker share one."""
+
+
+@pytest.fixture(scope="session")
+def real_servers() -> Iterator[list[Server]]:
+    running: list[Server] = []
+    yield running
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def real_server(real_servers: list[Server]) -> Server:
+    """A process with the shipped model and ``REAL``; another one if a test has ended it."""
+    if not real_servers or real_servers[-1].process.poll() is not None:
+        real_servers.append(Server(*REAL))
+    return real_servers[-1]
 
 
 @pytest.fixture(scope="module")

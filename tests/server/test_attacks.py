@@ -20,16 +20,13 @@ import pytest
 from bench.soak.bombs import CHAINS, grammar_bombs
 from bench.soak.bystander import Bystander
 from tests.server.real_server import Server
+from tests.thinning import slow
 from tests.waiting import WAIT, wait_until
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    pool = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
-    # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
-    running = Server(*pool, "--write-timeout", "1.5", "--max-num-batched-tokens", "1024")
-    yield running
-    running.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +64,7 @@ def test_log_probabilities_of_many_prompts(server: Server) -> None:
     assert server.complete("a", max_tokens=2, logprobs=20).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, *slow(False)])
 def test_a_long_list_of_log_probabilities_beside_a_stream(server: Server, stream: bool) -> None:
     """The largest answer that is allowed. That others go on meanwhile: test_completions.py."""
     prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
@@ -109,7 +106,7 @@ def test_streams_that_nobody_reads(server: Server) -> None:
 
 
 def test_who_reads_slowly_gets_everything(server: Server) -> None:
-    body = {"prompt": "a", "stream": True, "max_tokens": 2500, "logprobs": 20, "ignore_eos": True}
+    body = {"prompt": "a", "stream": True, "max_tokens": 1000, "logprobs": 20, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         pieces = []
         for piece in answer.iter_bytes(2**16):

@@ -145,7 +145,8 @@ def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many a row is cut into depends on the other rows. Neither a cut-off nor a sum does, which
     would seldom move one."""
-    settings, logits = torch.tensor(FILTERS), torch.randn(len(FILTERS), 300) * 2
+    filters = FILTERS[1::3]  # by number, by mass, by both and the best one's weight, and flat ones
+    settings, logits = torch.tensor(filters), torch.randn(len(filters), 300) * 2
     cuts, sums, parts = list[Tensor](), list[Tensor](), list[int]()
     launch = cutting._narrow.launch
 
@@ -156,7 +157,7 @@ def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(grid, *args, **options)
 
     monkeypatch.setattr(cutting._narrow, "launch", noted)
-    for processors in (1, 3 * len(FILTERS), 5 * len(FILTERS)):
+    for processors in (1, 3 * len(filters), 5 * len(filters)):
         monkeypatch.setattr(cutting, "num_processors", lambda device, n=processors: n)
         cuts.append(cut_offs(logits, settings))
     assert parts == [1, 3, 5]
@@ -179,7 +180,7 @@ def test_equal_logits_are_kept_by_id() -> None:
         ]
     )
     assert_same_kept(logits, settings)
-    assert_same_kept(torch.zeros_like(logits), settings)
+    assert_same_kept(torch.zeros_like(logits[:3]), settings[:3])
     assert_same_tokens(logits, rows_of(*[GREEDY] * 6), filtered=False)
 
 
@@ -195,11 +196,12 @@ def test_banned_tokens_never_come_back() -> None:
 
 
 def test_a_row_draws_the_same_in_any_batch() -> None:
-    rows, logits = rows_of(*FILTERS, PLAIN), torch.randn(len(FILTERS) + 1, 203)
+    filters = FILTERS[4::5]
+    rows, logits = rows_of(*filters, PLAIN), torch.randn(len(filters) + 1, 203)
     together = sample_tokens_triton(logits, *rows, True)
-    for i in (4, 9, len(FILTERS)):
+    for i in range(len(filters) + 1):
         own, seed, position = (x[i : i + 1] for x in rows)
-        alone = sample_tokens_triton(logits[i : i + 1], own, seed, position, i < len(FILTERS))
+        alone = sample_tokens_triton(logits[i : i + 1], own, seed, position, i < len(filters))
         assert alone == together[i]
 
 

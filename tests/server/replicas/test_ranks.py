@@ -15,7 +15,10 @@ import pytest
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
+]
 
 KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
 
@@ -80,7 +83,6 @@ def test_a_dead_rank_is_503_and_an_error_to_open_requests() -> None:
         ranks.server.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["SIGTERM", "Ctrl-C", "first rank", "idle rank", "server"])
 def test_no_process_is_left(case: str) -> None:
     ranks = Ranks()

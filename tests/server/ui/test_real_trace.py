@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,10 @@ import pytest
 from tests.server.real_server import Server
 from tests.waiting import wait_until
 
-KARA = ("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8")
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(*KARA, "--allow-kv-trace", "--num-gpu-blocks-override", "300")
-    yield server
-    server.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 def test_what_was_dropped_is_what_usage_says(server: Server) -> None:
@@ -65,7 +60,7 @@ def test_the_stream_shows_the_request_that_runs(server: Server) -> None:
         for owner, count in zip(runs[::2], runs[1::2], strict=True):
             counts[owner] += count
         (request,) = event["requests"]
-        assert sum(counts.values()) == event["blocks_total"] == 300
+        assert sum(counts.values()) == event["blocks_total"] == 3000
         assert counts[0] == event["blocks_free"] and counts[1] == event["blocks_cached"]
         assert counts[4] + counts[2] == request["blocks"] and counts[2] == request["log_blocks"]
     assert any(event["requests"][0]["compactions"] for event in running)
