@@ -15,8 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from kvserve.server.cli import runner
+from kvserve.server.cli.commands import run as run_command
 from kvserve.server.cli.runner import table
 from kvserve.server.http.http_protocol import MAX_HEAD
+from tests.server.fake_engine import FakeEngine
 from tests.waiting import WAIT, wait_until
 
 CODE = """
@@ -89,7 +92,7 @@ def run() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Process]:
-    process = Process({}, "--model", "m", "--port", "0")
+    process = Process({}, "--model", "m", "--port", "0", "--served-model-name", "a", "b")
     yield process
     process.popen.kill()
     process.popen.wait()
@@ -106,36 +109,9 @@ def complete(url: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
 
 
-def running(url: str) -> int:
-    number: int = httpx.get(f"{url}/v1/kv/stats", timeout=WAIT).json()["num_running"]
-    return number
-
-
-def test_start_up_and_drain(run: Callable[..., Process], tmp_path: Path) -> None:
-    process = run("--port", "0", "--served-model-name", "a", "b")
-    url = process.url
-    assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
-    table_text = process.text
-    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
-        assert part in table_text
-
-    body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
-    thread, results = in_thread(lambda: complete(url, body))
-    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
-    wait_until(lambda: running(url) == 2)
-    process.popen.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
-    refused = complete(url, body)
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-    (tmp_path / "go").touch()
-    thread.join()
-    streaming.join()
-    assert results[0].json()["usage"]["completion_tokens"] == 150
-    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
-    assert process.wait() == 0
-    assert "Traceback" not in process.text
-    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
-    assert "/health" not in process.text
+def until_running(url: str, number: int) -> None:
+    with httpx.Client(base_url=url, timeout=WAIT) as http:
+        wait_until(lambda: http.get("/v1/kv/stats").json()["num_running"] == number)
 
 
 def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) -> None:
@@ -145,7 +121,7 @@ def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) ->
     thread, results = in_thread(lambda: complete(url, body))
     stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
     streaming, streamed = in_thread(lambda: complete(url, stream))
-    wait_until(lambda: running(url) == 2)
+    until_running(url, 2)
     process.popen.send_signal(signal.SIGINT)
     thread.join()
     streaming.join()
@@ -161,7 +137,7 @@ def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
     url = process.url
     body = {"prompt": "STUCK", "max_tokens": 40}
     thread, results = in_thread(lambda: complete(url, body))
-    wait_until(lambda: running(url) == 1)
+    until_running(url, 1)
     process.popen.send_signal(signal.SIGTERM)
     wait_until(lambda: "again to stop at once" in process.text)
     process.popen.send_signal(signal.SIGTERM)
@@ -175,32 +151,61 @@ def test_health_while_loading(run: Callable[..., Process]) -> None:
     assert process.popen.stdout is not None
     url = f"http://127.0.0.1:{int(process.popen.stdout.readline())}"
 
-    def status() -> int:
-        try:
-            return httpx.get(f"{url}/health", timeout=WAIT).status_code
-        except httpx.ConnectError:
-            return 0
+    with httpx.Client(base_url=url, timeout=WAIT) as http:
 
-    wait_until(lambda: status() == 503)
+        def status() -> int:
+            try:
+                return http.get("/health").status_code
+            except httpx.ConnectError:
+                return 0
+
+        wait_until(lambda: status() == 503, process.popen)
     process.popen.send_signal(signal.SIGTERM)
     assert process.wait() == 0
-    assert "Traceback" not in process.text
+    assert "stopped before" in process.text and "Traceback" not in process.text
 
 
-def test_errors_at_the_start(run: Callable[..., Process]) -> None:
+def test_an_error_at_the_start(run: Callable[..., Process]) -> None:
     message = "model-00002-of-00003.safetensors is missing"
     process = run("--port", "0", start_error=message)
     assert process.wait() == 1
     assert process.text.splitlines()[1:] == [f"kvserve serve: error: {message}"]
+
+
+class NeverStarted(FakeEngine):
+    """It would take half an hour."""
+
+    async def start(self) -> None:
+        raise AssertionError("the engine was started")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--port", "taken"), "cannot listen on 127.0.0.1"),
+        (("--ssl-keyfile", "/none", "--ssl-certfile", "/none"), "error: --ssl-certfile"),
+        (("--allow-request-policy", "listed", "--request-policies", "kara", "no"), "'no'"),
+        (("--read-timeout", "0"), "--read-timeout"),
+        (("--max-connections", "0"), "--max-connections"),
+        (("--chat-template", "/nowhere/at/all"), "--chat-template"),
+    ],
+)
+def test_flags_are_read_before_a_model_is_loaded(
+    flags: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "make_engine", lambda config: NeverStarted())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
         taken.listen()
-        process = run("--port", str(taken.getsockname()[1]))
-        assert process.wait() == 1
-    assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 2
-    process = run("--port", "0", "--ssl-keyfile", "/none", "--ssl-certfile", "/none")
-    assert process.wait() == 1
-    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 2
+        words = [port if word == "taken" else word for word in flags]
+        free = () if "--port" in flags else ("--port", "0")
+        assert run_command(["serve", "--model", "m", *free, *words]) in (1, 2)
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("kvserve serve: error: ") and named in error
 
 
 @pytest.mark.parametrize(
@@ -223,6 +228,36 @@ def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
             answer += part
     assert answer.startswith(b"HTTP/1.1 %d " % status) and b'{"error":{"message":"' in answer
     assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
+
+
+def test_the_table(plain: Process) -> None:
+    assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
+    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
+        assert part in plain.text
+
+
+def test_it_drains(plain: Process, tmp_path: Path) -> None:
+    """The last test of this process."""
+    process, url = plain, plain.url
+    assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
+
+    body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
+    thread, results = in_thread(lambda: complete(url, body))
+    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
+    until_running(url, 2)
+    process.popen.send_signal(signal.SIGTERM)
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
+    refused = complete(url, body)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    (tmp_path / "go").touch()
+    thread.join()
+    streaming.join()
+    assert results[0].json()["usage"]["completion_tokens"] == 150
+    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
+    assert process.wait() == 0
+    assert "Traceback" not in process.text
+    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
+    assert "/health" not in process.text
 
 
 def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:

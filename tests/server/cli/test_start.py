@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import pytest
 from kvserve.config import EngineConfig
 from kvserve.engine.runner import memory
 from kvserve.log import ConfigError
-from tests.server.cli.test_runner import Process
 from tests.waiting import WAIT
 
 SMALL = ("--model", "kvserve/tiny", "--port", "0", "--num-gpu-blocks-override", "200")
@@ -52,25 +50,6 @@ def test_the_first_line_comes_before_anything_is_loaded() -> None:
     assert re.match(r"kvserve \S+ starts with kvserve/tiny .*False False", done.stdout), done
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--allow-request-policy", "listed", "--request-policies", "kara", "no"), "'no'"),
-        (("--read-timeout", "0"), "--read-timeout"),
-        (("--max-connections", "0"), "--max-connections"),
-        (("--chat-template", "/nowhere/at/all"), "--chat-template"),
-    ],
-)
-def test_flags_are_read_before_a_model_is_loaded(flags: tuple[str, ...], named: str) -> None:
-    """The engine would take half an hour."""
-    process = Process({"start_delay": 1800.0}, "--model", "m", "--port", "0", *flags)
-    try:
-        assert process.wait() in (1, 2)
-        assert named in process.text
-    finally:
-        process.popen.kill()
-
-
 def test_the_tokenizer_is_looked_at_before_a_model_is_loaded() -> None:
     command = [sys.executable, "-c", CODE_WITHOUT_THINKING, "--reasoning-parser", "qwen3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
@@ -85,17 +64,6 @@ FakeTokenizer.encode = lambda self, text, add_special_tokens=True: [5, 6]
 runner.make_engine = lambda config: FakeEngine(start_delay=1800.0)
 commands.main(["--model", "m", "--port", "0", *sys.argv[1:]])
 """
-
-
-def test_sigterm_while_it_loads_ends_it() -> None:
-    process = Process({"start_delay": 1800.0}, "--model", "m", "--port", "0")
-    try:
-        assert process.popen.stdout is not None and process.popen.stdout.readline(), "it listens"
-        process.popen.send_signal(signal.SIGTERM)
-        assert process.wait() == 0
-        assert "stopped before" in process.text and "Traceback" not in process.text
-    finally:
-        process.popen.kill()
 
 
 @pytest.mark.parametrize(
