@@ -34,7 +34,8 @@ SITE := .venv-docs
 # Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
 OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
+# A module's tests run in one process, so that what they share is made once.
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
 .PHONY: help venv install dev run test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
 

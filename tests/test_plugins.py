@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_pytest_alone_is_enough() -> None:
     """``--strict-config`` refuses settings of plugins that are not there."""
     without = [f"-pno:{name}" for name in ("asyncio", "timeout", "xdist", "cacheprovider")]

@@ -235,6 +235,7 @@ def test_an_engine_that_survives_a_failed_step_has_no_figures(
     assert "an illegal memory access" in row["error"] and "Traceback" in row["error"]
 
 
+@pytest.mark.slow
 def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     """A part of the check and a row, without the packages that a lent machine does not have."""
     found, row = tmp_path / "part.json", tmp_path / "row.json"

@@ -99,6 +99,7 @@ def generate(
 @pytest.mark.parametrize(
     "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "layer")), "head"]
 )
+@pytest.mark.slow
 def test_tokens_equal_those_of_torch(
     tiny_dir: Path, layout: str, request: pytest.FixtureRequest
 ) -> None:

@@ -25,6 +25,7 @@ from tests.engine.guesses import SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
@@ -182,9 +183,7 @@ def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, An
     assert oracle.guessed > oracle.confirmed > 20
 
 
-@pytest.mark.parametrize("layout", ["model", "head"])
-@pytest.mark.parametrize("sizes", [(2, 3, 8), ()], ids=["padded", "recorded"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@thinned({"kind": ["llama", "gemma3"], "sizes": [(), (2, 3, 8)], "layout": ["model", "head"]})
 def test_chunks_are_captured_too(
     kind: str, sizes: tuple[int, ...], layout: str, tmp_path: Path
 ) -> None:
