@@ -38,6 +38,7 @@ __all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", Granularity)
 def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
@@ -73,6 +74,7 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
     }
 
 
+@pytest.mark.device
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("form", ["auto", *slow(*FORMATS)])
 def test_what_kara_launches_is_checked(
@@ -107,6 +109,7 @@ def test_what_kara_launches_is_checked(
     assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
 
 
+@pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("form", ["auto", "int8", "k8v4"])

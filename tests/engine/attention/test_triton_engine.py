@@ -96,6 +96,7 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "layer")), "head"]
 )

@@ -23,6 +23,7 @@ from tests.engine.guesses import always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
 from tests.thinning import slow
 
+pytestmark = pytest.mark.device
 WINDOW = {"budget": 16, "window": 4}
 THRESHOLD = {"trigger": "threshold", "threshold": 24}
 POLICIES: dict[str, dict[str, Any]] = {

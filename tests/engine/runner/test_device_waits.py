@@ -28,6 +28,7 @@ from tests.engine.guesses import always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 from tests.thinning import thinned
 
+pytestmark = pytest.mark.device
 ATEN = torch.ops.aten
 TRACED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, kv_trace=True)
 

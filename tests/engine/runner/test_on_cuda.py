@@ -24,6 +24,7 @@ from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 
+pytestmark = pytest.mark.device
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
 GRAPHS: dict[str, Any] = {

@@ -93,6 +93,7 @@ def test_attention_issues_few_instructions(variant: str, most: int) -> None:
         assert issued <= most, f"Triton {version}"
 
 
+@pytest.mark.device
 @pytest.mark.slow
 def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES)
