@@ -23,7 +23,6 @@ from tests.engine.guesses import always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
 from tests.thinning import slow
 
-pytestmark = pytest.mark.device
 WINDOW = {"budget": 16, "window": 4}
 THRESHOLD = {"trigger": "threshold", "threshold": 24}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -50,6 +49,7 @@ CASES |= {
     "spindlekv-raw": {"name": "spindlekv", "window": 4, "codebook": False},
 }
 
+OFTEN = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv", "triattention"}
 QUICK = {"kara", "spindlekv"}
 
 
@@ -70,8 +70,10 @@ def cases() -> Iterator[Any]:
         for i, layout in enumerate(layouts(policy)):
             for form in ("auto", "k8v4"):
                 if form == "auto" or name != "spindlekv":
-                    quick = name in QUICK and i == 0 and form == "auto"
-                    yield pytest.param(name, layout, form, marks=[] if quick else pytest.mark.slow)
+                    first = i == 0 and form == "auto"
+                    marks = [] if first and name in QUICK else [pytest.mark.slow]
+                    marks += [pytest.mark.device] * (first and name in OFTEN)
+                    yield pytest.param(name, layout, form, marks=marks)
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")
