@@ -151,7 +151,7 @@ async def test_a_slow_grammar_stalls_nobody(
     try:
         slow, wrong = ask("slow", {"choice": ["yes"]}), ask("wrong", {"regex": "("})
         gone = ask("gone", {"choice": ["no"]})
-        await asyncio.sleep(0.05)
+        await until(lambda: len(engine._queues) == 3)
         gone.cancel()
         lengths, _ = await collect(engine, "free")
         assert lengths[-1] == 30 and not slow.done()

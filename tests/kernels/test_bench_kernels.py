@@ -33,6 +33,7 @@ from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine
 from tests.thinning import slow
+from tests.waiting import WAIT
 
 __all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,6 @@ def test_without_a_gpu_there_is_no_figure() -> None:
         f"{absent}; sys.argv = ['kernels.py']; from bench.kernels import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 2 and "no CUDA device" in done.stderr
     assert not done.stdout

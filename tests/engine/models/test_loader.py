@@ -19,6 +19,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.models import storage
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.waiting import WAIT
 
 
 def generate(directory: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -254,7 +255,7 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
         print(status("VmHWM") - before)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 1e9
     print(f"peak / size: {int(done.stdout) / size:.3f}")

@@ -12,6 +12,7 @@ import pytest
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import policy_class, policy_names
 from tests.thinning import slow
+from tests.waiting import WAIT
 
 HERE = Path(__file__).parent
 MATRIX = ("cases.py", "uneven.py")
@@ -36,4 +37,4 @@ def test_a_policy_has_a_worked_example(name: str) -> None:
 @pytest.mark.parametrize("module", ["adakv", *slow("chunkkv", "base", "registry")])
 def test_a_module_can_be_the_first_one_imported(module: str) -> None:
     command = [sys.executable, "-c", f"import kvserve.engine.policies.{module}"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=WAIT)

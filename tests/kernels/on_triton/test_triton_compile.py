@@ -49,7 +49,7 @@ def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> 
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
