@@ -110,6 +110,7 @@ def test_rows_keep_what_they_hold(llama_dir: Path, policy: Any, layout: str) -> 
     assert first == same
 
 
+@pytest.mark.slow
 def test_ranks_hold_it_too(llama_dir: Path) -> None:
     """Each rank sums the keys of its own heads; the other rank finds the group by its name."""
     llm = make_llm(llama_dir, KARA, tensor_parallel_size=2)
