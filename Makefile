@@ -34,7 +34,8 @@ SITE := .venv-docs
 # Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
 OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
+# A module's tests run in one process, so that what they share is made once.
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
 .PHONY: help venv install dev run model test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
 
@@ -67,8 +68,8 @@ soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
 
-lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
-	@status=0; for tool in "ruff check ." "ruff format --check ." mypy; do \
+lint: $(DEV_DONE) ## ruff, its formatter's check, mypy, and who imports whom
+	@status=0; for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \
 		echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
 
 format: $(DEV_DONE) ## format, and fix what ruff can fix
@@ -102,7 +103,7 @@ peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)
 	$(BIN)/python -m bench.peers.install $(ARGS)
 
 clean: ## remove caches and build outputs
-	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist kvserve.egg-info .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments

@@ -24,6 +24,7 @@ from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
+from tests.waiting import WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 KARA_SMALL = JOBS[1].small().policy
@@ -235,6 +236,7 @@ def test_an_engine_that_survives_a_failed_step_has_no_figures(
     assert "an illegal memory access" in row["error"] and "Traceback" in row["error"]
 
 
+@pytest.mark.slow
 def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     """A part of the check and a row, without the packages that a lent machine does not have."""
     found, row = tmp_path / "part.json", tmp_path / "row.json"
@@ -248,7 +250,7 @@ def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
         "'--smoke']; sys.exit(gpu_row.main())"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     assert json.loads(row.read_text())["compactions"] > 10
     cases = json.loads(found.read_text())["rows"]

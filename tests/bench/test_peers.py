@@ -142,6 +142,7 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("prompts", ["copy", pytest.param("edit", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_guesses_are_found_in_a_text_that_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str
 ) -> None:

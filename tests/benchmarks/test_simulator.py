@@ -27,7 +27,7 @@ from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.trigger import EvictionSpec, Never, Trigger, WhenOver
-from tests.test_architecture import loaded_by
+from tests.test_imports import loaded_by
 
 LLAMA, QWEN, _, GPT_OSS = LARGE_SHAPES
 NO_QUERIES = Queries("none")

@@ -103,6 +103,7 @@ def test_ratios_are_between_runs_of_one_turn(
     assert [row["pool_share"] for row in saved["rows"][::2]] == [60 / DEMAND, 100 / DEMAND]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_the_grid_and_draws_it(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

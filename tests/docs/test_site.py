@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.waiting import WAIT
 
 _LOADED = re.compile(r"<(?:script|img|iframe|link)[^>]*?(?:src|href)=\"?(https?://[^\"\s>]+)", re.I)
 _CANONICAL = re.compile(r'<link[^>]*rel="?(?:canonical|edit|prev|next)')
@@ -28,7 +29,7 @@ def test_the_strict_build_passes_and_is_offline(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=WAIT,
     )
     assert done.returncode == 0, done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))

@@ -32,18 +32,16 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine
+from tests.thinning import slow
+from tests.waiting import WAIT
 
 __all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    [
-        Granularity.MODEL,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (Granularity.LAYER, Granularity.HEAD)),
-    ],
-)
+@pytest.mark.device
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", Granularity)
 def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
     setting = tiny(granularity, device)
     codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
@@ -77,8 +75,9 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
     }
 
 
+@pytest.mark.device
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("form", ["auto", *slow(*FORMATS)])
 def test_what_kara_launches_is_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +110,8 @@ def test_what_kara_launches_is_checked(
     assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
 
 
+@pytest.mark.device
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("form", ["auto", "int8", "k8v4"])
 def test_all_tiles_of_a_model_are_checked(
@@ -263,6 +264,6 @@ def test_without_a_gpu_there_is_no_figure() -> None:
         f"{absent}; sys.argv = ['kernels.py']; from bench.kernels import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 2 and "no CUDA device" in done.stderr
     assert not done.stdout

@@ -21,6 +21,7 @@ from kvserve.kernels.quantized_entries import (
     quantize,
 )
 from kvserve.kernels.query_segments import QuerySegments
+from tests.thinning import thinned
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -215,10 +216,15 @@ class Rows:
 
 
 @compiled
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 32, 48, 128])
-def test_attention_widens_levels(form: EntryFormat, dtype: torch.dtype, dim: int) -> None:
+@thinned(
+    {
+        "name": list(FORMATS),
+        "dtype": [torch.float32, torch.bfloat16],
+        "dim": [16, 32, 48, 128],
+    }
+)
+def test_attention_widens_levels(name: str, dtype: torch.dtype, dim: int) -> None:
+    form = FORMATS[name]
     within = 1e-5 if dtype is torch.float32 else 1e-2
     for tables in (1, 2):
         rows = Rows(form, dim, dtype, tables)

@@ -30,11 +30,11 @@ def test_growth_is_between_the_ends() -> None:
     assert not Check("growth", 16.0, 33.0, "<=").holds
 
 
-def test_mixed_attacks_note_what_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_attacks_note_what_is_no_answer(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 5xx or a broken connection, unless a fault excuses it."""
     excused = False
     mixed = MixedAttacks(2048, lambda: excused)
-    mixed.url = "http://127.0.0.1:9"  # nobody is there
+    mixed.url = nobody
 
     def statuses(url: str) -> Iterator[int]:
         yield from (200, 400, 500)

@@ -95,9 +95,11 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.device
 @pytest.mark.parametrize(
     "layout", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "layer")), "head"]
 )
+@pytest.mark.slow
 def test_tokens_equal_those_of_torch(
     tiny_dir: Path, layout: str, request: pytest.FixtureRequest
 ) -> None:
@@ -106,7 +108,7 @@ def test_tokens_equal_those_of_torch(
     expected = generate(tiny_dir, "torch", layout)
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
-    kernels = {"_rotate_and_store", "attend", "_gather", "_log_sums", "_shares"}
+    kernels = {"_rotate_and_store", "attend", "merge", "_gather", "_log_sums", "_shares"}
     kernels |= {"_store_int4", "_gather_int4", "_decode_inputs", "_compact"}
     assert launched == kernels | {"_choose", "_survey", "_pick", "_narrow", "_draw"}
 

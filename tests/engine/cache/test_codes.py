@@ -26,6 +26,7 @@ from kvserve.scheduler.messages.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow
 
 BLOCK = 4
 (PROMPT,) = random_prompts([70], seed=8)
@@ -104,7 +105,12 @@ def test_a_codebook_that_would_cost_more_is_not_built(llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "dtype"), [("direct", "float32"), ("direct", "bfloat16"), ("rebuild", "bfloat16")]
+    ("codes", "dtype"),
+    [
+        ("direct", "bfloat16"),
+        pytest.param("direct", "float32", marks=pytest.mark.slow),
+        pytest.param("rebuild", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_every_request_of_a_random_run_keeps_its_bound(
     codes: str, dtype: str, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +200,7 @@ def test_every_request_of_a_random_run_keeps_its_bound(
     assert torch.cat(merged, dim=-1).float().mean() > 0.05, "hardly anything merged"
 
 
-@pytest.mark.parametrize("gqa", ["mean", "repeat"])
+@pytest.mark.parametrize("gqa", ["mean", *slow("repeat")])
 def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(gqa: str, llama_dir: Path) -> None:
     """Alone or beside others, in chunks, from the prefix cache, computed again: the same."""
     policy = {**MUCH_MERGES, "raw_fallback": False, "gqa": gqa}

@@ -29,6 +29,7 @@ from tests.engine.evicting_reference import (
 )
 from tests.engine.policies.cases import PROMPT, UNEVEN_BLOCK, UNEVEN_CASES, Case
 from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+from tests.thinning import thinned
 
 _KARA: dict[str, Any] = {"window": 16, "buffer": 4, "ratio": 0.25, "period": 4}
 _MODEL = {"query_dtype": "model"}
@@ -222,8 +223,7 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["mean", "fitted"])
-@pytest.mark.parametrize("name", LEAVING)
+@thinned({"name": LEAVING, "kind": ["mean", "fitted"]})
 def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
     """Lanes that drop differently many, and blocks that are dropped where they lie."""
     directory, spec = write_checkpoint("llama", tmp_path), {**UNEVEN_CASES[name], "remainder": kind}

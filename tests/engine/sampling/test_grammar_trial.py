@@ -17,6 +17,7 @@ from kvserve.engine.sampling.grammar_backends import BackendSource
 from kvserve.engine.sampling.grammar_trial import GrammarTrial
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
+from tests.waiting import WAIT
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_limits_of_time_and_memory() -> None:
         print(tried(lambda: None))
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT, check=True
     )
     slow, large, deep, fine = done.stdout.split("\n")[:4]
     assert "1 s" in slow and "memory" in large and "nested" in deep and fine == ""

@@ -19,6 +19,7 @@ from tests.kernels.on_triton.test_triton_paged_attention import TOLERANCE, Case
 from tests.kernels.on_triton.test_triton_quantized import Rows
 from tests.kernels.on_triton.test_triton_windows import windowed
 from tests.kernels.test_remainder import random_remainder
+from tests.thinning import thinned
 
 Inputs = tuple[Any, dict[str, Any]]
 """What attention takes, without and with names."""
@@ -90,8 +91,7 @@ def results(given: Inputs, num_splits: int) -> list[Tensor]:
     return [out, more["shares"].out.clone()] if "shares" in more else [out]
 
 
-@pytest.mark.parametrize("num_splits", [2, 4, 19])
-@pytest.mark.parametrize("case", CASES)
+@thinned({"case": list(CASES), "num_splits": [2, 4, 19]})
 def test_parts_add_up_to_the_whole(case: str, num_splits: int) -> None:
     """And what no program has written is not read."""
     given = CASES[case]()

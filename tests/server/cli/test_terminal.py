@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -11,8 +12,9 @@ import pytest
 
 from kvserve.server.cli import commands as cli
 from tests.server.cli.pseudo_terminal import Pty
-from tests.server.conftest import RunningServer, StartServer, wait_until
+from tests.server.conftest import RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import wait_until
 
 
 def run(server: RunningServer, *argv: str) -> int:
@@ -45,11 +47,11 @@ def test_a_conversation(
 def test_an_answer_that_is_stopped(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("SLOW\ntwo\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("HALF\ntwo\n"))
 
     def interrupt() -> None:
-        wait_until(lambda: bool(server.state.generations), 30)
-        signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: bool(server.engine.seen))
+        os.kill(os.getpid(), signal.SIGINT)  # which wakes the thread that waits for the answer
 
     thread = threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
@@ -69,9 +71,12 @@ def test_an_answer_that_is_stopped(
 
 
 def test_errors(
-    server: RunningServer, start_server: StartServer, capsys: pytest.CaptureFixture[str]
+    server: RunningServer,
+    start_server: StartServer,
+    nobody: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "a"]) == 1
+    assert cli.run(["chat", "--url", f"{nobody}/v1", "-q", "a"]) == 1
     assert "--url" in capsys.readouterr().err
     assert cli.run(["chat", "--url", server.url, "-q", "a", "--max-tokens", "1"]) == 0
     assert run(server, "chat", "-q", "a", "--kv-policy", "{") == 1

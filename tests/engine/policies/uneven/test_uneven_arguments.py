@@ -129,14 +129,12 @@ CASES["pyramidinfer"] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "argument"),
-    [(name, fields, argument) for name, rows in CASES.items() for fields, argument in rows],
-)
-def test_bad_arguments_are_named(name: str, fields: dict[str, Any], argument: str) -> None:
-    with pytest.raises(PolicyError, match=argument) as refused:
-        make_policy({"name": name, **fields})
-    assert refused.value.argument == argument
+@pytest.mark.parametrize("name", CASES)
+def test_bad_arguments_are_named(name: str) -> None:
+    for fields, argument in CASES[name]:
+        with pytest.raises(PolicyError, match=argument) as refused:
+            make_policy({"name": name, **fields})
+        assert refused.value.argument == argument, fields
 
 
 def test_what_is_said_and_when_they_run() -> None:
