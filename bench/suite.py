@@ -1,9 +1,8 @@
-"""The measurements of docs/benchmarks.md.
+"""The measurements behind docs/benchmarks.md.
 
-`python -m bench.suite run` makes them on this machine. `python -m bench.suite document` writes the
-page, its chapters and README.md's table from the newest results in bench/results. `python -m
-bench.suite plots` draws those results again. `python -m bench.suite list` says how long each takes
-on one core of an otherwise idle machine.
+`python -m bench.suite run` makes them on this machine, `show` prints the newest results as
+Markdown, `plots` draws them again. `list` says how long each takes on one core of an otherwise idle
+machine. `make docs-site` builds pages of all of them.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from datetime import datetime, timezone
 
 from bench.report.measurement import PLOTS, RESULTS, ROOT, Measurement
 from bench.report.measurements import SUITE
-from bench.report.page import pages
+from bench.report.page import section
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
 
 
@@ -54,15 +53,11 @@ def main() -> None:
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
     words = "end resumable measurements after N minutes; run again until all are done"
     runner.add_argument("--minutes", type=float, metavar="N", help=words)
-    commands.add_parser("document", help="write docs/benchmarks.md and its chapters")
+    shower = commands.add_parser("show", help="print the newest results as Markdown")
+    shower.add_argument("names", nargs="*", metavar="NAME", help="as for run")
     commands.add_parser("plots", help="draw the newest results again")
     commands.add_parser("list", help="say how long each takes, and whether it was measured")
     args = parser.parse_args()
-    if args.command == "document":
-        for path, text in pages().items():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        return
     if args.command == "plots":
         for each in SUITE:
             draw(each)
@@ -76,6 +71,9 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [each for each in SUITE if each.name in (args.names or names)]
+    if args.command == "show":
+        sys.stdout.write("\n\n".join(map(section, chosen)) + "\n")
+        return
     failed = [each.name for each in chosen if run(each, args.minutes)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

@@ -28,7 +28,6 @@ FLOORS = {
         ("http",),
         ("replicas",),
         ("cli",),
-        ("reference",),
     ),
     "benchmarks": (
         ("setup",),

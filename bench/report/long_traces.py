@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from bench.report.measurement import Measurement, flags
-from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
-# Traces of the length that compression is for, on random weights: the cost does not depend on what
-# is generated.
-SNAPKV_LONG = "snapkv:trigger=threshold,budget=1025,threshold=1280"
-RKV_LONG = "rkv:budget=1025,threshold=1152,protect_prompt=true"
-WINDOW_LONG = "streaming_llm:budget=1152,period=32"
-LONG_POLICIES = ("none", "kara", "kara:ratio=0.2", SNAPKV_LONG, RKV_LONG, WINDOW_LONG)
+# Random weights: the cost does not depend on what is generated.
 
 
 def long_answers(mean: int, count: int, shape: str = "4m", sigma: float = 0.7) -> str:
@@ -99,51 +93,5 @@ LONG = (
         "One run. Tests took 40 of the 239 seconds of `none`, which may be too slow by a tenth.",
         f"bench throughput {long_answers(12_000, 12, sigma=0.35)} --repeat 1 {flags(TURNS)}",
         minutes=14,
-    ),
-)
-
-# Measured with Kara's default until 2026-11-22: a ratio of 0.3, and nothing left behind.
-BEFORE = (
-    Measurement(
-        "long-cache-dtypes",
-        "Answers of 3,000 tokens, the cache held in fewer bits",
-        "As many bytes hold more entries: what rounding gives without a policy, and beside one.",
-        f"bench throughput {long_answers(3000, 24)} --repeat 2 "
-        f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
-        minutes=28,
-        in_pieces=True,
-    ),
-    Measurement(
-        "long-pools",
-        "Which pools pay, with answers of 3,000 tokens",
-        "The same requests on pools from a seventh of the demand to all of it.",
-        f"bench sweep {long_answers(3000, 16).replace('--pool-share 0.25', '')}"
-        f"--pool-shares 0.15 0.25 0.5 0.75 1.0 --repeat 1 {flags(LONG_POLICIES[1:3])}",
-        minutes=6,
-        plots=True,
-        in_pieces=True,
-    ),
-    Measurement(
-        "long-lengths",
-        "From which length on it pays",
-        "The mean length of answers, on a pool of a quarter of each length's own demand and on one "
-        "with room for everybody. A test ran beside Kara's row of 500 tokens on the quarter: "
-        "alone it reached 0.96 (0.81 to 1.38, three turns; "
-        "bench/results/2026-11-22-lengths-500-again.json).",
-        "bench sweep --shape 4m --dtype bfloat16 --threads 1 --dataset random --input-len 128 "
-        "--output-lens 500 1000 2000 4000 8000 --random-output-sigma 0.7 "
-        "--random-output-cap 16384 --num-prompts 12 --pool-shares 0.25 1.0 --repeat 1 "
-        f"{flags(LONG_POLICIES[1:3])}",
-        minutes=10,
-        plots=True,
-        in_pieces=True,
-    ),
-    Measurement(
-        "long-79m",
-        "Answers of 3,000 tokens from a model of 79 M parameters",
-        "",
-        f"bench throughput {long_answers(3000, 12, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
-        minutes=6,
-        in_pieces=True,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from bench.report.engines import ENGINES
-from bench.report.long_traces import BEFORE, LONG
+from bench.report.long_traces import LONG
 from bench.report.measurement import Chapter, Measurement, flags
 from kvserve.benchmarks.setup.options import KV_CACHE_DTYPES
 
@@ -281,14 +281,6 @@ CONVERSATIONS = (
 
 CHAPTERS = (
     Chapter("long-answers", "Long answers", "What compression is for, with Kara's default.", LONG),
-    Chapter(
-        "kara-before",
-        "Long answers under Kara's earlier default",
-        "Measured before 2026-11-23, when Kara kept three tenths of a window and left nothing "
-        "behind: which pools and lengths pay, other cache types, a larger shape, vLLM. Today's "
-        "default holds less and is faster.",
-        BEFORE,
-    ),
     Chapter(
         "short-answers",
         "Short answers and pools",

@@ -118,11 +118,16 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
 
 
-def _run(name: str, rest: list[str]) -> int:
-    command = importlib.import_module(COMMANDS[name].module)
+def parser_of(name: str) -> Parser:
+    """The parser of one command; imports the command."""
     parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
-    command.add_arguments(parser)
-    return command.run(parser.parse(gather_dotted(rest))) or 0
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    return parser
+
+
+def _run(name: str, rest: list[str]) -> int:
+    args = parser_of(name).parse(gather_dotted(rest))
+    return importlib.import_module(COMMANDS[name].module).run(args) or 0
 
 
 def _help() -> str:

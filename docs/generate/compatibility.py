@@ -1,4 +1,4 @@
-"""docs/compatibility.md: what works with which policy. Each cell is an engine's answer."""
+"""``compatibility.md``: what works with which policy. Each cell is an engine's answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from docs.generate.markdown import table
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.core.resolve import choose_granularity
@@ -19,9 +20,8 @@ _INTRO = """\
 # Compatibility
 
 Which features work with which policy, and which policies a request may choose on a server that
-runs another. Nothing here is kept by hand: `make docs` starts an engine for each row and asks it.
-A number stands for the engine's reason to refuse, listed below; a refused request gets it in a
-400.
+runs another. Each cell is the answer of an engine that was started for its row. A number stands for
+the engine's reason to refuse, listed below; a refused request gets it in a 400.
 
 """
 _PROMPT = 600
@@ -46,12 +46,10 @@ _VARIANTS = (
 )
 
 
-def markdown() -> str:
-    """The page."""
+def page() -> str:
     policies = _policies()
     reasons: dict[str, int] = {}
-    features = [["server's policy", *_FEATURES, _RANKS, _SWAP]]
-    choices = [["server's policy", *map(_label, policies)]]
+    features, choices = [], []
     for policy in policies:
         core = _core(policy)
         cells = [_ask(core, fields, reasons) for fields in _FEATURES.values()]
@@ -59,12 +57,13 @@ def markdown() -> str:
         features.append([f"`{_label(policy)}`", *cells])
         cells = [_ask(core, {"kv_policy": other}, reasons) for other in policies]
         choices.append([f"`{_label(policy)}`", *cells])
+    head = ["server's policy"]
     parts = [
-        *(_INTRO, f"## Features, with a prompt of {_PROMPT} tokens\n\n", _table(features)),
-        *(
-            "\n## A request's `kv_policy` (columns) on a server's policy (rows)\n\n",
-            _table(choices),
-        ),
+        _INTRO,
+        f"## Features, with a prompt of {_PROMPT} tokens\n\n",
+        table([*head, *_FEATURES, _RANKS, _SWAP], features),
+        "\n## A request's `kv_policy` (columns) on a server's policy (rows)\n\n",
+        table([*head, *map(_label, policies)], choices),
         "\n## Reasons\n\n",
         *(f"{number}. {reason}\n" for reason, number in reasons.items()),
     ]
@@ -125,9 +124,3 @@ def _ask(core: EngineCore, fields: Mapping[str, Any], reasons: dict[str, int]) -
         return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
     core.abort([_BASE.seq_id])
     return "yes"
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

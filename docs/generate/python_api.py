@@ -1,33 +1,36 @@
-"""``python.md``: the names of ``kvserve.__all__`` with signatures, docstrings and fields."""
+"""``reference/python.md``: public names with their signatures, docstrings and fields."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import is_dataclass
 from typing import Any
 
 import kvserve
+from docs.generate.markdown import prose, table
 from kvserve import outputs
-from kvserve.server.reference.markdown import prose, table, written_by
 
 _INTRO = """\
 # Python
 
 `from kvserve import LLM, SamplingParams`: the names below are public; whatever else can be
 imported may change. Settings of `LLM(model, **settings)` and fields of `EngineConfig` are the
-flags of [`kvserve serve`](cli.md#kvserve-serve) with underscores: `--max-num-seqs 8` is
-`max_num_seqs=8`. A wrong setting is a `kvserve.log.ConfigError`, a wrong request a
+flags of [`kvserve serve`](cli.md#kvserve-serve) that concern the engine, with underscores:
+`--max-num-seqs 8` is `max_num_seqs=8`. Those of the server alone (`--host`, `--chat-template`,
+`--data-parallel-size`) are none. A wrong setting is a `kvserve.log.ConfigError`, a wrong request a
 `kvserve.log.RequestError`; both are `ValueError`s and name the field.
 """
 _WIDTH = 80
+_NO_FIELD = "init=False|ClassVar"
 _PARTS_OF_OUTPUTS = ("KVCacheDetails", "KVTraceEvent", "Compaction", "Logprob", "RequestMetrics")
 
 
 def page() -> str:
     """The page: a section for each public name, then for each type that their fields have."""
     names = sorted(set(kvserve.__all__) - {"__version__", "EngineConfig"}, key=str.lower)
-    parts = [written_by("the docstrings"), _INTRO]
+    parts = [_INTRO]
     parts += [_section(name, getattr(kvserve, name)) for name in names]
     parts += [_section(name, getattr(outputs, name)) for name in _PARTS_OF_OUTPUTS]
     return "\n".join(parts)
@@ -83,12 +86,12 @@ def _split(arguments: str) -> list[str]:
 
 
 def _fields(kind: type) -> list[list[str]]:
-    """Name, type, default and docstring of each field; leaves out fields with ``init=False``."""
+    """Name, type, default and docstring of each field that a user may give or read."""
     body = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     rows = []
     for at, node in enumerate(body.body):
-        if not isinstance(node, ast.AnnAssign) or "init=False" in ast.unparse(node):
+        if not isinstance(node, ast.AnnAssign) or re.search(_NO_FIELD, ast.unparse(node)):
             continue
         default = "" if node.value is None else f"`{_default(node.value)}`"
         about = body.body[at + 1] if at + 1 < len(body.body) else None

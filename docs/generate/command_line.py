@@ -1,13 +1,12 @@
-"""``cli.md``: every command with its flags, taken from its parser."""
+"""``reference/cli.md``: every command with its flags, taken from its parser."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Iterator
 
-from kvserve.server.cli.commands import COMMANDS
-from kvserve.server.reference.markdown import table, written_by
+from docs.generate.markdown import table
+from kvserve.server.cli.commands import COMMANDS, parser_of
 from kvserve.server.settings.args import ENV_PREFIX, Parser
 
 _INTRO = f"""\
@@ -24,16 +23,8 @@ The command line wins over the environment, the environment over the file. Sizes
 def page() -> str:
     """The page, a section for each command."""
     overview = [[f"[`kvserve {name}`](#{_anchor(name)})", c.help] for name, c in COMMANDS.items()]
-    parts = [written_by("the parsers"), _INTRO, table(["command", "what it does"], overview)]
+    parts = [_INTRO, table(["command", "what it does"], overview)]
     return "\n".join([*parts, *map(_section, COMMANDS)])
-
-
-def parser_of(name: str) -> Parser:
-    """The parser that ``kvserve NAME`` uses."""
-    command = importlib.import_module(COMMANDS[name].module)
-    parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
-    command.add_arguments(parser)
-    return parser
 
 
 def _anchor(name: str) -> str:
@@ -53,7 +44,8 @@ def _section(name: str) -> str:
 
 def _groups(parser: Parser) -> Iterator[tuple[str, list[list[str]]]]:
     for group in parser._action_groups:
-        shown = [a for a in group._group_actions if not isinstance(a, argparse._HelpAction)]
+        actions = (a for a in group._group_actions if not isinstance(a, argparse._HelpAction))
+        shown = [action for action in actions if action.help != argparse.SUPPRESS]
         if shown:
             general = group.title in ("positional arguments", "options")
             yield "" if general else str(group.title), [_row(parser, action) for action in shown]

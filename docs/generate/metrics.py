@@ -1,8 +1,8 @@
-"""``metrics.md``: every series of ``GET /metrics``, taken from its registry."""
+"""``reference/metrics.md``: every series of ``GET /metrics``, taken from its registry."""
 
 from __future__ import annotations
 
-from kvserve.server.reference.markdown import table, written_by
+from docs.generate.markdown import table
 from kvserve.server.state.server_state import ServerState
 
 _INTRO = """\
@@ -39,4 +39,4 @@ def page(state: ServerState) -> str:
             ]
         )
     head = ["series", "kind", "meaning", "further labels", "also as"]
-    return "\n".join([written_by("the server's registry"), _INTRO, table(head, rows)])
+    return "\n".join([_INTRO, table(head, rows)])

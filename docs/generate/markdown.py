@@ -1,17 +1,10 @@
-"""Pieces of Markdown that the reference pages share."""
+"""Pieces of Markdown that the pages share."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterable, Sequence
-
-_COMMAND = "python -m kvserve.server.reference docs/reference"
-
-
-def written_by(source: str) -> str:
-    """A comment that tells editors to edit ``source`` and not the page."""
-    return f"<!-- written from {source} by `make docs` ({_COMMAND}); edit those -->\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

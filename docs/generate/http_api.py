@@ -1,4 +1,4 @@
-"""``http.md``: routes, fields and answers, taken from the server's OpenAPI schema."""
+"""``reference/http.md``: routes, fields and answers, taken from the server's OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from docs.generate.markdown import prose, table
 from kvserve.server.http.app import create_app
-from kvserve.server.reference.markdown import prose, table, written_by
 from kvserve.server.state.server_state import ServerState
 
 Schema = Mapping[str, Any]
@@ -25,7 +25,7 @@ _OK = "200"
 def page(state: ServerState) -> str:
     """The page: every route, then every object that a route takes or gives."""
     api = create_app(state).openapi()
-    parts = [written_by("the OpenAPI schema"), _INTRO, table(*_routes(api))]
+    parts = [_INTRO, table(*_routes(api))]
     for name, schema in sorted(api["components"]["schemas"].items()):
         if "properties" in schema:
             parts += [f"## {name}\n", prose(schema.get("description")), table(*_fields(schema))]
