@@ -31,7 +31,7 @@ FLOORS = {
     ),
     "benchmarks": (
         ("setup",),
-        ("reports", "datasets", "simulator"),
+        ("reports", "datasets"),
         ("measuring",),
         ("commands",),
     ),

@@ -19,8 +19,6 @@ _VALUES = {
     "--prefix-repetition-output-len": ["8"],
     "--num-iters": ["1"],
     "--num-iters-warmup": ["0"],
-    "--output-len-mean": ["200"],
-    "--num-requests": ["8"],
     "--max-new-tokens": ["40"],
 }
 _FILES = ("--save-result", "--save-markdown", "--save-plots")
@@ -30,7 +28,6 @@ _ADDED = {
     "bench sweep": ["--disable-tqdm"],
     "bench latency": ["--disable-tqdm"],
     "eval": ["--disable-tqdm", "--grid-lengths", "256", "--grid-depths", "0.5"],
-    "tune": ["--num-requests", "8", "--disable-tqdm"],
 }
 _ONCE = ("--policy",)
 """Flags of which a measurement has dozens, one setting each."""

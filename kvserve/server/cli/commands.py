@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
     "tune": Command(
-        "kvserve.benchmarks.commands.tune", "simulate which settings suit a card and lengths"
+        "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"
     ),
     "inspect": Command(
         "kvserve.benchmarks.commands.inspect", "show which positions a policy keeps"
