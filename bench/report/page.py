@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
-from bench.report.measurement import PLOTS, Chapter, Measurement
-from bench.report.measurements import CHAPTERS
+from bench.report.measurements import CHAPTERS, PLOTS, Chapter, Measurement
 from kvserve.benchmarks.reports.policy_names import short_names
 from kvserve.benchmarks.reports.report import Row, describe_machine, markdown_table
 
@@ -39,14 +39,10 @@ def chapter(chapter: Chapter) -> str:
 
 
 def section(measurement: Measurement) -> str:
-    """The newest result of a measurement, or the command that would make one."""
-    parts = [f"## {measurement.title}", *filter(None, [measurement.text])]
+    """The newest result of a measurement."""
     result = measurement.newest()
-    planned = f"{measurement.program} {measurement.command}"
-    command = planned if result is None else result["command"]
-    parts.append(f"```\n{command}\n```")
-    if result is None:
-        return "\n\n".join([*parts, "Not measured yet."])
+    parts = [f"## {measurement.title}", *filter(None, [measurement.text])]
+    parts.append(f"```\n{shlex.join(measurement.words)}\n```")
     parts += [f"{line}." for line in (*result["about"], describe_machine(result), result["date"])]
     keys = [key for key in result["columns"] if key not in _LEFT_OUT]
     parts.append(markdown_table(measurement.table(keys), shortened(result["rows"])))

@@ -13,7 +13,6 @@ _VALUES = {
     "--pool-shares": ["1"],
     "--max-num-seqs": ["1"],
     "--output-len": ["40"],
-    "--output-lens": ["24", "40"],
     "--input-len": ["32"],
     "--prefix-repetition-num-prefixes": ["1"],
     "--prefix-repetition-output-len": ["8"],
@@ -25,8 +24,6 @@ _FILES = ("--save-result", "--save-markdown", "--save-plots")
 _LEFT_OUT = ("--minutes",)
 _ADDED = {
     "bench throughput": ["--num-warmups", "0", "--disable-tqdm"],
-    "bench sweep": ["--disable-tqdm"],
-    "bench latency": ["--disable-tqdm"],
     "eval": ["--disable-tqdm", "--grid-lengths", "256", "--grid-depths", "0.5"],
 }
 _ONCE = ("--policy",)

@@ -10,9 +10,7 @@ from typing import Any
 
 from kvserve.benchmarks.measuring.measure import Figures
 from kvserve.benchmarks.measuring.pieces import Pieces
-from kvserve.benchmarks.reports.report import Row
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
-from kvserve.progress import progress
 
 
 @dataclass
@@ -33,7 +31,7 @@ class Contestant:
     def rates(self) -> list[float]:
         return [run["output_tok_s"] for run in self.runs]
 
-    def row(self, base: Contestant, against: str) -> Row:
+    def row(self, base: Contestant) -> dict[str, Any]:
         """The figures of the run with median throughput.
 
         The ratio is the median over turns, so that both of its sides saw the same load on the
@@ -46,44 +44,38 @@ class Contestant:
             "policy_args": None if self.spec is None else self.spec.as_dict,
             **self.facts,
             **by_rate[(len(by_rate) - 1) // 2],
-            f"ratio_to_{against}": median(ratios),
-            f"ratio_to_{against}_all": ratios,
+            "ratio_to_first": median(ratios),
+            "ratio_to_first_all": ratios,
             "output_tok_s_all": self.rates,
             "spread": _spread(self.rates, ",.0f"),
             "ratio_spread": None if self is base else _spread(ratios, ".2f"),
         }
 
 
-def run_in_turns(
-    contestants: Sequence[Contestant], repeat: int, pieces: Pieces, show: bool = False
-) -> None:
-    """Run every contestant once, then all of them again; ``show`` draws one bar over all runs.
+def run_in_turns(contestants: Sequence[Contestant], repeat: int, pieces: Pieces) -> None:
+    """Run every contestant once, then all of them again.
 
     Runs that earlier calls made are taken from ``pieces``. Runs for which there is no time are left
     to the next call.
     """
-    total = repeat * len(contestants)
-    with progress(total=total, unit="run", hidden=not show) as bar:
-        for turn in range(repeat):
-            for contestant in contestants:
-                title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
-                bar.set_description(title)
-                figures = pieces.find(contestant.title, turn)
-                if figures is None:
-                    if not pieces.has_time:
-                        return
-                    began = time.monotonic()
-                    figures = contestant.run(title)
-                    pieces.add(contestant.title, turn, figures, time.monotonic() - began)
-                contestant.runs.append(figures)
-                bar.update()
+    for turn in range(repeat):
+        for contestant in contestants:
+            title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
+            figures = pieces.find(contestant.title, turn)
+            if figures is None:
+                if not pieces.has_time:
+                    return
+                began = time.monotonic()
+                figures = contestant.run(title)
+                pieces.add(contestant.title, turn, figures, time.monotonic() - began)
+            contestant.runs.append(figures)
     pieces.complete = True
 
 
-def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:
+def rows_against_first(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
     """Rows of the contestants that have run, each with its ratio to the first."""
     measured = [contestant for contestant in contestants if contestant.runs]
-    return [contestant.row(measured[0], against) for contestant in measured]
+    return [contestant.row(measured[0]) for contestant in measured]
 
 
 def _spread(values: Sequence[float], style: str) -> str | None:

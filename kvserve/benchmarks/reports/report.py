@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -23,7 +22,6 @@ import kvserve
 
 EXIT_INTERRUPTED = 130
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
-_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
@@ -118,9 +116,11 @@ def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """JSON, indented, with every list of plain numbers on one line."""
-    text = json.dumps(document, indent=2, allow_nan=False)
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    """JSON, indented, with every row on one line."""
+    rows = document.get("rows")
+    text = json.dumps(document if not rows else {**document, "rows": []}, indent=2, allow_nan=False)
+    lines = ",\n    ".join(json.dumps(row, allow_nan=False) for row in rows or ())
+    return text.replace('"rows": []', f'"rows": [\n    {lines}\n  ]') if rows else text
 
 
 def _write(path: Path, text: str) -> None:

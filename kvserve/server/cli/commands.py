@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from kvserve import __version__
 from kvserve.log import ConfigError, EngineDeadError, RequestError, say
@@ -19,8 +19,11 @@ from kvserve.server.settings.args import Parser, UsageError, gather_dotted
 class Command(NamedTuple):
     module: str
     help: str
+    defaults: Mapping[str, Any] = {}
+    """Of its flags, where it is another command under a second name."""
 
 
+_THROUGHPUT = "kvserve.benchmarks.commands.throughput"
 COMMANDS = {
     "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
     "chat": Command("kvserve.server.cli.chat_client", "talk to a running server"),
@@ -34,17 +37,22 @@ COMMANDS = {
     "bench serve": Command(
         "kvserve.benchmarks.commands.serving", "send traffic to a server and time it"
     ),
-    "bench throughput": Command(
-        "kvserve.benchmarks.commands.throughput", "measure offline throughput"
-    ),
+    "bench throughput": Command(_THROUGHPUT, "compare policies on one pool or on several"),
+    # What these measured on their own is a choice of `bench throughput`'s flags.
     "bench latency": Command(
-        "kvserve.benchmarks.commands.latency", "measure one batch from end to end"
+        _THROUGHPUT,
+        "bench throughput on one batch with room for all, ten times",
+        {"num_prompts": 8, "pool_shares": [2.0], "repeat": 10},
     ),
     "bench sweep": Command(
-        "kvserve.benchmarks.commands.sweep", "find the pool sizes where policies pay"
+        _THROUGHPUT,
+        "bench throughput on six pools",
+        {"pool_shares": [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]},
     ),
     "bench policies": Command(
-        "kvserve.benchmarks.commands.policies", "measure what a policy's events cost"
+        _THROUGHPUT,
+        "bench throughput of 1, 16 and 64 sequences at once",
+        {"pool_shares": [2.0], "sequence_limits": [1, 16, 64]},
     ),
     "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
     "tune": Command(
@@ -122,6 +130,7 @@ def parser_of(name: str) -> Parser:
     """The parser of one command; imports the command."""
     parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    parser.set_defaults(**COMMANDS[name].defaults)
     return parser
 
 
