@@ -58,7 +58,7 @@ test-long: $(DEV_DONE) $(OTHER_TRITON)/triton $(SITE)/.installed ## run all test
 	$(PYTEST) -m "" $(ARGS)
 
 soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json --page build/soak.md $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
