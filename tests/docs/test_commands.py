@@ -24,7 +24,7 @@ from tests.docs.small import small
 COMMANDS = [(fence, words) for fence in ALL_FENCES for words in fence.commands]
 OURS = [(fence, words[1:]) for fence, words in COMMANDS if words[0] == "kvserve"]
 QUICK = ("policies", "collect-env", "inspect")
-CLIENTS = ("chat", "complete", "top", "bench serve")
+CLIENTS = ("chat", "complete", "bench serve")
 
 
 def where(item: tuple[Fence, list[str]]) -> str:

@@ -20,17 +20,15 @@ class Command(NamedTuple):
     module: str
     help: str
     defaults: Mapping[str, Any] = {}
-    """Of its flags, where it is another command under a second name."""
+    """Of its flags, where a module is several commands."""
 
 
+_TERMINAL = "kvserve.server.cli.terminal"
 _THROUGHPUT = "kvserve.benchmarks.commands.throughput"
 COMMANDS = {
     "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
-    "chat": Command("kvserve.server.cli.chat_client", "talk to a running server"),
-    "complete": Command(
-        "kvserve.server.cli.complete_client", "let a running server continue texts"
-    ),
-    "top": Command("kvserve.server.cli.top", "watch the pool and the requests of a server"),
+    "chat": Command(_TERMINAL, "talk to a running server", {"chats": True}),
+    "complete": Command(_TERMINAL, "let a running server continue texts", {"chats": False}),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
@@ -123,6 +121,8 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
     if group:
         raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
+    if words[0] == "top":
+        raise UsageError("`kvserve top` is gone: a server shows the same at / in a browser")
     raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
 
 
