@@ -22,7 +22,7 @@ from kvserve.sampling_params import StructuredOutput
 @pytest.fixture(scope="module")
 def trial() -> Iterator[GrammarTrial]:
     path = str(find_model("kvserve/tiny"))
-    trial = GrammarTrial(BackendSource("llguidance", path, False, 512, [0]))
+    trial = GrammarTrial(BackendSource(path, False, 512, [0]))
     yield trial
     trial.close()
 
