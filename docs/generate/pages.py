@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from bench.report.page import chapters
-from docs.generate import command_line, compatibility, http_api, metrics, policies, python_api
+from docs.generate import (
+    architectures,
+    command_line,
+    compatibility,
+    http_api,
+    metrics,
+    policies,
+    python_api,
+)
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -21,6 +29,7 @@ def all_pages() -> dict[str, str]:
         "reference/http.md": http_api.page(state),
         "reference/metrics.md": metrics.page(state),
         "reference/python.md": python_api.page(),
+        "reference/models.md": architectures.page(),
         **chapters(),
     }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import kvserve.engine.policies as engine_policies
 from docs.generate.markdown import table
 from kvserve.engine.policies.registry import describe_policies
 from kvserve.server.cli.policies import facts, value, values
@@ -33,7 +35,8 @@ def page() -> str:
         for p in described
     ]
     parts = [_INTRO, table(["policy", "what it does", "lengths", "not for"], overview)]
-    return "\n".join([*parts, *map(_section, described)])
+    choices = (Path(engine_policies.__file__).parent / "CHOICES.md").read_text()
+    return "\n".join([*parts, *map(_section, described), choices])
 
 
 def _section(policy: Mapping[str, Any]) -> str:

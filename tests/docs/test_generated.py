@@ -50,6 +50,8 @@ def test_pages_say_what_the_program_does(built: dict[str, str]) -> None:
     assert "## SamplingParams" in built["reference/python.md"]
     assert "__pydantic_config__" not in built["reference/python.md"]
     assert "## kara\n" in built["policies.md"]
+    families = [line for line in built["reference/models.md"].splitlines() if " native " in line]
+    assert len(families) > 10 and not any(line.endswith(": |") for line in families)
     assert "\n1. policy pyramidkv needs lengths" in built["compatibility.md"]
 
 
