@@ -116,11 +116,16 @@ def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """JSON, indented, with every row on one line."""
-    rows = document.get("rows")
-    text = json.dumps(document if not rows else {**document, "rows": []}, indent=2, allow_nan=False)
-    lines = ",\n    ".join(json.dumps(row, allow_nan=False) for row in rows or ())
-    return text.replace('"rows": []', f'"rows": [\n    {lines}\n  ]') if rows else text
+    """JSON with a line for each field, and for each of the objects that a field lists."""
+    lines = []
+    for name, value in document.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
+            text = (
+                "[\n    " + ",\n    ".join(json.dumps(e, allow_nan=False) for e in value) + "\n  ]"
+            )
+        lines.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _write(path: Path, text: str) -> None:
