@@ -37,7 +37,7 @@ INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 # A module's tests run in one process, so that what they share is made once.
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: help venv install dev run model test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
+.PHONY: help venv install dev run model test test-long soak acceptance lint format docs-site bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -63,7 +63,7 @@ test-long: $(DEV_DONE) $(OTHER_TRITON)/triton $(SITE)/.installed ## run all test
 	$(PYTEST) -m "" $(ARGS)
 
 soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json --page build/soak.md $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
@@ -76,15 +76,10 @@ format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(RUN_DONE) ## write docs/policies.md, docs/compatibility.md and docs/reference
-	$(BIN)/kvserve policies --markdown > docs/policies.md.new
-	mv docs/policies.md.new docs/policies.md
-	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
-	mv docs/compatibility.md.new docs/compatibility.md
-	$(BIN)/python -m kvserve.server.reference docs/reference
-
 # In an environment of its own: what builds pages has no business beside torch.
-docs-site: $(SITE)/.installed ## build the docs as a site in build/site, strict and offline (ARGS)
+docs-site: $(RUN_DONE) $(SITE)/.installed ## build the docs as a site in build/site, strict and offline (ARGS)
+	rm -rf build/pages
+	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
 # With matplotlib there, a plot too.

@@ -61,9 +61,9 @@ class EngineConfig:
         choices=("auto", "direct", "rebuild"),
     )
     grammar_backend: str = setting(
-        "llguidance",
-        "library that compiles JSON schemas and grammars for structured output",
-        choices=("llguidance", "xgrammar"),
+        "auto",
+        "library that compiles JSON schemas and grammars for structured output: llguidance, the "
+        "only one",
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(

@@ -296,8 +296,8 @@ class CompressionConfig:
     )
     task_classifier: str | None = setting(
         None,
-        "directory of a sequence classifier that tells windowkv the task of a prompt; label 0 is "
-        "localization (default: the small one that ships)",
+        "directory or hub id of a sequence classifier that tells windowkv with task auto the task "
+        "of a prompt; label 0 is localization",
     )
 
     def checks(self) -> Checks:

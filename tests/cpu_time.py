@@ -86,7 +86,7 @@ class CpuTime:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == "cpu_seconds":
+            if name == "cpu_seconds" and isinstance(value, float):
                 self.seconds[report.nodeid] = value
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,7 +16,6 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.policies.registry import make_policy
 from kvserve.server.cli import commands
-from kvserve.server.reference.command_line import parser_of
 from kvserve.server.settings.args import gather_dotted
 from kvserve.server.settings.reading import read_settings
 from tests.docs.pages import ALL_FENCES, NEEDS, ROOT, SERVED, Fence
@@ -26,7 +25,7 @@ from tests.waiting import WAIT
 COMMANDS = [(fence, words) for fence in ALL_FENCES for words in fence.commands]
 OURS = [(fence, words[1:]) for fence, words in COMMANDS if words[0] == "kvserve"]
 QUICK = ("policies", "collect-env", "inspect")
-CLIENTS = ("chat", "complete", "top", "bench serve")
+CLIENTS = ("chat", "complete", "bench serve")
 
 
 def where(item: tuple[Fence, list[str]]) -> str:
@@ -44,7 +43,7 @@ def run_here(words: list[str]) -> None:
 
 
 def test_the_pages_have_commands() -> None:
-    assert len(OURS) > 30
+    assert len(OURS) > 20
     assert {fence.page for fence, _ in OURS} >= {"README.md", "docs/start.md", "docs/accuracy.md"}
 
 
@@ -59,7 +58,7 @@ def test_a_mark_says_what_it_needs() -> None:
 @pytest.mark.parametrize("item", OURS, ids=where)
 def test_flags_are_those_of_the_program(item: tuple[Fence, list[str]]) -> None:
     name, argv = split(item[1])
-    args = parser_of(name).parse(argv)
+    args = commands.parser_of(name).parse(argv)
     if name == "serve":
         config, _ = read_settings(args)
         make_policy({"name": config.compression.policy, **config.compression.policy_args})
@@ -96,7 +95,7 @@ def test_commands_run(
     monkeypatch.chdir(ROOT)
     name, argv = split(item[1])
     if name == "serve":
-        config, _ = read_settings(parser_of(name).parse(argv))
+        config, _ = read_settings(commands.parser_of(name).parse(argv))
         start_small(config)
     else:
         run_here([*name.split(), *small(name, argv, tmp_path)])

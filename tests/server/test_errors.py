@@ -331,6 +331,7 @@ def test_a_full_queue(start_server: StartServer) -> None:
             check(other.post("/v1/completions", json={"prompt": "a", "n": 4}), 400, "prompt")
         # The client comes again once it is refused, and by then the others have left.
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [lambda _: running.close()]}
+        http: Any  # some clients name httpx by another name
         with httpx.Client(event_hooks=hooks, timeout=WAIT) as http:
             client = openai.OpenAI(
                 base_url=f"{server.url}/v1", api_key="none", max_retries=99, http_client=http

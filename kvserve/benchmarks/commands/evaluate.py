@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FORMAT=FILE",
         help="lines of JSON as they are published; "
-        + "; ".join(f"{name}: {each.help}" for name, each in FORMATS.items()),
+        + "; ".join(f"{name}: {line}" for name, line in FORMATS.items()),
     )
     words = "longest answer to --benchmark, in tokens (default: the format's own)"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)

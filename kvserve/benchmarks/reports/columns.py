@@ -8,7 +8,6 @@ _COLUMNS = {
     column.key: column
     for column in (
         Column("task", "task", left=True),
-        Column("answer tokens", "output_len", ",d"),
         Column("pool", "pool_blocks", ",d"),
         Column("of the demand", "pool_share", ".2f"),
         Column("max seqs", "max_num_seqs", "d"),
@@ -20,13 +19,11 @@ _COLUMNS = {
         Column("speculation", "speculation", left=True),
         Column("guessed", "draft_tokens", ",d"),
         Column("of these right", "accepted_share", ".0%"),
-        Column("sequences", "sequences", "d"),
         Column("output tokens", "output_tokens", ",d"),
         Column("wall s", "wall_s", ".2f"),
         Column("output tok/s", "output_tok_s", ",.1f"),
         Column("of all runs", "spread"),
         Column("vs first", "ratio_to_first", ".2f"),
-        Column("vs none", "ratio_to_none", ".2f"),
         Column("of all runs", "ratio_spread"),
         Column("mean running", "mean_running", ".1f"),
         Column("peak", "peak_running", "d"),
@@ -57,15 +54,7 @@ _COLUMNS = {
             "compactions_per_request",
             lambda mean: f"{mean:.2f}" if mean else "never reached",
         ),
-        Column("avg latency ms", "avg_latency_ms", ",.1f"),
-        Column("p50 ms", "p50_latency_ms", ",.1f"),
-        Column("p90 ms", "p90_latency_ms", ",.1f"),
-        Column("p99 ms", "p99_latency_ms", ",.1f"),
-        Column("decode step ms", "decode_step_ms", ".2f"),
-        Column("event ms", "event_ms", ".2f"),
-        Column("event / step", "event_per_step", ".2f"),
-        Column("events per sequence", "events_per_sequence", ".1f"),
-        Column("share of decode time", "share_of_time", ".1%"),
+        Column("ms an event", "event_ms", ".2f"),
     )
 }
 

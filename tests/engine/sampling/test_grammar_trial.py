@@ -23,7 +23,7 @@ from tests.waiting import WAIT
 @pytest.fixture(scope="module")
 def trial() -> Iterator[GrammarTrial]:
     path = str(find_model("kvserve/tiny"))
-    trial = GrammarTrial(BackendSource("llguidance", path, False, 512, [0]))
+    trial = GrammarTrial(BackendSource(path, False, 512, [0]))
     yield trial
     trial.close()
 

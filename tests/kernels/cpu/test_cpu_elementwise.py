@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 TOKENS = [0, 1, 5, 700]
 tokens = pytest.mark.parametrize("tokens", TOKENS)
-EACH = {"dtype": list(TOLERANCE), "tokens": TOKENS}
+EACH: dict[str, Sequence[Any]] = {"dtype": list(TOLERANCE), "tokens": TOKENS}
 
 
 def assert_alike(one: Tensor, other: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 TOKENS = [0, 1, 5]
 tokens = pytest.mark.parametrize("tokens", TOKENS)
-EACH = {"dtype": DTYPES, "tokens": TOKENS}
+EACH: dict[str, Sequence[Any]] = {"dtype": DTYPES, "tokens": TOKENS}
 
 
 def assert_alike(one: Tensor, other: Tensor) -> None:

@@ -94,7 +94,7 @@ def test_commands_of_a_conversation(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = (
-        *("one", "/retry", "/nonsense", "//slash", "/clear", "/system be brief", "/policy kara"),
+        *("one", "/nonsense", "//slash", "/clear", "/system be brief", "/policy kara"),
         *("/policy {", "/stats", "two", "/help", "/quit", "never"),
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -106,26 +106,24 @@ def test_commands_of_a_conversation(
     texts = [server.engine.tokenizer.decode(ids) for ids, _, _ in server.engine.seen]
     assert texts == [
         "<user>one<assistant>",
-        "<user>one<assistant>",
         "<user>one<assistant>0 1 <user>/slash<assistant>",
         "<system>be brief<user>two<assistant>",
     ]
     assert server.engine.seen[-1][1].kv_policy == "kara"
 
 
-def test_nothing_to_say_again(
+def test_slashes_mean_nothing_to_complete(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
-    assert run(server, "chat") == 0
-    assert "nothing has been said" in capsys.readouterr().err and not server.engine.seen
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\nhi\n"))
+    assert run(server, "complete", "--max-tokens", "1") == 0
+    assert capsys.readouterr().out == "0 \n0 \n"
+    assert cli.run(["top"]) == 2
+    assert "at / in a browser" in capsys.readouterr().err
 
 
-def test_at_a_terminal_it_waits_greets_and_says_bye(start_server: StartServer) -> None:
-    server = start_server(ready=False)
+def test_at_a_terminal_it_greets_and_says_bye(server: RunningServer) -> None:
     with Pty("chat", "--url", server.url, "--max-tokens", "2") as chat:
-        chat.wait_for("waiting: the model is still loading")
-        server.call(server.state.mark_ready)
         chat.wait_for("/help lists commands")
         chat.type("hi\n")
         chat.wait_for("0 1 ")

@@ -335,10 +335,9 @@ def test_long_prompts_are_tokenized_off_the_loop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And memory that this leaves in the thread goes back: 200 KB of "a " left 48 MiB."""
-    held, trims = iter([0, 2**20, 0, 2**23]), []
+    held, trims, tokenizer = iter([0, 2**20, 0, 2**23]), list[int](), Counting()
     monkeypatch.setattr(prompts, "resident_bytes", lambda: next(held))
     monkeypatch.setattr(prompts, "trim_memory", lambda: trims.append(len(tokenizer.given)))
-    tokenizer = Counting()
     server = start_server(FakeEngine(max_model_len=100_000, tokenizer=tokenizer))
     for _ in range(2):
         answer = server.complete("x" * 30_000, max_tokens=1).json()

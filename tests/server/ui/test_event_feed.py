@@ -169,8 +169,11 @@ def test_nothing_is_queued_for_readers_that_never_read(
             server.engine.pool = replace(VIEW, cells=[0, 1, 1, 1] * 8000, time=float(views))
             wait_until(lambda: len(encoded) >= views)
 
-        # What the system's own buffers take is soon full.
-        wait_until(lambda: (show_another(), len(unsent()) == readers)[1])
+        def all_are_behind() -> bool:
+            show_another()
+            return len(unsent()) == readers
+
+        wait_until(all_are_behind)  # what the system's own buffers take is soon full
         for _ in range(20):
             show_another()
             assert server.complete("a", max_tokens=4).status_code == 200

@@ -40,8 +40,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"budget": 64, "trigger": "threshold"}, "trigger"),
     ],
     "windowkv": [
-        ({"budget": 32}, "budget"),
-        ({"budget": 16, "task": "localization"}, "budget"),
+        ({"budget": 32, "task": "aggregation"}, "budget"),
+        ({"budget": 16}, "budget"),
         ({"budget": 64, "ratio": 0.5}, "ratio"),
         ({"budget": 64, "task": "qa"}, "task"),
         ({"budget": 64, "window": 0}, "window"),
