@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import sys
@@ -98,6 +99,17 @@ def nobody() -> Iterator[str]:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def the_log_is_as_libraries_have_it() -> Iterator[None]:
+    """A program that a test runs in its own process sends the package's log to stderr from then on,
+    and pytest would hear later messages twice."""
+    yield
+    log = logging.getLogger("kvserve")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -262,8 +262,7 @@ def test_root_path(start_server: StartServer) -> None:
     assert server.http.get("/llm/v1/models").status_code == 401
 
 
-def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("kvserve"), "propagate", True)
+def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvserve")
     engine = FakeEngine(stats=STATS)
     metrics = Metrics(engine, EngineConfig(), ServerOptions(served_names=(MODEL,)))

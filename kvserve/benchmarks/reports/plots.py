@@ -88,6 +88,28 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
     return _saved({name: draw(rows, names)}, folder, names)
 
 
+@styled
+def plot_fidelity(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write KL divergence against bytes held, a panel per text."""
+    by_text: dict[str, list[Row]] = {}
+    for row in rows:
+        by_text.setdefault(row["text"], []).append(row)
+    names, looks = method_names(rows), _looks(map(method_label, rows))
+    figure, axes = panels(list(by_text), height=5.0)
+    for panel, members in zip(axes, by_text.values(), strict=True):
+        for method, look in looks.items():
+            line = sorted(
+                (row["of_full"], row["kl"], row["kl_error"] or 0.0)
+                for row in members
+                if method_label(row) == method and row["kl"] > 0
+            )
+            if line:
+                panel.errorbar(*zip(*line, strict=True), label=names[method], **look)
+        panel.set(xlabel="bytes held, of the full cache's", ylabel="KL, nats a token")
+        panel.set(xlim=(0, None), yscale="log")
+    return _saved({"fidelity": figure}, folder, names)
+
+
 # ---- colours -------------------------------------------------------------------------
 
 
