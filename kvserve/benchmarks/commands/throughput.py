@@ -37,12 +37,10 @@ from kvserve.benchmarks.setup.options import (
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.config import SchedulerConfig
-from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.progress import progress
 
 _COLUMNS = columns(
-    *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "speculation"),
+    *("policy", "kv_cache_dtype", "prefix_caching", "speculation"),
     *("output_tokens", "wall_s"),
     *("output_tok_s", "spread", "ratio_to_first", "mean_running", "peak_running"),
     *("mean_pool_usage", "held_over_logical", "mean_held_bytes", "allocated_bytes_at_end"),
@@ -75,12 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-prefix-caching",
         action="store_true",
         help="run every policy with prefix caching on and off, alternating",
-    )
-    parser.add_argument(
-        "--compare-code-attention",
-        action="store_true",
-        help="run policies with coded entries twice, alternating: attention on the codes, and on "
-        "rebuilt entries",
     )
     parser.add_argument(
         "--compare-kv-cache-dtypes",
@@ -157,8 +149,6 @@ class Throughput(Benchmark):
             ways = [{"prefix_caching": side} for side in ("off", "on")]
         if dtypes := self.args.compare_kv_cache_dtypes:
             ways = [way | {"kv_cache_dtype": dtype} for way in ways for dtype in dtypes]
-        if self.args.compare_code_attention and writes_codes(make_policy(spec.as_dict)):
-            ways = [way | {"code_attention": how} for way in ways for how in ("direct", "rebuild")]
         if self.args.compare_speculation:
             ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
         return [Contestant(spec.label, spec, self._run(spec, way), way) for way in ways]
@@ -197,8 +187,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
             label += f", cache in {row['kv_cache_dtype']}"
         if "prefix_caching" in row:
             label += f", prefix caching {row['prefix_caching']}"
-        if "code_attention" in row:
-            label += f", codes {row['code_attention']}"
         if "speculation" in row:
             label += f", speculation {row['speculation']}"
         if row["policy_args"] is None:

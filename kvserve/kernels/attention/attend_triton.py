@@ -186,7 +186,7 @@ def attend(
                 else:
                     k = tl.load(k_first + at + dims[None, :])
             else:
-                known, heads, k, k_scale, v_at, v_scale = coded_tile(
+                known, k, k_scale, v_at, v_scale = coded_tile(
                     entry,
                     stop,
                     row,
@@ -215,11 +215,6 @@ def attend(
                 seen = seen & (entry[None, :] >= lower[:, None])
             if CHUNKED and part != 1:
                 seen = seen & (entry[None, :] < limit[:, None])
-            if part == 0:
-                bit = query % GROUP
-                if GROUP > 32:  # all of them attend to everything
-                    bit = tl.minimum(bit, 31)
-                seen = seen & (((heads[None, :] >> bit[:, None]) & 1) != 0)
             logits = tl.where(seen, logits, float("-inf"))
             new_high = tl.maximum(high, tl.max(logits, axis=1) * factor)
             shift = tl.where(new_high == float("-inf"), 0.0, new_high)

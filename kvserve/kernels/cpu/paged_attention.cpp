@@ -10,7 +10,7 @@
 // total at the end. Entries before the first one that a token sees are not read; tiles begin where
 // they do without them, so that a row's sums are the same in any company.
 // Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
-// read in place. Each code says which query heads of its KV head attend to the entry.
+// read in place.
 //
 // KVSERVE_FORMAT says what is stored; there is a library for each. A key's scale is applied to its
 // logits, a value's to its weights. Of levels, chunks of many queries add up in the same order as few
@@ -70,14 +70,11 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
 constexpr int kFewRows = 8;  // up to so many, as in decoding, read entries as they are held
 
-constexpr float kHidden = -1e30f;  // the logit of an entry that a query head does not attend to
-constexpr uint32_t kAllHeads = ~0u;
-
 // An entry held as a code, as it is stored; scales are float16.
 struct Slot {
   uint16_t key, value, key_scale, value_scale, position;
   int16_t distance;
-  uint32_t heads;
+  uint32_t unused;
 };
 
 // Of a finite number that is not negative.
@@ -156,7 +153,6 @@ struct Scratch {
   int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
   alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits
   float steps[kTileRows];                              // what one of those stands for
-  uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
 
 // Beside it where levels are held: of the tile's entries, and what int4's lows have added up to.
@@ -293,7 +289,7 @@ class Kernel {
       const int width = (count + W - 1) / W * W;
       const int skipped = std::max<int64_t>(0, item.seen - at);
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
-      if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
+      if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
       const int known = std::max(coded, skipped);
       if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
       for (int i = 0; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
@@ -320,7 +316,6 @@ class Kernel {
           }
         }
         finish(own, first, last, width, scales);
-        hide(item, own, coded);
         for (int i = first; i < last; ++i)
           soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
         if (kLevels) weigh(own, first, last, width, scales);
@@ -407,10 +402,9 @@ class Kernel {
   int64_t num_coded(const Item& item) const { return call_.coded ? call_.coded[lane(item)] : 0; }
 
   // Addresses of coded entries [at, at + count): vectors of the codebook, or in `decoded` if they
-  // have to be rotated or scaled; and which heads attend to them. False if a reference is wrong.
+  // have to be rotated or scaled. False if a reference is wrong.
   bool decode(const Item& item, int64_t at, int count, const void** keys, const void** values,
-              T (*decoded)[kTileEntries * kMaxHeadDim], uint32_t* heads,
-              std::atomic<int>& refusal) const {
+              T (*decoded)[kTileEntries * kMaxHeadDim], std::atomic<int>& refusal) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = count ? c.slot_tables + lane(item) * c.slot_columns : nullptr;
     for (int i = 0; i < count; ++i) {
@@ -421,7 +415,6 @@ class Kernel {
       const Slot& slot = c.slots[block * c.slots_per_block + (at + i) % c.slots_per_block];
       if (std::abs((int64_t)slot.distance) >= c.num_turns)
         return refuse_one(kDistance, item, slot.distance, refusal);
-      heads[i] = slot.heads;
       const T* key = vector(item, slot.key, refusal);
       const T* value = vector(item, slot.value, refusal);
       if (!key || !value) return false;
@@ -727,18 +720,6 @@ class Kernel {
     }
   }
 
-  // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
-  void hide(const Item& item, Scratch& own, int coded) const {
-    if (std::all_of(own.heads, own.heads + coded, [](uint32_t heads) { return heads == kAllHeads; }))
-      return;
-    for (int i = 0; i < item.count; ++i) {
-      const int bit = (item.first + i) % group_;
-      float* row = own.weights + i * kTileEntries;
-      for (int k = 0; k < coded; ++k)
-        if (!(own.heads[k] >> bit & 1)) row[k] = kHidden;
-    }
-  }
-
   // Logits of pair i become weights relative to its largest logit so far. Those of [first, visible)
   // count; those from `newer` on are added up apart.
   void soften(Scratch& own, int i, int64_t first, int64_t visible, int64_t newer, int width,
@@ -760,8 +741,7 @@ class Kernel {
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
-      const F logit = X::load(row + v), weight = X::exp(logit - largest);
-      F x = logit > kHidden ? weight : F{};
+      F x = X::exp(X::load(row + v) - largest);
       if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{};
       X::store(row + v, x);
       sum += x;
