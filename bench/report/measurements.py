@@ -161,9 +161,7 @@ ACCURACY = (
         "Codes beside eviction at as many bytes",
         "SpindleKV without its eviction, and PyramidKV at the ratio that holds as many bytes of "
         "blocks at the end: 0.57 on chains, 0.42 on needles, 0.95 on recall. Bytes are those of "
-        "all blocks that a request named, mean over requests. In rows with `gqa=repeat`, which is "
-        "gone, every query head kept as many entries for itself, and what any of them kept was "
-        "held.",
+        "all blocks that a request named, mean over requests.",
         "eval --tasks chain needle-512 recall --num-samples 40 --threads 1 "
         + flags(
             (
