@@ -1,7 +1,7 @@
 """Entries held as levels, on a GPU: rounded and stored, read as numbers, moved as they are.
 
-The references are in ``quantized_entries.py``. Scales and lows are handled as 16-bit integers, so
-that every device rounds them as the references do.
+The references are in ``quantized_entries.py``. Steps and lows are handled as 16-bit integers, so
+that every device rounds them as the references do. ``VectorForm.code`` is a constant of kernels.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels,
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORMS = {"int8": 1, "int4": 2, "fp8": 3}
-"""The constant ``FORM`` of kernels, for each form."""
 
-
-def form_of(held: Tensor | QuantizedVectors) -> int:
-    """``FORM`` of keys or values; 0 of numbers."""
-    return 0 if isinstance(held, Tensor) else FORMS[held.form.name]
+def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
+    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
+    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
 
 
 def parts_of(held: QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, and scales and lows as int16; without lows, the scales again."""
-    levels = held.levels.view(torch.int8) if held.form.name == "int8" else held.levels
-    scale = held.scale.view(torch.int16)
-    return levels, scale, scale if held.low is None else held.low.view(torch.int16)
+    """Levels, and steps and lows as int16; without lows, the steps again."""
+    step = held.step.view(torch.int16)
+    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
 
 
 def store_quantized_triton(
@@ -65,10 +61,15 @@ def store_quantized_triton(
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        KEY=form_of(keys),
-        VALUE=form_of(values),
+        **_forms_of(blocks),
         num_warps=1,
     )
+
+
+def _forms_of(blocks: QuantizedBlocks) -> dict[str, int]:
+    """Constants of both forms."""
+    (key, key_groups), (value, value_groups) = map(form_of, (blocks.keys, blocks.values))
+    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
 
 
 def gather_quantized_triton(
@@ -86,7 +87,7 @@ def gather_quantized_triton(
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
     check_head_dim(out)
-    tile = max(16, 4096 // dim)
+    tile, (form, groups) = max(16, 4096 // dim), form_of(held)
     _gather_levels.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
         out,
@@ -103,7 +104,8 @@ def gather_quantized_triton(
         HEADS=heads,
         DIM=dim,
         TILE=tile,
-        FORM=form_of(held),
+        FORM=form,
+        GROUPS=groups,
         num_warps=4,
     )
     return out
@@ -116,7 +118,6 @@ def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, run
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
     for slots in (src, dst):
         check_slots(slots, num_blocks, block)
-    widths = (held.levels.shape[-1] for held in (blocks.keys, blocks.values))
     _move_levels.launch(
         (src.shape[0] * src.shape[1], runs),
         *parts_of(blocks.keys),
@@ -131,9 +132,9 @@ def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, run
         blocks.lane_bytes,
         BLOCK=block,
         HEADS=heads,
+        DIM=dim,
         TILE=max(16, 4096 // dim),
-        LOW=blocks.values.low is not None,
-        **dict(zip(("KEY", "VALUE"), widths, strict=True)),
+        **_forms_of(blocks),
         num_warps=4,
     )
 
@@ -142,25 +143,90 @@ TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_
 
 
 @Helper
-def levels_as_floats(levels, FORM: tl.constexpr, upper):
-    """Levels of a byte each as float16; of int4 the upper ones of bytes where ``upper`` is 1."""
-    if FORM == 2:
-        digits = ((levels.to(tl.int16) >> (upper * 4)) & 15) | 0x6400
-        floats = digits.to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
-    elif FORM == 3:
-        floats = levels.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def levels_of(levels, FORM: tl.constexpr):
+    """Bytes [N, C] as levels: float16 [N, D]."""
+    BITS: tl.constexpr = FORM % 16
+    if FORM >= 32:
+        found = levels.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    elif FORM < 16:
+        digits = (levels ^ 0x80).to(tl.int16) | 0x6400
+        found = digits.to(tl.float16, bitcast=True) - 1152.0
     else:
-        digits = levels.to(tl.int16) + 0x6480
-        floats = digits.to(tl.float16, bitcast=True) - 1152.0
-    return floats
+        found = plane_of(levels, BITS, 0)
+        if BITS == 4:
+            found = tl.join(found, plane_of(levels, BITS, 1)).permute(0, 2, 1)
+        elif BITS == 2:
+            even = tl.join(found, plane_of(levels, BITS, 2))
+            odd = tl.join(plane_of(levels, BITS, 1), plane_of(levels, BITS, 3))
+            found = tl.join(even, odd).permute(0, 2, 3, 1)
+        found = found.reshape(levels.shape[0], levels.shape[1] * (8 // BITS))
+    return found
+
+
+@Helper
+def plane_of(levels, BITS: tl.constexpr, PLANE: tl.constexpr):
+    """Of every byte one level, as float16."""
+    digits = ((levels >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int16) | 0x6400
+    return digits.to(tl.float16, bitcast=True) - 1024.0
+
+
+@Helper
+def by_channel(x, DIM: tl.constexpr):
+    """[N, groups] -> [N, DIM]: each group's number for all of its channels."""
+    wide = tl.broadcast_to(x[:, :, None], x.shape[0], x.shape[1], DIM // x.shape[1])
+    return wide.reshape(x.shape[0], DIM)
+
+
+@Helper
+def numbers_at(
+    levels,
+    byte,
+    steps,
+    lows,
+    at,
+    known,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The vectors at ``byte [N]`` of ``levels``, with steps and lows from ``at [N]`` on.
+
+    Numbers [N, DIM] of ``dtype``, float16 or float32, and what each vector's are multiplied by,
+    float32 [N]. Those that are not ``known`` are finite, times 0.
+    """
+    bytes = tl.arange(0, DIM * (FORM % 16) // 8)
+    if FORM >= 32:  # the only levels that may be nan
+        found = tl.load(levels + byte[:, None] + bytes[None, :], mask=known[:, None], other=0)
+    else:
+        found = tl.load(levels + byte[:, None] + bytes[None, :])
+    found = levels_of(found, FORM).to(dtype)
+    if FORM % 32 < 16:  # without lows
+        unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
+    else:
+        group = at[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+        step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
+        low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
+        # In units of a power of two near the largest of an entry's numbers, to fit float16.
+        MOST: tl.constexpr = (1 << (FORM % 16)) - 1
+        unit = power_of_two(tl.max(tl.maximum(tl.abs(low), tl.abs(low + MOST * step)), axis=1))
+        step, low = (step / unit[:, None]).to(dtype), (low / unit[:, None]).to(dtype)
+        found = found * by_channel(step, DIM) + by_channel(low, DIM)
+    return found, unit
+
+
+@Helper
+def power_of_two(x):
+    """The largest powers of two that are not above ``x``; 1 for 0."""
+    unit = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(unit > 0, unit, 1.0)
 
 
 @Helper
 def as_half(x):
     """Vectors [N, D] as float16 (float32 stays), each divided by a power of two; and these [N]."""
-    most = tl.max(tl.abs(x.to(tl.float32)), axis=1)
-    unit = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    unit = tl.where(unit > 0, unit, 1.0)
+    unit = power_of_two(tl.max(tl.abs(x.to(tl.float32)), axis=1))
     small = x.to(tl.float32) / unit[:, None]
     if x.dtype != tl.float32:
         small = small.to(tl.float16)
@@ -201,45 +267,51 @@ def e4m3_bits(x):
 def store_vector(
     x,
     levels,
-    scales,
+    steps,
     lows,
     at,
     entry,
     real,
-    WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Round the vector at ``x`` and write it as entry ``entry`` of the lane ``at`` bytes on."""
-    if FORM == 2:
-        half = tl.arange(0, DIM // 2)
-        lower, upper = tl.load(x + half).to(tl.float32), tl.load(x + DIM // 2 + half).to(tl.float32)
-        least = tl.minimum(tl.min(lower, axis=0), tl.min(upper, axis=0))
+    BITS: tl.constexpr = FORM % 16
+    LOW: tl.constexpr = FORM % 32 >= 16
+    MOST: tl.constexpr = 448.0 if FORM >= 32 else (1 << (BITS if LOW else BITS - 1)) - 1.0
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    group = tl.arange(0, GROUPS)
+    place = at // 2 + group * BLOCK + entry
+    numbers = tl.load(x + tl.arange(0, DIM)).to(tl.float32).reshape(GROUPS, DIM // GROUPS)
+    if LOW:
+        least = tl.min(numbers, axis=1)
         # Negated by its sign bit: Triton's minus makes 0 of 0, not -0.
         opposite = (least.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
         low_bits = bfloat16_above(opposite)
         low = -bfloat16_as_float(low_bits)
-        most = tl.maximum(tl.max(lower, axis=0), tl.max(upper, axis=0))
-        scale_bits = bfloat16_above(tl.div_rn(most - low, 15.0))
-        scale = bfloat16_as_float(scale_bits)
-        divisor = tl.where(scale > 0, scale, 1.0)
-        one = nearest(tl.div_rn(lower - low, divisor), 0.0, 15.0).to(tl.int32)
-        other = nearest(tl.div_rn(upper - low, divisor), 0.0, 15.0).to(tl.int32)
-        tl.store(levels + at + entry * WIDTH + half, (one | other << 4).to(tl.uint8), mask=real)
-        tl.store(lows + at // 2 + entry, (low_bits ^ -32768).to(tl.int16), mask=real)
+        span = tl.max(numbers, axis=1) - low
+        numbers -= low[:, None]
+        tl.store(lows + place, (low_bits ^ -32768).to(tl.int16), mask=real)
     else:
-        dims = tl.arange(0, DIM)
-        numbers = tl.load(x + dims).to(tl.float32)
-        END: tl.constexpr = 448.0 if FORM == 3 else 127.0
-        scale_bits = bfloat16_above(tl.div_rn(tl.max(tl.abs(numbers), axis=0), END))
-        scale = bfloat16_as_float(scale_bits)
-        numbers = tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0))
-        if FORM == 3:
-            rounded = e4m3_bits(numbers).to(tl.uint8)
-        else:
-            rounded = nearest(numbers, -127.0, 127.0).to(tl.int8)
-        tl.store(levels + at + entry * WIDTH + dims, rounded, mask=real)
-    tl.store(scales + at // 2 + entry, scale_bits, mask=real)
+        span = tl.max(tl.abs(numbers), axis=1)
+    step_bits = bfloat16_above(tl.div_rn(span, tl.full([GROUPS], MOST, tl.float32)))
+    tl.store(steps + place, step_bits, mask=real)
+    step = bfloat16_as_float(step_bits)
+    divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], GROUPS, DIM // GROUPS)
+    numbers = tl.div_rn(numbers, divisor)
+    if FORM >= 32:
+        rounded = e4m3_bits(numbers)
+    else:
+        rounded = nearest(numbers, 0.0 if LOW else -MOST, MOST).to(tl.int32)
+    if BITS < 8:
+        plane = rounded.reshape(8 // BITS, WIDTH)
+        rounded = tl.sum(plane << (tl.arange(0, 8 // BITS) * BITS)[:, None], axis=0)
+    else:
+        rounded = rounded.reshape(WIDTH)
+    at_byte = levels + at + entry * WIDTH + tl.arange(0, WIDTH)
+    tl.store(at_byte, rounded.to(tl.uint8), mask=real)
 
 
 @Kernel
@@ -247,10 +319,10 @@ def _store_levels(
     key,
     value,
     key_levels,
-    key_scales,
+    key_steps,
     key_lows,
     value_levels,
-    value_scales,
+    value_steps,
     value_lows,
     slots,
     tokens,
@@ -263,25 +335,24 @@ def _store_levels(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + head // HEADS * tokens + token)
     real = (slot >= 0) & (slot < num_slots)
-    at = slot // BLOCK * block_stride + head % HEADS * lane_stride
-    entry = slot % BLOCK
-    K_WIDTH: tl.constexpr = DIM // 2 if KEY == 2 else DIM
-    V_WIDTH: tl.constexpr = DIM // 2 if VALUE == 2 else DIM
+    at = slot // BLOCK * block_stride + head % HEADS * lane_stride, slot % BLOCK, real
     k, v = key + token * key_stride + head * DIM, value + token * value_stride + head * DIM
-    store_vector(k, key_levels, key_scales, key_lows, at, entry, real, K_WIDTH, DIM, KEY)
-    store_vector(v, value_levels, value_scales, value_lows, at, entry, real, V_WIDTH, DIM, VALUE)
+    store_vector(k, key_levels, key_steps, key_lows, *at, DIM, KEY, KEY_GROUPS, BLOCK)
+    store_vector(v, value_levels, value_steps, value_lows, *at, DIM, VALUE, VALUE_GROUPS, BLOCK)
 
 
 @Kernel
 def _gather_levels(
     out,
     levels,
-    scales,
+    steps,
     lows,
     slots,
     layer_ids,
@@ -297,6 +368,7 @@ def _gather_levels(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     layer = tl.load(layer_ids + lane // kv_heads) % layers
@@ -305,28 +377,56 @@ def _gather_levels(
     first = lane.to(tl.int64) * length
     slot = tl.load(slots + first + place, mask=wanted, other=-1)
     known = (slot >= 0) & (slot < num_slots)
-    dims = tl.arange(0, DIM)
-    WIDTH: tl.constexpr = DIM // 2 if FORM == 2 else DIM
+    slot = tl.where(known, slot, 0)
     base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * lane_stride
     base = slot // BLOCK * block_stride + base
-    byte = (base + slot % BLOCK * WIDTH)[:, None] + (dims % WIDTH)[None, :]
-    held = tl.load(levels + byte, mask=known[:, None], other=0)
-    numbers = levels_as_floats(held, FORM, (dims // WIDTH)[None, :])
-    at = base // 2 + slot % BLOCK
-    numbers *= bfloat16_as_float(tl.load(scales + at, mask=known, other=0))[:, None]
-    if FORM == 2:
-        numbers += bfloat16_as_float(tl.load(lows + at, mask=known, other=0))[:, None]
-    to = out + (first + place)[:, None] * DIM + dims[None, :]
-    tl.store(to, numbers.to(out.dtype.element_ty), mask=wanted[:, None])
+    entry = slot % BLOCK
+    numbers, unit = numbers_at(
+        levels,
+        base + entry * (DIM * (FORM % 16) // 8),
+        steps,
+        lows,
+        base // 2 + entry,
+        known,
+        DIM,
+        FORM,
+        GROUPS,
+        BLOCK,
+        tl.float32,
+    )
+    numbers = tl.where(known[:, None], numbers * unit[:, None], 0.0)
+    to = out + (first + place)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    tl.store(
+        to, tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty), mask=wanted[:, None]
+    )
+
+
+@Helper
+def part_of(
+    levels,
+    steps,
+    lows,
+    base,
+    entry,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What is stored of the vectors ``entry [N]`` of the lanes ``base [N]`` bytes on."""
+    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8
+    byte = (base + entry * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    return levels + byte, steps + at, lows + at
 
 
 @Kernel
 def _move_levels(
     key_levels,
-    key_scales,
+    key_steps,
     key_lows,
     value_levels,
-    value_scales,
+    value_steps,
     value_lows,
     src,
     dst,
@@ -339,36 +439,50 @@ def _move_levels(
     lane_stride,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    DIM: tl.constexpr,
     TILE: tl.constexpr,
-    LOW: tl.constexpr,
     KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
     base = (lane // kv_heads % layers).to(tl.int64) * layer_stride
     base += lane % kv_heads % HEADS * lane_stride
-    k_byte, v_byte = tl.arange(0, KEY)[None, :], tl.arange(0, VALUE)[None, :]
     for start in range(0, length, TILE):
         place = start + tl.arange(0, TILE)
         source = tl.load(src + first + place, mask=place < length, other=0)
         target = tl.load(dst + first + place, mask=place < length, other=0)
         wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
-        moves = wanted & (source >= 0) & (source < num_slots)
+        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
         old, new = base + source // BLOCK * block_stride, base + target // BLOCK * block_stride
         old_at, new_at = source % BLOCK, target % BLOCK
-        every = moves[:, None]
-        keys = tl.load(key_levels + (old + old_at * KEY)[:, None] + k_byte, mask=every)
-        values = tl.load(value_levels + (old + old_at * VALUE)[:, None] + v_byte, mask=every)
-        k_scale = tl.load(key_scales + old // 2 + old_at, mask=moves)
-        v_scale = tl.load(value_scales + old // 2 + old_at, mask=moves)
-        if LOW:
-            v_low = tl.load(value_lows + old // 2 + old_at, mask=moves)
+        k_old, k_step_old, k_low_old = part_of(
+            key_levels, key_steps, key_lows, old, old_at, DIM, KEY, KEY_GROUPS, BLOCK
+        )
+        v_old, v_step_old, v_low_old = part_of(
+            value_levels, value_steps, value_lows, old, old_at, DIM, VALUE, VALUE_GROUPS, BLOCK
+        )
+        k_new, k_step_new, k_low_new = part_of(
+            key_levels, key_steps, key_lows, new, new_at, DIM, KEY, KEY_GROUPS, BLOCK
+        )
+        v_new, v_step_new, v_low_new = part_of(
+            value_levels, value_steps, value_lows, new, new_at, DIM, VALUE, VALUE_GROUPS, BLOCK
+        )
+        keys, values = tl.load(k_old, mask=every), tl.load(v_old, mask=every)
+        k_step, v_step = tl.load(k_step_old, mask=every), tl.load(v_step_old, mask=every)
+        if KEY % 32 >= 16:
+            k_low = tl.load(k_low_old, mask=every)
+        if VALUE % 32 >= 16:
+            v_low = tl.load(v_low_old, mask=every)
         # A tile may overwrite its own sources (never a later tile's): all of it is read first.
         tl.debug_barrier()
-        tl.store(key_levels + (new + new_at * KEY)[:, None] + k_byte, keys, mask=every)
-        tl.store(value_levels + (new + new_at * VALUE)[:, None] + v_byte, values, mask=every)
-        tl.store(key_scales + new // 2 + new_at, k_scale, mask=moves)
-        tl.store(value_scales + new // 2 + new_at, v_scale, mask=moves)
-        if LOW:
-            tl.store(value_lows + new // 2 + new_at, v_low, mask=moves)
+        tl.store(k_new, keys, mask=every)
+        tl.store(v_new, values, mask=every)
+        tl.store(k_step_new, k_step, mask=every)
+        tl.store(v_step_new, v_step, mask=every)
+        if KEY % 32 >= 16:
+            tl.store(k_low_new, k_low, mask=every)
+        if VALUE % 32 >= 16:
+            tl.store(v_low_new, v_low, mask=every)

@@ -134,7 +134,7 @@ def _cpu_library(needs: Needs) -> CDLL:
     if needs.form == "auto":
         return load_library("paged_attention")
     form = FORMATS[needs.form]
-    return paged_attention.load_library_of(form.key.name, form.value.name)
+    return load_library("paged_attention", *paged_attention.defines_of(form.key, form.value))
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvserve.kernels.attention.coded_tile import coded_tile
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_triton import as_half, bfloat16_as_float, levels_as_floats
+from kvserve.kernels.quantized_triton import as_half, numbers_at
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -22,8 +22,9 @@ def attend(
     q,
     keys,
     values,
-    key_scales,
-    value_scales,
+    key_steps,
+    key_lows,
+    value_steps,
     value_lows,
     tables,
     rows,
@@ -72,7 +73,9 @@ def attend(
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUES: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -112,14 +115,11 @@ def attend(
     if SHARES:
         newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
         near = tl.zeros([QUERIES], tl.float32)
-    # A byte of int4 holds a level of either half of a value.
-    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
-    v_dims = tl.arange(0, V_WIDTH)[None, :]
-    acc = tl.zeros([QUERIES, V_WIDTH], tl.float32)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
     scale = tl.zeros([QUERIES], tl.float32) + scale
     if KEYS > 0:
-        # Levels are numbers of float16. Queries become such by a power of two of each, and
-        # probabilities in units of the largest scale of values so far.
+        # Keys and values are numbers of float16, times one of each entry. Queries become such by a
+        # power of two of each, and probabilities in units of the largest of values so far.
         queries, unit_of = as_half(queries)
         scale *= unit_of
         unit = 0.0
@@ -127,9 +127,6 @@ def attend(
     factor = scale
     if CAPPED:
         factor = tl.full([QUERIES], 1.0, tl.float32)
-    if VALUES == 2:
-        upper = tl.zeros([QUERIES, V_WIDTH], tl.float32)
-        lows = tl.zeros([QUERIES], tl.float32)
     # A tile lies in one block, or else each of its entries looks for its own.
     ONE_BLOCK: tl.constexpr = SLOTS == 0 and BLOCK % TILE == 0
     if SLOTS > 0:
@@ -165,8 +162,8 @@ def attend(
                     k_first = k_base + block * block_stride + skipped * entry_stride
                     v_first = v_base + block * block_stride + skipped * value_stride
                     beside = block * (block_stride // 2) + beside_base + skipped + inside
-                    at = (inside * entry_stride)[:, None]
-                    v_at = (inside * value_stride)[:, None]
+                    at = inside * entry_stride
+                    v_at = inside * value_stride
                 else:
                     block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
                     block = block.to(tl.int64)
@@ -175,16 +172,16 @@ def attend(
                     block = tl.where(known, block, 0)
                     k_first, v_first = k_base, v_base
                     beside = block * (block_stride // 2) + beside_base + inside
-                    at = (block * block_stride + inside * entry_stride)[:, None]
-                    v_at = (block * block_stride + inside * value_stride)[:, None]
+                    at = block * block_stride + inside * entry_stride
+                    v_at = block * block_stride + inside * value_stride
                 if WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    k = levels_as_floats(tl.load(k_first + at + dims[None, :]), KEYS, 0)
-                    k = k.to(queries.dtype)
-                    k_scale = bfloat16_as_float(tl.load(key_scales + beside))
+                    k_form = DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
+                    k_beside = key_steps, key_lows, beside, known
+                    k, k_scale = numbers_at(k_first, at, *k_beside, *k_form)
                 else:
-                    k = tl.load(k_first + at + dims[None, :])
+                    k = tl.load(k_first + at[:, None] + dims[None, :])
             else:
                 known, k, k_scale, v_at, v_scale = coded_tile(
                     entry,
@@ -226,40 +223,25 @@ def attend(
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if part > 0:
                 if VALUES > 0:
-                    if VALUES == 3:  # the only levels that may be nan
-                        v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0)
-                    else:
-                        v = tl.load(v_first + v_at + v_dims)
-                    if VALUES == 2:
-                        v_low = tl.load(value_lows + beside, mask=known, other=0)
-                        v_low = bfloat16_as_float(v_low)[None, :]
-                        lows = lows * decay + tl.sum(probs * v_low, axis=1)
-                    v_scale = bfloat16_as_float(tl.load(value_scales + beside, mask=known, other=0))
+                    v_form = DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
+                    v_beside = value_steps, value_lows, beside, known
+                    v, v_scale = numbers_at(v_first, v_at, *v_beside, *v_form)
                     new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
                     per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                     probs *= (v_scale * per_unit)[None, :]
                     decay *= unit * per_unit
                     unit = new_unit
                 else:
-                    v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0.0)
+                    v_at = v_first + v_at[:, None] + dims[None, :]
+                    v = tl.load(v_at, mask=known[:, None], other=0.0)
             else:
                 v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
                 probs *= v_scale.to(tl.float32)[None, :]
             acc = acc * decay[:, None]
-            if part > 0 and VALUES > 0:
-                probs = probs.to(queries.dtype)
-                if VALUES == 2:
-                    v_upper = levels_as_floats(v, VALUES, 1).to(queries.dtype)
-                    upper = upper * decay[:, None]
-                    upper = tl.dot(probs, v_upper, upper, input_precision="ieee")
-                v = levels_as_floats(v, VALUES, 0).to(queries.dtype)
             acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
             high = new_high
 
-    if VALUES == 2:
-        acc = tl.join(acc, upper).permute(0, 2, 1).reshape(QUERIES, DIM)
-        acc = acc * unit + lows[:, None]
-    elif VALUES > 0:
+    if VALUES > 0:
         acc *= unit
     if REMAINDER:
         lane_at = row * HEADS + head
