@@ -143,41 +143,6 @@ TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_
 
 
 @Helper
-def levels_of(levels, FORM: tl.constexpr):
-    """Bytes [N, C] as levels: float16 [N, D]."""
-    BITS: tl.constexpr = FORM % 16
-    if FORM >= 32:
-        found = levels.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    elif FORM < 16:
-        digits = (levels ^ 0x80).to(tl.int16) | 0x6400
-        found = digits.to(tl.float16, bitcast=True) - 1152.0
-    else:
-        found = plane_of(levels, BITS, 0)
-        if BITS == 4:
-            found = tl.join(found, plane_of(levels, BITS, 1)).permute(0, 2, 1)
-        elif BITS == 2:
-            even = tl.join(found, plane_of(levels, BITS, 2))
-            odd = tl.join(plane_of(levels, BITS, 1), plane_of(levels, BITS, 3))
-            found = tl.join(even, odd).permute(0, 2, 3, 1)
-        found = found.reshape(levels.shape[0], levels.shape[1] * (8 // BITS))
-    return found
-
-
-@Helper
-def plane_of(levels, BITS: tl.constexpr, PLANE: tl.constexpr):
-    """Of every byte one level, as float16."""
-    digits = ((levels >> (PLANE * BITS)) & ((1 << BITS) - 1)).to(tl.int16) | 0x6400
-    return digits.to(tl.float16, bitcast=True) - 1024.0
-
-
-@Helper
-def by_channel(x, DIM: tl.constexpr):
-    """[N, groups] -> [N, DIM]: each group's number for all of its channels."""
-    wide = tl.broadcast_to(x[:, :, None], x.shape[0], x.shape[1], DIM // x.shape[1])
-    return wide.reshape(x.shape[0], DIM)
-
-
-@Helper
 def numbers_at(
     levels,
     byte,
@@ -193,41 +158,112 @@ def numbers_at(
 ):
     """The vectors at ``byte [N]`` of ``levels``, with steps and lows from ``at [N]`` on.
 
-    Numbers [N, DIM] of ``dtype``, float16 or float32, and what each vector's are multiplied by,
-    float32 [N]. Those that are not ``known`` are finite, times 0.
+    Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
+    each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
     """
-    bytes = tl.arange(0, DIM * (FORM % 16) // 8)
-    if FORM >= 32:  # the only levels that may be nan
-        found = tl.load(levels + byte[:, None] + bytes[None, :], mask=known[:, None], other=0)
-    else:
-        found = tl.load(levels + byte[:, None] + bytes[None, :])
-    found = levels_of(found, FORM).to(dtype)
-    if FORM % 32 < 16:  # without lows
+    BITS: tl.constexpr = FORM % 16
+    WORDS: tl.constexpr = DIM * BITS // 32
+    if FORM >= 32:  # e4m3, the only levels that may be nan
+        dims = tl.arange(0, DIM)
+        found = tl.load(levels + byte[:, None] + dims[None, :], mask=known[:, None], other=0)
+        found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
     else:
-        group = at[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
-        step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
-        low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
-        # In units of a power of two near the largest of an entry's numbers, to fit float16.
-        MOST: tl.constexpr = (1 << (FORM % 16)) - 1
-        unit = power_of_two(tl.max(tl.maximum(tl.abs(low), tl.abs(low + MOST * step)), axis=1))
-        step, low = (step / unit[:, None]).to(dtype), (low / unit[:, None]).to(dtype)
-        found = found * by_channel(step, DIM) + by_channel(low, DIM)
+        words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
+        words = tl.load(words + tl.arange(0, WORDS)[None, :])
+        if FORM < 16:  # without lows
+            unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
+            # Two numbers are made at once: small ones stand in the last bits of 1024.
+            even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
+            found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
+            found = found.to(dtype)
+        else:
+            found, unit = with_lows(words, steps, lows, at, known, BITS, GROUPS, BLOCK, dtype)
+        found = found.reshape(byte.shape[0], DIM)
     return found, unit
 
 
 @Helper
+def channels_of(DIM: tl.constexpr, FORM: tl.constexpr):
+    """Which channel each number of ``numbers_at`` is: int32 [DIM]."""
+    number = tl.arange(0, DIM)
+    if (FORM > 0) & (FORM < 32):
+        PLANES: tl.constexpr = 8 // (FORM % 16)
+        word, plane = number // (4 * PLANES), number // 4 % PLANES
+        number = plane * (DIM // PLANES) + word * 4 + number // 2 % 2 + number % 2 * 2
+    return number
+
+
+@Helper
+def with_lows(
+    words,
+    steps,
+    lows,
+    at,
+    known,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """low + step * level of each number, and what each vector's are multiplied by.
+
+    A level's own bits are 2 ** 24 times less as float16. Numbers are in units of a 512th of a power
+    of two that is near the largest of an entry's, so that neither they nor steps leave float16.
+    """
+    MOST: tl.constexpr = (1 << BITS) - 1
+    J: tl.constexpr = words.shape[1]
+    # Never one alone: Triton would have each thread find all that its numbers need by itself.
+    PARTS: tl.constexpr = max(GROUPS, 2)
+    group = at[:, None] + (tl.arange(0, PARTS) * GROUPS // PARTS * BLOCK)[None, :]
+    step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
+    low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
+    most = tl.max(tl.maximum(tl.abs(low), tl.abs(low + MOST * step)), axis=1)
+    unit, per_unit = power_of_two(most)
+    step = spread((step * (per_unit * 32768.0)[:, None]).to(dtype), J, BITS)
+    low = spread((low * (per_unit * 0.001953125)[:, None]).to(dtype), J, BITS)
+    return halves_of(shifted(words, BITS)).to(dtype) * step + low, unit * 512.0
+
+
+@Helper
+def shifted(words, BITS: tl.constexpr):
+    """Words [N, J] -> [N, J, 16 / BITS], of each plane the levels of bytes 0 and 2, 1 and 3."""
+    LEVEL: tl.constexpr = (1 << BITS) - 1
+    number = tl.arange(0, 16 // BITS)
+    pairs = words[:, :, None] >> (number // 2 * BITS + number % 2 * 8)[None, None, :]
+    return pairs & (LEVEL << 16 | LEVEL)
+
+
+@Helper
+def halves_of(words):
+    """Words as two numbers of float16 each: one more dimension."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.to(tl.float16, bitcast=True)
+
+
+@Helper
+def spread(x, J: tl.constexpr, BITS: tl.constexpr):
+    """[N, G], of each group -> [N, J, 16 / BITS, 1], for J words as ``shifted``."""
+    N: tl.constexpr = x.shape[0]
+    PLANES: tl.constexpr = min(8 // BITS, x.shape[1])  # that have groups of their own
+    EACH: tl.constexpr = x.shape[1] // PLANES
+    of_word = x.reshape(N, PLANES, EACH).permute(0, 2, 1)[:, :, None, :, None]
+    of_word = tl.broadcast_to(of_word, N, EACH, J // EACH, PLANES, 16 // BITS // PLANES)
+    return of_word.reshape(N, J, 16 // BITS)[:, :, :, None]
+
+
+@Helper
 def power_of_two(x):
-    """The largest powers of two that are not above ``x``; 1 for 0."""
-    unit = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(unit > 0, unit, 1.0)
+    """The largest powers of two that are not above ``x``, at least 2 ** -100; and one over these."""
+    bits = tl.maximum(x, 7.888609052210118e-31).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @Helper
 def as_half(x):
     """Vectors [N, D] as float16 (float32 stays), each divided by a power of two; and these [N]."""
-    unit = power_of_two(tl.max(tl.abs(x.to(tl.float32)), axis=1))
-    small = x.to(tl.float32) / unit[:, None]
+    unit, per_unit = power_of_two(tl.max(tl.abs(x.to(tl.float32)), axis=1))
+    small = x.to(tl.float32) * per_unit[:, None]
     if x.dtype != tl.float32:
         small = small.to(tl.float16)
     return small, unit
@@ -395,7 +431,7 @@ def _gather_levels(
         tl.float32,
     )
     numbers = tl.where(known[:, None], numbers * unit[:, None], 0.0)
-    to = out + (first + place)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    to = out + (first + place)[:, None] * DIM + channels_of(DIM, FORM)[None, :]
     tl.store(
         to, tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty), mask=wanted[:, None]
     )

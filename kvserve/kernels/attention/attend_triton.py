@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvserve.kernels.attention.coded_tile import coded_tile
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_triton import as_half, numbers_at
+from kvserve.kernels.quantized_triton import as_half, channels_of, numbers_at
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -90,7 +90,8 @@ def attend(
     token = (first + query // GROUP).to(tl.int64)
     q_head = (table * HEADS + head) * GROUP + query % GROUP
     dims = tl.arange(0, DIM)
-    q_at = q + (token * token_stride + q_head * head_stride)[:, None] + dims[None, :]
+    q_at = q + (token * token_stride + q_head * head_stride)[:, None]
+    q_at += channels_of(DIM, KEYS)[None, :]
     queries = tl.load(q_at, mask=real[:, None], other=0.0)
     limit = tl.load(last + table * tokens + token, mask=real, other=-1).to(tl.int32) + 1
     limit = tl.minimum(limit, columns * BLOCK)
@@ -177,9 +178,10 @@ def attend(
                 if WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    k_form = DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
-                    k_beside = key_steps, key_lows, beside, known
-                    k, k_scale = numbers_at(k_first, at, *k_beside, *k_form)
+                    given = key_steps, key_lows, beside, known
+                    k, k_scale = numbers_at(
+                        k_first, at, *given, DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
+                    )
                 else:
                     k = tl.load(k_first + at[:, None] + dims[None, :])
             else:
@@ -223,9 +225,10 @@ def attend(
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if part > 0:
                 if VALUES > 0:
-                    v_form = DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
-                    v_beside = value_steps, value_lows, beside, known
-                    v, v_scale = numbers_at(v_first, v_at, *v_beside, *v_form)
+                    given = value_steps, value_lows, beside, known
+                    v, v_scale = numbers_at(
+                        v_first, v_at, *given, DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
+                    )
                     new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
                     per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                     probs *= (v_scale * per_unit)[None, :]
@@ -245,9 +248,10 @@ def attend(
         acc *= unit
     if REMAINDER:
         lane_at = row * HEADS + head
-        remainder = lane_at, split, more_keys, more_values, more_bias, soft_cap
+        k_at, v_at = channels_of(DIM, KEYS), channels_of(DIM, VALUES)
+        remainder = lane_at, split, more_keys, more_values, more_bias, soft_cap, k_at, v_at
         acc, total, high, decay = with_remainder(
-            acc, total, high, queries, limit, scale, *remainder, dims, DIM, CAPPED
+            acc, total, high, queries, limit, scale, *remainder, DIM, CAPPED
         )
         if SHARES:
             near *= decay
@@ -271,14 +275,14 @@ def attend(
         if SHARES:
             tl.store(part_recent + place, high + tl.log2(near), mask=real)
         # A part without entries is not written, since it is never read.
-        part_at = parts + place[:, None] * DIM + dims[None, :]
+        part_at = parts + place[:, None] * DIM + channels_of(DIM, VALUES)[None, :]
         tl.store(part_at, acc, mask=(real & (begin < end))[:, None])
     else:
         if SHARES:
             share = high + tl.log2(near) - high - tl.log2(total)
             share = tl.where(high == float("-inf"), 0.0, share) * 0.6931471805599453  # ln(2)
             tl.store(shares + place, share, mask=real)
-        out_at = out + place[:, None] * DIM + dims[None, :]
+        out_at = out + place[:, None] * DIM + channels_of(DIM, VALUES)[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -303,15 +307,16 @@ def with_remainder(
     more_values,
     more_bias,
     soft_cap,
-    dims,
+    k_at,
+    v_at,
     DIM: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """The sums with a row's remainder, if it has one, in the first part; and the factor that
     earlier sums decay by. The order of a sum is free."""
     bias = tl.where(split == 0, tl.load(more_bias + lane), float("-inf"))
-    more_key = tl.load(more_keys + lane * DIM + dims).to(tl.float32)[None, :]
-    more_value = tl.load(more_values + lane * DIM + dims).to(tl.float32)[None, :]
+    more_key = tl.load(more_keys + lane * DIM + k_at).to(tl.float32)[None, :]
+    more_value = tl.load(more_values + lane * DIM + v_at).to(tl.float32)[None, :]
     logit = tl.sum(queries.to(tl.float32) * more_key, axis=1) * scale
     if CAPPED:
         logit = capped(logit, soft_cap)
