@@ -4,7 +4,7 @@
 // not change the order of a sum.
 //
 // Where numbers are computed as bfloat16, whole levels meet queries that are rounded to 16 bits of
-// their largest number. The sums are whole numbers then, exact in int32 (256 * 127 * 32767 < 2 ** 31),
+// their largest number (15, as two bytes, where a CPU multiplies bytes and levels have no sign). The sums are whole numbers then, exact in int32 (256 * 127 * 32767 < 2 ** 31),
 // and a logit is off by at most the sum of the key's magnitudes times half a step, 1 / 65534 of the
 // query's largest number: less than a 200th of what the query's own bfloat16 is off by. Keys of e4m3
 // are numbers of bfloat16 as well, and meet queries as they are.
@@ -69,17 +69,24 @@ struct Column : Lanes<W> {
   static constexpr bool kWidens = false;
 #endif
   static constexpr bool kRounds = Rounds && (std::is_same_v<Key, int8> || Planes<Key>::kLow);
+#if defined(__AVX512VNNI__)
+  static constexpr bool kBytes = Rounds && Planes<Key>::kLow && W == 16;
+#else
+  static constexpr bool kBytes = false;
+#endif
   static constexpr bool kPairs = kWhole || kRounds || kWidens;  // a term is a product of pairs
   static constexpr int kTerms = kWhole ? 1 : kRounds || kWidens ? 2 : 4 / sizeof(Key);
   typedef std::conditional_t<kWidens, int64_t, std::conditional_t<kPairs, int32_t, float>> Query;
   typedef std::conditional_t<kPairs, I, F> Number;
   typedef std::conditional_t<kRounds, I, F> Sum;
 
-  // Number `term` of each key's plane; where queries are rounded, the even or the odd two; of e4m3 as
-  // bfloat16, all four of the first or the last two of every four keys.
+  // Number `term` of each key's plane; where queries are rounded, the even or the odd two, or all four
+  // as bytes (of a plane above the first, so many times as large); of e4m3 as bfloat16, all four of the
+  // first or the last two of every four keys.
   static inline Number get(U column, int term, [[maybe_unused]] int plane) {
     if constexpr (Planes<Key>::kLow) {
       constexpr uint32_t level = (1 << Planes<Key>::kBits) - 1;
+      if constexpr (kBytes) return (I)(column & (level * 0x01010101u << Planes<Key>::kBits * plane));
       const U bytes = column >> (8 * term + Planes<Key>::kBits * plane);
       if constexpr (kRounds) return (I)(bytes & (level << 16 | level));
       else return __builtin_convertvector((I)(bytes & level), F);
@@ -101,8 +108,12 @@ struct Column : Lanes<W> {
     }
   }
 
-  static inline Sum add(Sum sum, Query query, Number numbers) {
-    if constexpr (kWidens) {
+  static inline Sum add(Sum sum, const Query& query, Number numbers) {
+    if constexpr (kBytes) {
+      // As assembly, since GCC 12 would load what is broadcast apart.
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(numbers), "m"(query));
+      return sum;
+    } else if constexpr (kWidens) {
       typedef int64_t L __attribute__((vector_size(64)));
       return add_pairs(sum, (I)((L){} + query), numbers);
     } else if constexpr (kPairs) {
@@ -133,6 +144,7 @@ struct Column : Lanes<W> {
 
   // Sums of the even and of the odd terms become those of the keys.
   static inline Sum joined(Sum even, Sum odd) {
+    if constexpr (kBytes) return (even << 8) + odd;
 #if defined(KVSERVE_E4M3_PAIRS)
     if constexpr (kWidens)
       return (F)_mm512_shuffle_ps((__m512)even, (__m512)odd, 0x88) +

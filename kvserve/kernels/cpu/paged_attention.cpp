@@ -60,7 +60,6 @@ struct Stored<T, 40> {
 constexpr bool kLevels = KVSERVE_KEY != 0;
 
 constexpr int kTileRows = 32;
-constexpr int kMaxGroups = 8;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
@@ -174,7 +173,9 @@ class Kernel {
         key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key) / kKeyPlanes),
         value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kValuePlanes),
         head_step_(kLevels ? call.head_stride : dim_ * sizeof(T)),
-        block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))) {}
+        block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))),
+        key_columns_(dim_ * sizeof(Key) / kKeyPlanes / 4),
+        group_columns_(key_columns_ * kKeyPlanes / (kLevels ? call.key_groups : 1)) {}
 
   int run() {
     if (int refusal = plan()) return refusal;
@@ -671,10 +672,10 @@ class Kernel {
                Ahead& ahead) const {
     constexpr int kApart = kMaxHeadDim * sizeof(float) / sizeof(typename C::Query);
     const auto* queries = queries_of(own) + first * kApart;
-    const int columns = dim_ * sizeof(Key) / kKeyPlanes / 4, groups = kLevels ? call_.key_groups : 1;
-    const int size = columns * kKeyPlanes / groups;
-    for (int j = 0; j < columns;) {
-      const int number = Plane * columns + j, group = number / size;
+    const int columns = key_columns_, size = group_columns_;
+    int group = Plane ? Plane * columns / size : 0;
+    for (int j = 0; j < columns; ++group) {
+      const int number = Plane * columns + j;
       const int count = std::min(columns - j, (group + 1) * size - number);
       typename C::Sum sums[Q][V];
       logits_of<C, W, Q, V, Lines, Plane>(queries + number * C::kTerms, kApart, count,
@@ -683,6 +684,7 @@ class Kernel {
       for (int q = 0; q < Q; ++q)
         for (int v = 0; v < V; ++v) {
           F x = as_float(sums[q][v]);
+          if constexpr (C::kBytes) x = x * (1.0f / (1 << Planes<Key>::kBits * Plane));
           if constexpr (C::kPairs) x = x * own.steps[first + q];
           if constexpr (kLevels) x = x * X::load(scales.key_steps + group * kTileEntries + at + v * W);
           logits[q][v] += x;
@@ -704,7 +706,8 @@ class Kernel {
   }
 
   // Queries in whole steps, the largest number being 32767 of them, as columns meet them: the 16-bit
-  // numbers of bytes 0 and 2, then of 1 and 3. One that is not finite stays so by its step.
+  // numbers of bytes 0 and 2, then of 1 and 3; or of all four bytes 256ths, then what they are more.
+  // One that is not finite stays so by its step.
   void round_query(Scratch& own, int i) const {
     const float* query = own.query + i * kMaxHeadDim;
     float largest = 0.0f, not_finite = 0.0f;
@@ -712,8 +715,17 @@ class Kernel {
       largest = std::max(largest, std::abs(query[d]));
       not_finite += query[d] * 0.0f;
     }
-    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
-    own.steps[i] = largest / 32767.0f + not_finite;
+    constexpr float kMost = C::kBytes ? 32639.0f : 32767.0f;
+    const float inverse = largest > 0.0f ? kMost / largest : 0.0f;
+    own.steps[i] = largest / kMost + not_finite;
+    if constexpr (C::kBytes) {
+      for (int d = 0; d < dim_; ++d) {
+        const int whole = std::lrint(query[d] * inverse), high = (whole + 128) >> 8;
+        int8_t* to = reinterpret_cast<int8_t*>(own.pairs + i * kMaxHeadDim + d / 4 * 2) + d % 4;
+        to[0] = high, to[4] = whole - 256 * high;
+      }
+      return;
+    }
     for (int d = 0; d < dim_; d += 4)
       for (int odd = 0; odd < 2; ++odd) {
         const int low = std::lrint(query[d + odd] * inverse);
@@ -821,6 +833,7 @@ class Kernel {
   const PagedAttention& call_;
   const int dim_, group_, heads_per_table_;
   const int64_t key_step_, value_step_, head_step_, block_step_;  // bytes
+  const int key_columns_, group_columns_;  // of four bytes: of a key, and of four channels of a group
   std::vector<Item> items_;
   std::vector<float> partials_;
 };

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kTileEntries = 64;
 constexpr int kMaxVectors = kMaxLanes / 4;
+constexpr int kMaxGroups = 8;
 
 // Of the values of a tile: what a level stands for in each group of channels, [groups, kTileEntries].
 struct Steps {
@@ -228,11 +229,11 @@ inline bool in_quads([[maybe_unused]] int width) {
 }
 
 #if defined(KVSERVE_QUADS)
-// Weights times a group's steps: 15 bits each, as the bytes of 256 * high + low.
+// Weights times a group's steps, 15 bits each, as the bytes of 256 * high + low.
 struct Digits {
   alignas(64) int8_t high[kTileEntries], low[kTileEntries];
   float step;   // what one stands for
-  float below;  // the sum of weights times the group's lows
+  float below;  // the sum of weights times the group's lows; what is not finite stays so by it
   int sum;
 };
 
@@ -240,28 +241,44 @@ template <typename T>
 inline void find_digits(const float* weights, int depth, const Steps& of, int group, Digits& to) {
   typedef Lanes<16> X;
   const float *steps = of.steps + group * kTileEntries, *lows = of.lows + group * kTileEntries;
-  X::F products[kTileEntries / 16], highest = {}, odd = {}, below = {};
+  X::F products[kTileEntries / 16] = {}, highest = {}, below = {};
   const int count = (depth + 15) / 16;
   for (int v = 0; v < count; ++v) {
     const X::F weight = X::load(weights + 16 * v);
     products[v] = weight * X::load(steps + 16 * v);
     highest = products[v] > highest ? products[v] : highest;
-    odd += products[v] * 0.0f;
-    if constexpr (Planes<T>::kLow) below += weight * X::load(lows + 16 * v);
+    below += Planes<T>::kLow ? weight * X::load(lows + 16 * v) : products[v] * 0.0f;
   }
-  const float largest = X::largest(highest);
-  const float inverse = largest > 0.0f ? 32639.0f / largest : 0.0f;
+  // A power of two, so that the largest is 16320 to 32639.
+  const float largest = std::max(X::largest(highest) * (32768.0f / 32639.0f), 0x1p-100f);
+  uint32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  const uint32_t up = 0x86000000u - (bits & 0x7f800000u), down = 0x7f000000u - up;  // 2^(14 - e)
+  float scale;
+  std::memcpy(&scale, &up, sizeof scale);
+  std::memcpy(&to.step, &down, sizeof down);
+  const __m512i words = _mm512_setr_epi32(
+      0x00020000, 0x00060004, 0x000a0008, 0x000e000c, 0x00120010, 0x00160014, 0x001a0018, 0x001e001c,
+      0x00220020, 0x00260024, 0x002a0028, 0x002e002c, 0x00320030, 0x00360034, 0x003a0038, 0x003e003c);
   __m512i sum = _mm512_setzero_si512();
-  for (int v = 0; v < count; ++v) {
-    const __m512i whole = _mm512_cvtps_epi32((__m512)(products[v] * inverse));
-    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-    _mm_store_si128((__m128i*)(to.high + 16 * v), _mm512_cvtepi32_epi8(high));
-    _mm_store_si128((__m128i*)(to.low + 16 * v), _mm512_cvtepi32_epi8(whole));
-    if constexpr (!Planes<T>::kLow) sum = _mm512_add_epi32(sum, whole);
+  for (int v = 0; v < count; v += 2) {
+    const __m512i a = _mm512_cvtps_epi32((__m512)(products[v] * scale));
+    const __m512i b = _mm512_cvtps_epi32((__m512)(products[v + 1] * scale));
+    const __m512i whole = _mm512_permutex2var_epi16(a, words, b);
+    const __m512i high = _mm512_srai_epi16(_mm512_add_epi16(whole, _mm512_set1_epi16(128)), 8);
+    _mm256_store_si256((__m256i*)(to.high + 16 * v), _mm512_cvtepi16_epi8(high));
+    _mm256_store_si256((__m256i*)(to.low + 16 * v), _mm512_cvtepi16_epi8(whole));
+    if constexpr (!Planes<T>::kLow) sum = _mm512_add_epi32(sum, _mm512_add_epi32(a, b));
   }
-  to.step = largest / 32639.0f + X::total(odd);  // what is not finite stays so
-  to.below = Planes<T>::kLow ? X::total(below) : 0.0f;
+  to.below = X::total(below);
   to.sum = Planes<T>::kLow ? 0 : _mm512_reduce_add_epi32(sum);
+}
+
+// Adds up the products of bytes without a sign and of four bytes with one. Without assembly GCC 12
+// copies sums around, and loads the four apart.
+inline __m512i add_products(__m512i sum, __m512i bytes, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*(const int32_t*)four));
+  return sum;
 }
 
 // 16 bytes of each of four entries: lane i has the i-th of each.
@@ -277,39 +294,43 @@ inline __m512i quads_at(const void* const* rows, int64_t at) {
   return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(bytes));
 }
 
-// Q rows times the channels of 16 bytes from `column` on: digits [Q][groups].
+// Q rows times the channels of 16 bytes from `column` on: digits [Q][kMaxGroups].
 template <int Q, typename T>
-inline void add_quads(float* out, int stride, int width, const Digits* digits, int groups,
+inline void add_quads(float* out, int stride, int width, const Digits* digits,
                       const void* const* rows, int64_t offset, int column, int depth, int size,
                       Ahead& ahead) {
   constexpr int P = Planes<T>::kPlanes, kBits = Planes<T>::kBits;
   const int plane = width / P;
-  const Digits* of[Q][P];
-  for (int q = 0; q < Q; ++q)
-    for (int p = 0; p < P; ++p) of[q][p] = digits + q * groups + (p * plane + column) / size;
+  const Digits* of[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; ++p) of[p] = digits + (p * plane + column) / size;
   __m512i high[Q][P], low[Q][P];
+#pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 8
     for (int p = 0; p < P; ++p) high[q][p] = low[q][p] = _mm512_setzero_si512();
   for (int k = 0; k < depth; k += 4) {
     ahead.fetch<1>();
     const __m512i bytes = quads_at(rows + k, offset + column);
     __m512i levels[P];  // times 1 << p * kBits; with a sign, 128 more than they are
+#pragma GCC unroll 8
     for (int p = 0; p < P; ++p)
       levels[p] = Planes<T>::kLow
                       ? _mm512_and_si512(bytes, _mm512_set1_epi8(((1 << kBits) - 1) << p * kBits))
                       : _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));
+#pragma GCC unroll 8
     for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
-        int32_t both[2];
-        std::memcpy(both, of[q][p]->high + k, 4);
-        std::memcpy(both + 1, of[q][p]->low + k, 4);
-        high[q][p] = _mm512_dpbusd_epi32(high[q][p], levels[p], _mm512_set1_epi32(both[0]));
-        low[q][p] = _mm512_dpbusd_epi32(low[q][p], levels[p], _mm512_set1_epi32(both[1]));
+        high[q][p] = add_products(high[q][p], levels[p], of[p][q * kMaxGroups].high + k);
+        low[q][p] = add_products(low[q][p], levels[p], of[p][q * kMaxGroups].low + k);
       }
   }
+#pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
-      const Digits& own = *of[q][p];
+      const Digits& own = of[p][q * kMaxGroups];
       __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[q][p], 8), low[q][p]);
       if constexpr (!Planes<T>::kLow) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * own.sum));
       float* to = out + q * stride + p * plane + column;
@@ -321,13 +342,13 @@ inline void add_quads(float* out, int stride, int width, const Digits* digits, i
 
 // Up to Q rows, from the first on.
 template <int Q, typename T>
-void add_quads_of(float* out, int stride, int num_rows, int width, const Digits* digits, int groups,
+void add_quads_of(float* out, int stride, int num_rows, int width, const Digits* digits,
                   const void* const* rows, int64_t offset, int depth, int size, Ahead& ahead) {
   if constexpr (Q > 1)
     if (num_rows < Q)
-      return add_quads_of<Q - 1, T>(out, stride, num_rows, width, digits, groups, rows, offset, depth, size, ahead);
+      return add_quads_of<Q - 1, T>(out, stride, num_rows, width, digits, rows, offset, depth, size, ahead);
   for (int column = 0; column < width / Planes<T>::kPlanes; column += 16)
-    add_quads<Q, T>(out, stride, width, digits, groups, rows, offset, column, depth, size, ahead);
+    add_quads<Q, T>(out, stride, width, digits, rows, offset, column, depth, size, ahead);
 }
 #endif
 
@@ -341,15 +362,15 @@ void add_in_quads([[maybe_unused]] float* out, [[maybe_unused]] int stride,
 #if defined(KVSERVE_QUADS)
   if constexpr (sizeof(T) == 1 && !std::is_same_v<T, e4m3>) {
     constexpr int kRows = std::min(8, 12 / Planes<T>::kPlanes);  // whose sums registers hold
-    constexpr int kMaxGroups = 8;
     Digits digits[kRows * kMaxGroups];
-    for (int i = 0; i < num_rows; i += kRows) {
-      const int some = std::min(kRows, num_rows - i);
+    const int turns = (num_rows + kRows - 1) / kRows;
+    for (int turn = 0, i = 0, some; turn < turns; ++turn, i += some) {
+      some = num_rows * (turn + 1) / turns - i;
       for (int q = 0; q < some; ++q)
         for (int g = 0; g < of.groups; ++g)
-          find_digits<T>(weights + (i + q) * kTileEntries, depth, of, g, digits[q * of.groups + g]);
-      add_quads_of<kRows, T>(out + i * stride, stride, some, width, digits, of.groups, rows, offset, depth,
-                             of.size, ahead);
+          find_digits<T>(weights + (i + q) * kTileEntries, depth, of, g, digits[q * kMaxGroups + g]);
+      add_quads_of<kRows, T>(out + i * stride, stride, some, width, digits, rows, offset, depth, of.size,
+                             ahead);
     }
   }
 #endif
