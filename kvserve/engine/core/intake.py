@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -58,7 +58,8 @@ class Intake:
         compiled already.
         """
         self._check_prompt(new)
-        prompt, limit = len(new.token_ids), self._info.max_model_len
+        known, limit = len(new.token_ids), self._info.max_model_len
+        prompt = known - new.num_answered
         self._check_tokens(new)
         if new.priority and self._config.scheduler.scheduling_policy != "priority":
             raise RequestError(
@@ -71,7 +72,7 @@ class Intake:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy, prunes)
-        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
+        max_len = limit if new.max_tokens is None else known + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         if new.kv_trace:
             self._tracer.check(max_len)
@@ -126,11 +127,6 @@ class Intake:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        worst = max(new.token_ids)
-        if worst >= self._info.vocab_size or min(new.token_ids) < 0:
-            raise RequestError(
-                f"prompt holds a token id outside [0, {self._info.vocab_size})", param="prompt"
-            )
         most = limit - prompt
         if new.max_tokens is not None and new.max_tokens > most:
             raise RequestError(
@@ -165,10 +161,18 @@ class Intake:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Check the token ids that other fields than the prompt name."""
-        named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
+        """Check every token id that a request brings: they index tensors of the device."""
+        end = None if new.thinking_end is None else [new.thinking_end]
+        named: dict[str, Collection[int] | None] = {
+            "prompt": new.token_ids,
+            "stop_token_ids": new.stop_token_ids,
+            "logit_bias": new.logit_bias,
+            "allowed_token_ids": new.allowed_token_ids,
+            "bad_words": [token for word in new.bad_words for token in word],
+            "thinking_end": end,
+        }
         for name, ids in named.items():
-            if any(not 0 <= token < self._info.vocab_size for token in ids):
+            if ids and not 0 <= min(ids) <= max(ids) < self._info.vocab_size:
                 raise RequestError(
                     f"{name} holds a token id outside [0, {self._info.vocab_size})", param=name
                 )
