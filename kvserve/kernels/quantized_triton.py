@@ -209,8 +209,9 @@ def with_lows(
     """
     MOST: tl.constexpr = (1 << BITS) - 1
     J: tl.constexpr = words.shape[1]
-    # Never one alone: Triton would have each thread find all that its numbers need by itself.
-    PARTS: tl.constexpr = max(GROUPS, 2)
+    # Never one alone, and more in large tiles: Triton would have each thread find all that its
+    # numbers need by itself.
+    PARTS: tl.constexpr = max(GROUPS, 2, words.shape[0] // 16)
     group = at[:, None] + (tl.arange(0, PARTS) * GROUPS // PARTS * BLOCK)[None, :]
     step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
     low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
@@ -250,7 +251,7 @@ def spread(x, J: tl.constexpr, BITS: tl.constexpr):
 
 @Helper
 def power_of_two(x):
-    """The largest powers of two that are not above ``x``, at least 2 ** -100; and one over these."""
+    """The largest powers of two up to ``x``, at least 2 ** -100; and one over these."""
     bits = tl.maximum(x, 7.888609052210118e-31).to(tl.int32, bitcast=True) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
@@ -413,24 +414,23 @@ def _gather_levels(
     base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * lane_stride
     base = slot // BLOCK * block_stride + base
     entry = slot % BLOCK
-    numbers, unit = numbers_at(
-        levels,
-        base + entry * (DIM * (FORM % 16) // 8),
-        steps,
-        lows,
-        base // 2 + entry,
-        known,
-        DIM,
-        FORM,
-        GROUPS,
-        BLOCK,
-        tl.float32,
-    )
-    numbers = tl.where(known[:, None], numbers * unit[:, None], 0.0)
-    to = out + (first + place)[:, None] * DIM + channels_of(DIM, FORM)[None, :]
-    tl.store(
-        to, tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty), mask=wanted[:, None]
-    )
+    dims, at = tl.arange(0, DIM)[None, :], (base // 2 + entry)[:, None]
+    BITS: tl.constexpr = FORM % 16
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    held = tl.load(levels + (base + entry * WIDTH)[:, None] + dims % WIDTH)
+    if FORM >= 32:
+        numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORM >= 16:
+        numbers = ((held >> (dims // WIDTH * BITS).to(tl.uint8)) & ((1 << BITS) - 1)).to(tl.float32)
+    else:
+        numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
+    at += dims // (DIM // GROUPS) * BLOCK
+    numbers *= bfloat16_as_float(tl.load(steps + at))
+    if FORM % 32 >= 16:
+        numbers += bfloat16_as_float(tl.load(lows + at))
+    numbers = tl.where(known[:, None], numbers, 0.0)
+    to = out + (first + place)[:, None] * DIM + dims
+    tl.store(to, numbers.to(out.dtype.element_ty), mask=wanted[:, None])
 
 
 @Helper

@@ -210,8 +210,10 @@ def test_sizes_and_rates_of_known_models() -> None:
     llama, qwen = cost_model(), cost_model(QWEN)
     assert (llama.entry_bytes, qwen.entry_bytes) == (128 * 1024, 144 * 1024)
     spec, device = llama.spec, DEVICES["h200"]
-    quantized = {name: CostModel(spec, device, name).entry_bytes for name in ("int8", "k8v4")}
-    assert quantized == {"int8": 32 * 8 * 260, "k8v4": 32 * 8 * 198}
+    quantized = {
+        name: CostModel(spec, device, name).entry_bytes for name in ("int8", "k8v4", "k4v4")
+    }
+    assert quantized == {"int8": 32 * 8 * 260, "k8v4": 32 * 8 * 198, "k4v4": 32 * 8 * 160}
     assert CostModel(spec, device, "k8v4").weights_bytes == llama.weights_bytes
     assert llama.params == pytest.approx(7.50e9, rel=1e-3)
     assert (llama.recompute_params, qwen.recompute_params) == pytest.approx(

@@ -357,10 +357,10 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 SPILLING = {
     80: ("decode/few", "decode/many", "prefill/dim256"),
-    90: ("decode/remainder_split",),
+    90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
     100: ("prefill/dim64", "prefill/float32", "prefill/window"),
 }
-"""Variants of numbers that spill 8 to 32 bytes under one of the Tritons."""
+"""Variants that spill 8 to 32 bytes under one of the Tritons."""
 
 
 def is_budgeted(name: str, arch: int) -> bool:

@@ -112,7 +112,7 @@ def test_what_kara_launches_is_checked(
 
 
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", "int8", "k8v4"])
+@pytest.mark.parametrize("form", ["auto", "int8", "k8v4", "k4v4"])
 def test_all_tiles_of_a_model_are_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

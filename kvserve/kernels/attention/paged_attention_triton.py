@@ -59,7 +59,7 @@ def paged_attention_triton(
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
-    tile = _tile_of(q, packed, codes is not None)
+    tile = _tile_of(q, values, packed, codes is not None)
     (key, key_groups), (value, value_groups) = map(form_of, (keys, values))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
@@ -128,7 +128,7 @@ def paged_attention_triton(
     return out
 
 
-def _tile_of(q: Tensor, packed: int, coded: bool) -> Tile:
+def _tile_of(q: Tensor, values: Tensor | QuantizedVectors, packed: int, coded: bool) -> Tile:
     """The tile for ``packed`` queries of a KV head and chunk."""
     # Decoding codes takes registers, so these kernels have tiles of their own. 64 queries in
     # float32 do not fit into registers.
@@ -138,6 +138,8 @@ def _tile_of(q: Tensor, packed: int, coded: bool) -> Tile:
     if decodes:
         queries = max(tile.rows, 1 << (packed - 1).bit_length())
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
+    if not isinstance(values, Tensor):  # widening takes registers
+        return tile._replace(rows=tile.rows // 2)
     return tile
 
 

@@ -227,7 +227,8 @@ def outsider() -> Iterator[None]:
     params=[
         ("llama", "model", "auto"),
         ("qwen3", "head", "auto"),
-        ("qwen3", "model", "k8v4"),
+        ("qwen3", "model", "k4v4"),
+        pytest.param(("qwen3", "model", "k8v4"), marks=pytest.mark.slow),
         pytest.param(("llama", "layer", "auto"), marks=pytest.mark.slow),
         pytest.param(("llama", "head", "int8"), marks=pytest.mark.slow),
         pytest.param(("qwen3", "layer", "fp8"), marks=pytest.mark.slow),
@@ -236,7 +237,12 @@ def outsider() -> Iterator[None]:
 )
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     kind, layout, form = request.param
-    return Lab(write_checkpoint(kind, tmp_path_factory.mktemp(kind)), layout, form)
+    directory = tmp_path_factory.mktemp(kind)
+    if form == "k4v4":
+        # Heads of 64 channels have two groups. A level is 16 times as far from the next as in 8
+        # bits.
+        return Lab(write_checkpoint(kind, directory, head_dim=64), layout, form, slack=3.0)
+    return Lab(write_checkpoint(kind, directory), layout, form)
 
 
 def test_every_policy_has_a_row() -> None:

@@ -35,6 +35,7 @@ CHECKS = [
         ("gpt-oss", "model", "auto"),
         ("gemma3", "head", "auto"),
         pytest.param(("gpt-oss", "layer", "k8v4"), marks=pytest.mark.slow),
+        pytest.param(("gemma3", "layer", "k4v4"), marks=pytest.mark.slow),
         pytest.param(("gemma3", "model", "int8"), marks=pytest.mark.slow),
     ],
     ids="-".join,
