@@ -67,11 +67,11 @@ def stages(part: int, smoke: bool, row_seconds: float) -> list[Stage]:
             Stage("check", 280, check, ("--seconds", "270"), _wrong),
             Stage("sdpa", 90, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
         ]
-    none, kara, snapkv = (
-        _row(job.small().name if smoke else job.name, row_seconds, small) for job in JOBS[:3]
+    none, kara, snapkv, *by_form = (
+        _row(job.small().name if smoke else job.name, row_seconds, small) for job in JOBS[:6]
     )
     profile = ("-m", "bench.gpu_runs.profile", "--save-result")
-    return [none, kara, Stage("profile", 110, profile, small), snapkv]
+    return [none, kara, *by_form, Stage("profile", 110, profile, small), snapkv]
 
 
 def _row(job: str, seconds: float, small: tuple[str, ...]) -> Stage:

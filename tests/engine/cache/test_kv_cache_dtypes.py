@@ -76,8 +76,8 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
 )
 def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: float) -> None:
     """In standard deviations of logits, for the same tokens: half a step is 1/254 of int8's largest
-    number, 1/30 of 4 bits' range, 1/6 of 2 bits', 1/16 of an fp8 number, in every layer of untrained
-    weights."""
+    number, 1/30 of 4 bits' range, 1/6 of 2 bits', 1/16 of an fp8 number, in every layer of
+    untrained weights."""
     logits = {}
     for stored in ("auto", dtype):
         recorder = Recorder(make_llm(qwen3_dir, kv_cache_dtype=stored))
