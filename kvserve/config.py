@@ -53,13 +53,6 @@ class EngineConfig:
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
-    code_attention: str = setting(
-        "auto",
-        "how attention reads the entries that spindlekv holds as codes: as codes (direct), or "
-        "rebuilt in scratch blocks layer by layer (rebuild); auto is direct where the attention "
-        "backend can",
-        choices=("auto", "direct", "rebuild"),
-    )
     grammar_backend: str = setting(
         "auto",
         "library that compiles JSON schemas and grammars for structured output: llguidance, the "

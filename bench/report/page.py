@@ -16,6 +16,7 @@ _LEFT_OUT = frozenset(
     (
         *("output_tokens", "wall_s", "peak_running", "mean_pool_usage", "allocated_bytes_at_end"),
         *("evicted_tokens", "early_compactions", "blocks_released", "swaps", "prompt_cached"),
+        "code_attention",  # of results from before it went
         *("steps", "itl_p50_ms", "seed", "ratio_spread"),
     )
 )

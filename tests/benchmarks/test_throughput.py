@@ -123,20 +123,6 @@ def test_shared_prefixes_with_caching_off_and_on(bench: Bench) -> None:
     assert saved["settings"]["prefix_repetition_num_prefixes"] == 2
 
 
-def test_codes_that_are_read_and_rebuilt(bench: Bench) -> None:
-    flags = ("--num-prompts", "4", "--input-len", "40", "--output-len", "12", "--block-size", "4")
-    codes = "spindlekv:ratio=1,window=4,flush_every=4,raw_fallback=false"
-    policies = ("--policy", "none", "--policy", codes, "--policy", "spindlekv:codebook=false")
-    status, saved = bench("bench throughput", *flags, *policies, "--compare-code-attention")
-    assert status == 0
-    none, direct, rebuild, plain = saved["rows"]
-    assert "code_attention" not in none | plain
-    assert [direct["code_attention"], rebuild["code_attention"]] == ["direct", "rebuild"]
-    assert direct["compactions"] == rebuild["compactions"] > 4
-    assert direct["allocated_bytes_at_end"] < rebuild["allocated_bytes_at_end"]
-    assert direct["output_tokens"] == rebuild["output_tokens"] == 48
-
-
 def test_speculation_off_and_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "3", "--output-len", "60", "--policy", "none", *SPECULATION)
     status, saved = bench("bench throughput", *flags)

@@ -21,6 +21,7 @@ from bench.kernel_rows import peers as kernel_peers
 from bench.kernel_rows.cases import Setting
 from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.peers import Run
+from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import EVENT, targets
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import warm_up
@@ -113,7 +114,7 @@ def test_what_kara_launches_is_checked(
 @pytest.mark.device
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", "int8", "k8v4"])
+@pytest.mark.parametrize("form", ["auto", "int8", "k8v4", "k4v4"])
 def test_all_tiles_of_a_model_are_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +142,17 @@ def test_all_tiles_of_a_model_are_checked(
             case.triton()
     assert len(by_engines) > 10
     assert not by_engines - launched, f"not among the cases: {by_engines - launched}"
+
+
+def test_decodes_over_levels_agree(device: str) -> None:
+    """Those that are timed beside numbers, with the bytes of their form."""
+    setting = tiny(Granularity.MODEL, device)
+    found = {case.kernel: case for case in level_decodes(setting)}
+    assert set(found) == {f"decode of {form}" for form in FORMATS}
+    for case in found.values():
+        torch.testing.assert_close(case.triton(), case.torch(), atol=1e-4, rtol=1e-4)
+    eight, four = (found[f"decode of {form}"].num_bytes for form in ("k8v4", "k4v4"))
+    assert four < eight
 
 
 def tiny(granularity: Granularity, device: str) -> Setting:

@@ -38,12 +38,10 @@ from kvserve.benchmarks.setup.options import (
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.config import SchedulerConfig
-from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.spindlekv import writes_codes
 
 _COLUMNS = columns(
     *("pool_blocks", "pool_share", "max_num_seqs"),
-    *("policy", "kv_cache_dtype", "prefix_caching", "code_attention", "speculation"),
+    *("policy", "kv_cache_dtype", "prefix_caching", "speculation"),
     *("output_tokens", "wall_s"),
     *("output_tok_s", "spread", "ratio_to_first", "mean_running", "peak_running"),
     *("mean_pool_usage", "held_over_logical", "mean_held_bytes", "allocated_bytes_at_end"),
@@ -53,7 +51,7 @@ _COLUMNS = columns(
     "itl_p99_ms",
     *("exact_match", "interval_95", "correct_prefix"),
 )
-_WAYS = ("kv_cache_dtype", "prefix_caching", "code_attention", "speculation")
+_WAYS = ("kv_cache_dtype", "prefix_caching", "speculation")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,12 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare-prefix-caching",
         action="store_true",
         help="run every policy with prefix caching on and off, alternating",
-    )
-    parser.add_argument(
-        "--compare-code-attention",
-        action="store_true",
-        help="run policies with coded entries twice, alternating: attention on the codes, and on "
-        "rebuilt entries",
     )
     parser.add_argument(
         "--compare-kv-cache-dtypes",
@@ -170,8 +162,6 @@ class Throughput(Benchmark):
             ways = [{"prefix_caching": side} for side in ("off", "on")]
         if dtypes := self.args.compare_kv_cache_dtypes:
             ways = [way | {"kv_cache_dtype": dtype} for way in ways for dtype in dtypes]
-        if self.args.compare_code_attention and writes_codes(make_policy(spec.as_dict)):
-            ways = [way | {"code_attention": how} for way in ways for how in ("direct", "rebuild")]
         if self.args.compare_speculation:
             ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
         cell: dict[str, Any] = {

@@ -80,7 +80,7 @@ def pool_bytes(engine: LLMEngine) -> int:
 def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
 
-    The mean is all blocks in use (keys, values, logged queries, scratch of codes) over all running
+    The mean is all blocks in use (keys, values, logged queries) over all running
     sequences, and what stands for dropped entries at a sequence's end. Scores are not in it,
     because they are freed when an event ends. Nor are blocks in host memory, which are not in the
     pool.

@@ -15,7 +15,6 @@ _COLUMNS = {
         Column("retention", "retention", "g"),
         Column("cache held in", "kv_cache_dtype", left=True),
         Column("prefix caching", "prefix_caching", left=True),
-        Column("codes", "code_attention", left=True),
         Column("speculation", "speculation", left=True),
         Column("guessed", "draft_tokens", ",d"),
         Column("of these right", "accepted_share", ".0%"),

@@ -203,7 +203,7 @@ def _title(row: Row, names: Names) -> str:
 def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
     """Exact match, with its interval, against the bytes that a sequence holds; a line per method.
 
-    Bytes are the mean over the run, with logged queries and scratch. If some result has no such
+    Bytes are the mean over the run, with logged queries. If some result has no such
     mean, all use the bytes of the entries at the end.
     """
     every = [row for rows in groups.values() for row in rows]

@@ -65,6 +65,7 @@ EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
     scope="module",
     params=[
         ("llama", "model", "auto"),
+        pytest.param(("qwen3", "model", "k4v4"), marks=pytest.mark.slow),
         pytest.param(("qwen3", "model", "k8v4"), marks=pytest.mark.slow),
         pytest.param(("qwen3", "layer", "auto"), marks=pytest.mark.slow),
         pytest.param(("llama", "head", "int8"), marks=pytest.mark.slow),

@@ -33,7 +33,9 @@ CHECKS = [
 EACH = matrix.matrix(
     [("gpt-oss", "model", "auto"), ("gemma3", "head", "auto")],
     HERE,
-    slow=[("gpt-oss", "layer", "k8v4"), ("gemma3", "model", "int8")],
+    slow=[
+        *(("gpt-oss", "layer", "k8v4"), ("gemma3", "layer", "k4v4"), ("gemma3", "model", "int8")),
+    ],
 )
 
 

@@ -68,7 +68,7 @@ def cases() -> Iterator[Any]:
     """A policy, a layout and a type of cache; most of them are slow together."""
     for name, policy in CASES.items():
         for i, layout in enumerate(layouts(policy)):
-            for form in ("auto", "k8v4"):
+            for form in ("auto", "k8v4", "k4v4"):
                 if form == "auto" or name != "spindlekv":
                     first = i == 0 and form == "auto"
                     marks = [] if first and name in QUICK else [pytest.mark.slow]

@@ -180,7 +180,7 @@ def test_turns_are_one_sequence(
     check_integrity(llm)
 
 
-@pytest.mark.parametrize("dtype", [*slow("auto"), "k8v4"])
+@pytest.mark.parametrize("dtype", [*slow("auto", "k8v4"), "k4v4"])
 def test_logs_in_fewer_bits(llama_dir: Path, dtype: str) -> None:
     """Kara as it comes, whose queries are logged in 4 bits, over entries in fewer bits or not."""
     settings: dict[str, Any] = {"block_size": 16, "kv_cache_dtype": dtype}

@@ -216,13 +216,9 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager captures no graphs"),
-        (
-            {"policy": "spindlekv", "block_size": 16, "code_attention": "rebuild"},
-            "codes are rebuilt in each step",
-        ),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
-    ids=["backend", "eager", "codes", "sizes"],
+    ids=["backend", "eager", "sizes"],
 )
 def test_sizes_that_cannot_be_captured_are_refused(
     llama_dir: Path, settings: dict[str, Any], message: str

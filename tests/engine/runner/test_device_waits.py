@@ -147,21 +147,11 @@ def test_guesses_are_checked_without_waits(sizes: tuple[int, ...], tmp_path: Pat
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")
-@pytest.mark.parametrize(
-    ("sizes", "gqa"),
-    [
-        pytest.param((), "mean", marks=pytest.mark.slow, id="eager"),
-        pytest.param((2, 6), "mean", id="padded"),
-        pytest.param((), "repeat", marks=pytest.mark.slow, id="repeat"),
-    ],
-)
-def test_codes_are_written_and_read_without_waits(
-    sizes: tuple[int, ...], gqa: str, tmp_path: Path
-) -> None:
-    policy = {"name": "spindlekv", "gqa": gqa, "window": 4, "flush_every": 4, "raw_fallback": False}
+@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "padded"])
+def test_codes_are_written_and_read_without_waits(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    policy = {"name": "spindlekv", "window": 4, "flush_every": 4, "raw_fallback": False}
     how = {"num_gpu_blocks_override": 2000, "cudagraph_capture_sizes": sizes}
     llm = small_engine(tmp_path, policy, **how)
-    assert ("codes", "read") in [row[:2] for row in llm.engine.core.info.summary]
     with nothing_is_waited_for():
         outputs = llm.generate(random_prompts([5, 17, 33]), GREEDY, use_tqdm=False)
     for output in outputs:

@@ -41,7 +41,7 @@ def recorded_steps(llm: LLM) -> RecordedSteps:
     return graphs
 
 
-@pytest.mark.parametrize("dtype", ["auto", *slow("int8", "fp8"), "k8v4"])
+@pytest.mark.parametrize("dtype", ["auto", *slow("int8", "fp8", "k8v4"), "k4v4"])
 def test_logits_are_equal_bit_for_bit(llama_dir: Path, dtype: str) -> None:
     """Over every form of cache, with swaps and recomputation; freed numbers are spoilt."""
     settings: dict[str, Any] = {"kv_cache_dtype": dtype, "block_size": 16}

@@ -80,6 +80,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "codes": of_codes,
     "int8": partial(of_levels, "int8"),
     "k8v4": partial(of_levels, "k8v4"),
+    "k4v4": partial(of_levels, "k4v4"),
 }
 
 
