@@ -106,7 +106,7 @@ def test_tokens_equal_those_of_torch(
     expected = generate(tiny_dir, "torch", layout)
     launched = request.getfixturevalue("launched")
     assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
-    kernels = {"_rotate_and_store", "attend", "_gather", "_log_sums", "_shares"}
+    kernels = {"_rotate_and_store", "attend", "merge", "_gather", "_log_sums", "_shares"}
     kernels |= {"_store_int4", "_gather_int4", "_decode_inputs", "_compact"}
     assert launched == kernels | {"_choose", "_survey", "_pick", "_narrow", "_draw"}
 
