@@ -211,6 +211,14 @@ struct Lanes : Vectors<W> {
       return load(from);
     }
   }
+  // Of both planes of 4 bits, of the first `count` bytes alone; the other channels are zero.
+  static inline void load(const packed<4>* from, int64_t count, F& low, F& high) {
+    packed<4> part[W] = {};
+    std::memcpy(part, from, count);
+    if (count != W) from = part;
+    low = load_plane(from, 0);
+    high = load_plane(from, 1);
+  }
   static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
   static inline void store(bf16* to, F x) {
     const H half = narrowed(x);
