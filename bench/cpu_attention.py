@@ -34,9 +34,9 @@ from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import linear, packed
+from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.cpu.move_kv import gather_keys, move_kv
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
-from kvserve.kernels.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.scores.window_scores import window_scores

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from kvserve.speculative_config import SpeculativeConfig
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)

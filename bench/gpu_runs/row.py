@@ -25,7 +25,7 @@ from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.entry_format import entry_format
+from kvserve.entry_format import entry_format
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 

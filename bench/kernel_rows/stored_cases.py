@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import elementwise
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
@@ -24,7 +25,6 @@ from kvserve.kernels.decode_inputs import (
     decode_inputs_triton,
 )
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import (
     Int4Queries,
     gather_int4_torch,

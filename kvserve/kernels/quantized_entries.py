@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.entry_format import EntryFormat, VectorForm
+from kvserve.entry_format import EntryFormat, VectorForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvserve.benchmarks.commands.tune import follow, request_bytes, weights_byte
 from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
 from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
-from kvserve.kernels.entry_format import entry_format
+from kvserve.entry_format import entry_format
 from kvserve.server.cli import commands as cli
 
 KARA = {"name": "kara", "window": 32, "buffer": 8, "ratio": 0.25, "period": 8}

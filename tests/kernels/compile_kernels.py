@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Codes
@@ -39,7 +40,6 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks

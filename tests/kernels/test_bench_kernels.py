@@ -25,10 +25,10 @@ from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import EVENT, targets
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import warm_up
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
@@ -255,7 +255,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
     settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
-    for limit, new, left in (("-1", 0, 2), ("480", 28, 0), ("480", 0, 0)):
+    for limit, new, left in (("-1", 0, 2), ("480", 38, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
         monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
@@ -263,7 +263,7 @@ def test_a_run_goes_on_where_it_stopped(
         assert len(timed) == new
         assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
     found = json.loads(path.read_text())
-    assert len(found["rows"]) == 28 and len(found["parity"]) == 1
+    assert len(found["rows"]) == 38 and len(found["parity"]) == 1
     assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 

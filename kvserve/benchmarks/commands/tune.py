@@ -26,7 +26,7 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
-from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.triggers.periodic import EngineWide

@@ -24,13 +24,13 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import compact_kv, int4_log, quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.cpu import move_kv, paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger

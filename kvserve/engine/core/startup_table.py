@@ -25,8 +25,8 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
+from kvserve.entry_format import entry_format
 from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.held import most_held

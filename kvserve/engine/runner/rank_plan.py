@@ -31,9 +31,9 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
 from kvserve.kernels.decode_inputs import decode_inputs
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec, make_groups

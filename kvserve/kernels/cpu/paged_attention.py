@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS, VectorForm
 from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
-from kvserve.kernels.entry_format import FORMATS, VectorForm
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.cpu import levels, paged_attention
 from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
-from kvserve.kernels.entry_format import FORMATS
 
 _NAMES = (
     *("calls", "centre_scores", "decode_inputs", "elementwise", "fitted_remainder", "linear"),

@@ -15,7 +15,7 @@ import torch
 from kvserve import LLM, EngineConfig, SamplingParams
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.core import startup
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.quantized_entries import TORCH
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 from tests.engine.compression.test_compaction import run_one
 from tests.engine.evicting_reference import (

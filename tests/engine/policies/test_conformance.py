@@ -18,7 +18,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import Event
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts, write_checkpoint

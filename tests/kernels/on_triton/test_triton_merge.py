@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 from tests.kernels.coded_case import coded_case

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
