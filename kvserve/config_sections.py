@@ -34,7 +34,8 @@ class ModelConfig:
 
     model: str = setting(
         "kvserve/tiny",
-        "model directory or hub id; kvserve/tiny is the one that ships",
+        "model directory, GGUF file or hub id; kvserve/tiny ships, and smollm2 is what `kvserve "
+        "fetch smollm2` has fetched",
         aliases=("--model-path",),
     )
     tokenizer: str | None = setting(None, "tokenizer directory or hub id (default: the model's)")
@@ -53,8 +54,9 @@ class ModelConfig:
     )
     load_format: str = setting(
         "auto",
-        "auto reads safetensors; dummy gives random weights from config.json alone",
-        choices=("auto", "safetensors", "dummy"),
+        "auto reads a directory's safetensors, or a GGUF file; dummy gives random weights from the "
+        "config alone",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     model_impl: str = setting(
         "auto",

@@ -126,7 +126,8 @@ def statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | No
     """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
     if there are none and the policy does without."""
     named = getattr(policy, "stats", None)
-    path = directory / FILE if named is None else Path(named)
+    folder = directory if directory.is_dir() else directory.parent
+    path = folder / FILE if named is None else Path(named)
     if not policy.uses_centres and not path.is_file():
         return None
     if (reason := refusal(spec)) is not None:

@@ -193,6 +193,7 @@ def _resolved(config: EngineConfig, device: str) -> RankPlan:
         config.model.model,
         config.model.revision,
         config.model.download_dir,
+        load_format=config.model.load_format,
         weights=config.model.load_format != "dummy",
         code=config.model.trust_remote_code,
     )

@@ -271,6 +271,9 @@ def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8:
     if fp8:
         reason = "as stored; activations are rounded to FP8 too, at a scale per token"
         return "weights", "FP8 in the layers", reason
+    if spec.stored_as:
+        reason = "widened when read: the file's accuracy, not its size; --dtype"
+        return "weights", f"{str(dtype)[6:]}, from {spec.stored_as}", reason
     if spec.quantization is None:
         return "weights", str(dtype)[6:], "--dtype"
     reason = "dequantised when read: the checkpoint's accuracy, not its size"

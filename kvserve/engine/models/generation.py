@@ -26,9 +26,16 @@ class GenerationDefaults:
 def read_generation_config(
     directory: Path, spec: ModelSpec, *, use_sampling: bool = True
 ) -> GenerationDefaults:
-    """The file's settings; ending tokens come from config.json if the file names none."""
+    """The file's settings, or those of a GGUF file; ending tokens come from config.json if the
+    file names none."""
     path = directory / "generation_config.json"
-    raw = read_json(path) if path.exists() else {}
+    if directory.is_file():
+        from kvserve.engine.gguf.config import sampling_of
+        from kvserve.engine.gguf.reader import read_gguf
+
+        raw = sampling_of(read_gguf(directory))
+    else:
+        raw = read_json(path) if path.exists() else {}
     eos = raw.get("eos_token_id")
     eos = list(spec.eos_token_ids) if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) for token in eos):
