@@ -169,8 +169,8 @@ def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:
     scaling = {ours: own.get(f"rope.scaling.{name}") for name, ours in _SCALING.items()}
     kind = scaling["rope_type"]
     rope = scaling if kind not in (None, "none") else {}
-    if (theta := file.value(f"{family_of(file)}.rope.freq_base", Real)) is not None:
-        rope["rope_theta"] = theta
+    theta: float = file.value(f"{family_of(file)}.rope.freq_base", Real, 10_000.0)
+    rope["rope_theta"] = theta
     if _ROPE_FACTORS not in file.tensors:
         return rope
     stored = file.blocks(_ROPE_FACTORS, slice(None))
@@ -178,7 +178,7 @@ def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:
     llama3 = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama3["original_max_position_embeddings"] = 8192
     steps = np.arange(len(factors)) / len(factors)
-    turns = 8192 / (2 * np.pi * rope.get("rope_theta", 10_000.0) ** steps)
+    turns = 8192 / (2 * np.pi * theta**steps)
     smooth = ((turns - 1.0) / 3.0).clip(0.0, 1.0)
     expected = 1 / ((1 - smooth) / llama3["factor"] + smooth)
     if rope.get("rope_type") or not np.allclose(factors, expected, rtol=1e-3):

@@ -151,7 +151,9 @@ class _Cursor:
         """Where so many texts begin and end."""
         spans, place, end = [], self.place, len(self._content)
         for _ in range(count):
-            size = _LENGTH.unpack_from(self._content, place)[0] if place + 8 <= end else end
+            if place + 8 > end:
+                raise self.damaged(f"it ends at byte {end:,}, where a text should begin")
+            (size,) = _LENGTH.unpack_from(self._content, place)
             start, place = place + 8, place + 8 + size
             if place > end:
                 raise self.damaged(f"a text of {size:,} bytes at byte {start:,} passes its end")

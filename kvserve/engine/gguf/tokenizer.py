@@ -84,7 +84,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     words = file.value("tokenizer.ggml.pre", str)
     if words not in _SPLITS:
         raise file.error(f"has pre-tokenizer {words!r}; kvserve reads {', '.join(sorted(_SPLITS))}")
-    merges = [tuple(pair.split(" ", 1)) for pair in file.strings("tokenizer.ggml.merges")]
+    merges = [pair.partition(" ")[::2] for pair in file.strings("tokenizer.ggml.merges")]
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
         backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS))

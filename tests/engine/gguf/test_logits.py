@@ -49,7 +49,7 @@ def test_families(family: str, tmp_path: Path) -> None:
 def test_variants_have_the_same_spec(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     directory = write_checkpoint(family, tmp_path / "model", **changes)
     spec = read_spec(write_gguf(directory, tmp_path / "model.gguf", family))
-    same = {"stored_as": "", "rms_norm_eps": pytest.approx(spec.rms_norm_eps)}
+    same: dict[str, Any] = {"stored_as": "", "rms_norm_eps": pytest.approx(spec.rms_norm_eps)}
     assert replace(spec, **same) == read_spec(directory)
 
 

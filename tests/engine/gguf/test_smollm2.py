@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,15 @@ def test_the_tokenizer(file: Path) -> None:
     ours = Tokenizer(str(file))
     theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     texts = lines(2000)
-    differ = [text for text in texts if ours.encode(text) != theirs.encode(text)]
+    for text in texts:
+        if ours.encode(text) != theirs.encode(text):
+            assert re.search(r"\s[\d\u00b2\u00b3\u00bd]", text), text
     cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     for text in texts:
         ids = theirs.encode(text)
         assert ours.encode(text) == ids, text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
-    print(f"{len(differ)} of {len(texts)} lines differ from transformers' conversion as it is")
     messages = [{"role": "user", "content": "Hello"}]
     assert ours.apply_chat_template(messages) == theirs.encode(
         theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

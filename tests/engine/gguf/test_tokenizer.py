@@ -16,7 +16,9 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.gguf.tokenizer import _SPLITS
+from kvserve.engine.sampling.grammar_backends import BackendSource, load_backend
 from kvserve.log import ConfigError
+from kvserve.sampling_params import StructuredOutput
 from tests.engine.gguf.texts import lines
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -59,7 +61,8 @@ def train(pre_tokenizer: Any, alphabet: list[str], size: int) -> tuple[list[str]
 
 
 def byte_level(file: Path, pre: str, **more: Any) -> Path:
-    split, steps = _SPLITS[pre], []
+    split = _SPLITS[pre]
+    steps: list[Any] = []
     if split is not None:
         steps.append(pre_tokenizers.Split(Regex(split), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
@@ -138,7 +141,7 @@ def test_qwen_composes_characters(tmp_path: Path) -> None:
     ours = Tokenizer(str(file))
     vocab = ours.backend.get_vocab()
     merges = [tuple(pair) for pair in json.loads(ours.backend.to_str())["model"]["merges"]]
-    theirs = Qwen2Tokenizer(vocab=vocab, merges=merges)
+    theirs: Any = Qwen2Tokenizer(vocab=vocab, merges=merges)  # type: ignore[arg-type]
     for text in ("e\u0301te\u0301", "\u1112\u1161\u11ab", "A\u030a 12", "plain"):
         assert ours.encode(text) == theirs.encode(text), text
     assert ours.encode("e\u0301") == ours.encode("\u00e9")
@@ -162,6 +165,20 @@ def test_the_chat_template_is_used(tmp_path: Path) -> None:
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert ids == [1, *tokenizer.encode("hello"), 2]
     assert tokenizer.describe()["chat_template"] == TEMPLATE
+
+
+def test_grammars_read_it_too(tmp_path: Path) -> None:
+    file = byte_level(tmp_path / "model.gguf", "smollm")
+    ours = Tokenizer(str(file))
+    size = len(ours.backend.get_vocab())
+    matcher = load_backend(BackendSource("llguidance", str(file), False, size, [2]))(
+        StructuredOutput("regex", "[0-9]+")
+    )()
+    mask = np.zeros(-(-size // 32), np.int32)
+    matcher.fill(mask)
+    allowed = [n for n in range(size) if mask[n // 32] >> n % 32 & 1]
+    texts = {ours.token_text(token) for token in allowed}
+    assert texts.issuperset("0123456789") and all(text.isdigit() for text in texts)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
