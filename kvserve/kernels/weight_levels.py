@@ -22,8 +22,8 @@ _PIECE = 2**22  # weights that are unpacked at a time
 class LevelForm:
     """``group`` inputs share a scale of type ``scales``. 4 bits count from ``lowest``; 8 bits are
     signed, or e4m3. ``offsets``: each group also has a ``"zero"``, which is subtracted from its
-    levels, or a ``"minimum"``, which is added to its weights. ``rounds``: x is to be rounded to 8
-    bits, at a scale of each token."""
+    levels, or a ``"minimum"``, which is added to its weights. ``rounds``: x is to be rounded to
+    such 8 bits too, at a scale of each token."""
 
     bits: int
     group: int
@@ -35,10 +35,8 @@ class LevelForm:
 
     @property
     def name(self) -> str:
-        if self.e4m3:
-            return "FP8"
-        activations = ", x in 8" if self.rounds else ""
-        return f"{self.bits} bits{activations}"
+        """For the start-up table."""
+        return "FP8" if self.e4m3 else f"{self.bits} bits"
 
 
 class Levels(nn.Module):
@@ -126,22 +124,32 @@ class Levels(nn.Module):
 
     def numbers(self, rows: slice | Tensor) -> Tensor:
         """float32 [R, width] of some rows (and of one expert): what they stand for."""
-        form, levels = self.form, unpacked(self.levels.data[rows], self.form)
-        if form.e4m3:
-            numbers = levels.view(torch.float8_e4m3fn).float()
-        else:
-            numbers = levels.view(torch.int8).float() + form.lowest
-        scales, groups = self.scales[rows].float(), self.scales.shape[-1]
-        spread = torch.arange(self.inputs, device=self.device) // form.group
-        if self.offsets is not None and form.offsets == "zero":
-            numbers = numbers - self.offsets[rows].float()[:, spread]
-        numbers = numbers * (scales[:, spread] if groups > 1 else scales)
-        if self.offsets is not None and form.offsets == "minimum":
-            numbers = numbers + self.offsets[rows].float()[:, spread]
+        groups = torch.arange(self.inputs, device=self.device) // self.form.group
+        levels = unpacked(self.levels.data[rows], self.form)
+        offsets = None if self.offsets is None else self.offsets[rows]
+        numbers = widened(self.form, levels, self.scales[rows], offsets, groups)
         if self.order is None:
-            return numbers
-        numbers, order = numbers[:, self.order >= 0], self.order[self.order >= 0]
-        return torch.empty_like(numbers).index_copy_(1, order.long(), numbers)
+            return numbers[:, : self.width]
+        real = self.order >= 0
+        whole = numbers.new_zeros(len(numbers), self.width)
+        return whole.index_copy_(1, self.order[real].long(), numbers[:, real])
+
+
+def widened(
+    form: LevelForm, levels: Tensor, scales: Tensor, offsets: Tensor | None, groups: Tensor
+) -> Tensor:
+    """levels [R, inputs], a byte each; scales and offsets [R, G]; groups int64 [inputs], that of
+    each input -> float32 [R, inputs]."""
+    if form.e4m3:
+        numbers = levels.view(torch.float8_e4m3fn).float()
+    else:
+        numbers = levels.view(torch.uint8 if form.bits == 4 else torch.int8).float() + form.lowest
+    if offsets is not None and form.offsets == "zero":
+        numbers -= offsets.float()[:, groups]
+    numbers *= scales.float()[:, groups]
+    if offsets is not None and form.offsets == "minimum":
+        numbers += offsets.float()[:, groups]
+    return numbers
 
 
 def unpacked(levels: Tensor, form: LevelForm) -> Tensor:
@@ -154,16 +162,21 @@ def unpacked(levels: Tensor, form: LevelForm) -> Tensor:
 
 def linear_levels(x: Tensor, weight: Levels, bias: Tensor | None = None) -> Tensor:
     """x: [T, width] -> [T, outputs], in float32 throughout: the reference of every kernel."""
-    numbers = weight.numbers(slice(None))
-    wide = x.float()
-    if weight.form.rounds:
-        wide = rounded(wide)
-    product = wide @ numbers.T
+    wide = rounded(x) if weight.form.rounds else x.float()
+    product = wide @ weight.numbers(slice(None)).T
     return (product if bias is None else product + bias).to(x.dtype)
 
 
+def expert_linear_levels(x: Tensor, weight: Levels, ends: Tensor) -> Tensor:
+    """x: [N, width], sorted by expert, each expert's rows up to its ``ends`` (int32 [E]) -> [N,
+    outputs]: the reference, as ``linear_levels``."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    parts = x.split(sizes)
+    return torch.cat([linear_levels(part, weight[i]) for i, part in enumerate(parts)])
+
+
 def rounded(x: Tensor) -> Tensor:
-    """float32 [T, width] as it is once each row was rounded to 8 bits, as compressed-tensors does
+    """x: [T, width], in float32 as it is once each row was rounded to 8 bits, as compressed-tensors does
     it: 127.5 is a row's largest number."""
     levels, steps = levels_of_rows(x)
     return levels * steps
