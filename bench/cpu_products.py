@@ -20,7 +20,7 @@ from tqdm import tqdm
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.engine.models.linear import linear, packed, select_product
+from kvserve.engine.models.linear import Weight, linear, packed, select_product
 
 PRODUCTS = ("compiled", "oneDNN", "torch")
 COLUMNS = (
@@ -68,9 +68,9 @@ class Products:
             for shape, name in cases:
                 dtype = getattr(torch, name)
                 plain = matrices(shape, dtype)
-                ways = {"torch": plain} | {
-                    way: [packed(copy(weight), way) for weight in plain] for way in PRODUCTS[:2]
-                }
+                ways: dict[str, list[Weight]] = {"torch": [*plain]}
+                for way in PRODUCTS[:2]:
+                    ways[way] = [packed(copy(weight), way) for weight in plain]
                 for tokens in args.tokens:
                     facts = {"shape": shape, "dtype": name, "tokens": tokens}
                     self._rows.append(facts | self._case(ways, plain, tokens, dtype))
@@ -78,7 +78,7 @@ class Products:
 
     def _case(
         self,
-        ways: dict[str, list[nn.Parameter]],
+        ways: dict[str, list[Weight]],
         plain: list[nn.Parameter],
         tokens: int,
         dtype: torch.dtype,
@@ -94,7 +94,7 @@ class Products:
             "vs_torch": seconds["torch"] / best,
         }
 
-    def _turns(self, ways: dict[str, list[nn.Parameter]], xs: list[Tensor]) -> dict[str, float]:
+    def _turns(self, ways: dict[str, list[Weight]], xs: list[Tensor]) -> dict[str, float]:
         """Median seconds of all products, after a turn that does not count."""
         found: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(self._args.repeat + 1):

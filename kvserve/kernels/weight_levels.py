@@ -44,7 +44,7 @@ class Levels(nn.Module):
     bytes], ``scales`` and ``offsets`` [.., outputs, groups].
 
     ``order`` int32 [.., inputs]: the number of x that each input is, -1 for none; without it, x has
-    as many numbers as there are inputs. ``width`` is that of x.
+    as many numbers as there are inputs, or fewer. ``width`` is that of x, ``dtype`` its type.
     """
 
     def __init__(
@@ -55,12 +55,14 @@ class Levels(nn.Module):
         scales: Tensor,
         offsets: Tensor | None = None,
         order: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.form, self.width = form, width
+        self.dtype = dtype or torch.get_default_dtype()
         self.levels, self.scales = _held(levels), _held(scales)
         self.offsets = None if offsets is None else _held(offsets)
-        self.order = None if order is None else _held(order)
+        self.order = None if order is None else _held(order.to(levels.device))
 
     @classmethod
     def empty(
@@ -87,6 +89,10 @@ class Levels(nn.Module):
     def device(self) -> torch.device:
         return self.levels.device
 
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parameters())
+
     def __getitem__(self, index: int | slice) -> Levels:
         """One expert, or some of the rows: the same memory."""
         one = isinstance(index, int) and self.order is not None
@@ -97,16 +103,20 @@ class Levels(nn.Module):
             self.scales.data[index],
             None if self.offsets is None else self.offsets.data[index],
             self.order.data[index] if one and self.order is not None else self.order,
+            self.dtype,
         )
 
     def split(self, sizes: Sequence[int]) -> list[Levels]:
+        """Rows, one part behind the other: the same memory."""
         ends = torch.tensor(sizes).cumsum(0).tolist()
         return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def chunk(self, count: int) -> list[Levels]:
+        """As ``split``, all equal."""
         return self.split([self.shape[0] // count] * count)
 
     def narrow(self, dim: int, start: int, length: int) -> Levels:
+        """Some rows, or all inputs, which have been divided when they were arranged."""
         return self[start : start + length] if dim == 0 else self
 
     def write(
@@ -176,8 +186,8 @@ def expert_linear_levels(x: Tensor, weight: Levels, ends: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x: [T, width], in float32 as it is once each row was rounded to 8 bits, as compressed-tensors does
-    it: 127.5 is a row's largest number."""
+    """x: [T, width], in float32 as it is once each row was rounded to 8 bits, as compressed-tensors
+    does it: 127.5 is a row's largest number."""
     levels, steps = levels_of_rows(x)
     return levels * steps
 

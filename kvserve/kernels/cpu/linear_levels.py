@@ -41,22 +41,35 @@ class _Take(ctypes.Structure):
     )
 
 
-class LevelPanels(nn.Module):
-    """``Levels`` whose outputs lie in panels, for x of ``dtype``; ``weight`` is used up.
+class LevelPanels(Levels):
+    """``Levels`` whose outputs lie in panels; ``weight`` is used up. What a product and
+    ``take_rows`` need is all that is left of it.
 
-    ``levels`` uint8 [panels, inputs, bytes] in the order of the C++ file, ``scales`` and
-    ``offsets`` [panels, groups, width]. The last panel is filled up with zeros.
+    ``levels`` uint8 [panels, bytes] in the order of the C++ file, ``scales`` and ``offsets``
+    [panels, groups, width]. The last panel is filled up with zeros.
     """
 
-    def __init__(self, weight: Levels, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.form, self.width, self.dtype = weight.form, weight.width, dtype
-        self.inputs, self.shape, self.order = weight.inputs, weight.shape, weight.order
+    def __init__(self, weight: Levels) -> None:
+        levels = _panels(weight.levels.data, weight.form, weight.dtype)
+        offsets = None if weight.offsets is None else _by_panel(weight.offsets.data)
+        scales = _by_panel(weight.scales.data)
+        order = None if weight.order is None else weight.order.data
+        super().__init__(weight.form, weight.width, levels, scales, offsets, order, weight.dtype)
+        self._inputs, self._shape = weight.inputs, weight.shape
         self.experts = len(weight.levels) if weight.levels.dim() == 3 else 1
-        self.outputs = weight.shape[-2]
-        self.levels = _held(_panels(weight.levels.data, weight.form, dtype))
-        self.scales = _held(_by_panel(weight.scales.data))
-        self.offsets = None if weight.offsets is None else _held(_by_panel(weight.offsets.data))
+
+    @property
+    def inputs(self) -> int:
+        return self._inputs
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def outputs(self) -> int:
+        """Of each expert."""
+        return self._shape[-2]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: [T, width], bias: [outputs] -> [T, outputs]; a row does not depend on the others."""
@@ -93,8 +106,8 @@ class LevelPanels(nn.Module):
     def _multiply(self, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         if x.shape[1] != self.width or x.stride(1) != 1 or x.dtype is not self.dtype:
             raise ValueError(
-                f"linear: x {list(x.shape)} of {x.dtype} does not fit levels {list(self.shape)} for "
-                f"{self.dtype}, or its rows are not dense"
+                f"linear: x {list(x.shape)} of {x.dtype} does not fit levels {list(self.shape)} "
+                f"for {self.dtype}, or its rows are not dense"
             )
         y = torch.empty(len(x), self.outputs, dtype=x.dtype)
         threads = min(torch.get_num_threads(), y.numel() * self.inputs // _WORTH_A_THREAD)
@@ -151,7 +164,3 @@ def _by_panel(scales: Tensor) -> Tensor:
 
 def _address(x: Tensor | None) -> Any:
     return None if x is None else x.data_ptr()
-
-
-def _held(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=False)
