@@ -98,11 +98,11 @@ def scaled(
     scale = tl.load(scales[:, None] + group[None], mask=mask, other=0.0).to(tl.float32)
     numbers = levels.to(tl.float32) + LOWEST
     if OFFSETS == 0:
-        return numbers * scale
-    offset = tl.load(offsets[:, None] + group[None], mask=mask, other=0.0).to(tl.float32)
-    if OFFSETS == 1:
-        return (numbers - offset) * scale
-    return numbers * scale + offset
+        numbers *= scale
+    else:
+        offset = tl.load(offsets[:, None] + group[None], mask=mask, other=0.0).to(tl.float32)
+        numbers = (numbers - offset) * scale if OFFSETS == 1 else numbers * scale + offset
+    return numbers
 
 
 @Helper

@@ -27,7 +27,7 @@ def exact(x: Tensor, weight: Levels) -> Tensor:
 def check(found: Tensor, x: Tensor, weight: Levels, bias: Tensor | float = 0.0) -> None:
     """Within rounding of the sum of what is added."""
     numbers = weight.numbers(slice(None)).double()
-    terms = x.double().abs() @ numbers.abs().T + abs(bias)
+    terms = x.double().abs() @ numbers.abs().T + torch.as_tensor(bias).abs()
     within = (2e-6 if x.dtype is torch.float32 else 2**-7) * terms
     assert found.dtype is x.dtype and found.shape == terms.shape
     assert ((found.double() - exact(x, weight) - bias).abs() <= within).all()
