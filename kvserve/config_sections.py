@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from kvserve.entry_format import FORMATS
 from kvserve.speculative_config import SpeculativeConfig
 
-KV_CACHE_DTYPES = ("auto", *FORMATS)
+KV_CACHE_DTYPES = ("auto", "int8", "k8v4", "k4v4", "k4v2", "fp8")
 
 
 Checks: TypeAlias = Sequence[tuple[bool, str]]

@@ -137,7 +137,7 @@ def attend(
     told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
     left = None
     if remainder:
-        vectors = new(256, 8, dim, dtype=dtype)
+        vectors = new(256, 8, dim, dtype=torch.float32)
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
     more = new(8 * group, dtype=torch.float32) if sinks else None
     given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
