@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from kvserve.entry_format import FORMATS
 from kvserve.speculative_config import SpeculativeConfig
 
-KV_CACHE_DTYPES = ("auto", "int8", "k8v4", "k4v4", "k4v2", "fp8")
+KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
 Checks: TypeAlias = Sequence[tuple[bool, str]]
@@ -83,7 +83,7 @@ class ModelConfig:
     quantization: str | None = setting(
         None,
         "how the weights are quantised; config.json decides, and a value given here must agree",
-        choices=("compressed-tensors", "awq"),
+        choices=("compressed-tensors", "awq", "gptq"),
         aliases=("-q",),
     )
     seed: int = setting(0, "seed of random weights, and of requests that have no seed")
