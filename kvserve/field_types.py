@@ -15,7 +15,7 @@ _NUMBERS = (
 _WHOLE = ("n", "top_k", "min_tokens", "priority")
 _WHOLE_OR_NONE = (
     *("max_tokens", "seed", "logprobs", "prompt_logprobs"),
-    *("thinking_end", "thinking_token_budget"),
+    *("thinking_start", "thinking_end", "thinking_token_budget"),
 )
 
 

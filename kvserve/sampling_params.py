@@ -20,6 +20,8 @@ _MAX_BIAS = 2**16
 MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
 """The most strings of a choice, and the most characters of any structured output."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+COMPOSED = "composed"
+"""The kind of what a server has made of several grammars; no request may send it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class SamplingParams:
     ``{"grammar": ...}`` or ``{"json_object": True}``."""
     thinking_end: int | None = None
     """The token that ends the model's reasoning. Structured output applies after it."""
+    thinking_start: int | None = None
+    """The token that begins the reasoning, if it is not known whether the model reasons: it does if
+    this is its first token. ``None``: it reasons, if ``thinking_end`` is given."""
     thinking_token_budget: int | None = None
     """The most tokens of reasoning; then ``thinking_end`` is forced, which must be given."""
     priority: int = 0

@@ -45,6 +45,7 @@ class NewSequence:
     allowed_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     structured_output: StructuredOutput | None = None
+    thinking_start: int | None = None
     thinking_end: int | None = None
     thinking_token_budget: int | None = None
     kv_trace: bool = False

@@ -186,6 +186,7 @@ class Intake:
             logprobs=new.logprobs,
             rules=RowRules.of(new),
             think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
+            think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
             grammar=self._grammar(new, matcher),
@@ -196,7 +197,8 @@ class Intake:
         if wanted is None:
             return None
         matcher = matcher or self._grammars.compile(wanted)
-        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
+        thinking = new.thinking_start, new.thinking_end
+        return SequenceGrammar(matcher, thinking, new.stop_token_ids, wanted.field)
 
 
 def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:

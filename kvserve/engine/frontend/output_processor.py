@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields, replace
 
-from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
@@ -65,11 +65,13 @@ class OutputProcessor:
         sequences = []
         kv_policy = self._tasks.resolve(params.kv_policy, prompt, token_ids)
         params = replace(params, kv_policy=kv_policy)
+        stops = self._stops(params)
         for choice in request.outputs:
             choice.logprobs = None if params.logprobs is None else []
+            choice.text_offsets = None if params.logprobs is None else []
             choice.kv_trace = [] if params.kv_trace else None
             self._branches[self._next_id] = _Branch(
-                request, choice, params, self._detokenizer(params)
+                request, choice, params, self._detokenizer(params, stops)
             )
             sequences.append(self._sequence(request_id, token_ids, params, choice.index))
             self._next_id += 1
@@ -163,6 +165,8 @@ class OutputProcessor:
         finished: FinishedSequence | None,
     ) -> None:
         branch.choice.token_ids.append(token)
+        if branch.choice.text_offsets is not None and branch.detokenizer is not None:
+            branch.choice.text_offsets.append(branch.detokenizer.length)
         if branch.choice.logprobs is not None and logprobs is not None:
             branch.choice.logprobs.append(self._with_text(logprobs))
         stopping = finished is not None and finished.stop_token == token
@@ -198,12 +202,21 @@ class OutputProcessor:
             del self._by_request[request.request_id]
             branch.metrics.finished_time = time.time()
 
-    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _stops(self, params: SamplingParams) -> StopStrings | None:
+        """The stop strings, once for all choices."""
         if self._tokenizer is None:
+            return None
+        skip = params.skip_special_tokens
+        return StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
+
+    def _detokenizer(
+        self, params: SamplingParams, stops: StopStrings | None
+    ) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None or stops is None:
             return None
         return IncrementalDetokenizer(
             self._tokenizer,
-            params.stop_strings,
+            stops,
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
@@ -236,6 +249,7 @@ class OutputProcessor:
             allowed_token_ids=list(params.allowed_token_ids or ()),
             bad_words=self._bad_words(params),
             structured_output=params.structured_output,
+            thinking_start=params.thinking_start,
             thinking_end=params.thinking_end,
             thinking_token_budget=params.thinking_token_budget,
             kv_trace=params.kv_trace,

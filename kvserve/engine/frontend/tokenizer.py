@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
+from kvserve.engine.frontend.chat_template import Forms, find_forms
 from kvserve.log import ConfigError, RequestError
+
+_TEMPLATES_KEPT = 16
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -27,6 +34,7 @@ class Tokenizer:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
         self.backend = self._hf.backend_tokenizer
         self._texts: dict[int, str] = {}
+        self._forms: dict[str | None, Forms] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -40,6 +48,12 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest token, the most that a text can have per token."""
         return max(map(len, self._hf.get_vocab()), default=1)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """Tokens that no text is merged into: id, and whether ``skip_special_tokens`` skips it."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {token.content: (token_id, token.special) for token_id, token in added}
 
     def describe(self) -> dict[str, Any]:
         """What remote clients need to build the same prompts."""
@@ -61,36 +75,111 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special ones included."""
+        """One token by itself, special ones included. A part of a character has no text: it is
+        ``bytes:`` and its bytes (``bytes:\\xf0\\x9f``), as OpenAI writes it."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            held = self.token_bytes(token_id)
+            try:
+                text = held.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in held)
+            self._texts[token_id] = text
         return text
 
-    def apply_chat_template(
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or token in self.added_tokens:
+            return (token or "").encode()
+        if self._decoder == "ByteLevel":
+            letters = _byte_letters()
+            if all(letter in letters for letter in token):
+                return bytes(letters[letter] for letter in token)
+        if self._decoder == "ByteFallback":
+            byte = _BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where each token's text begins in the text of all, special ones included, and its end."""
+        stream, length, offsets = DecodeStream(skip_special_tokens=False), 0, [0]
+        for token_id in token_ids:
+            try:
+                length += len(stream.step(self.backend, token_id) or "")
+            except Exception:  # bytes that make no character
+                stream = DecodeStream(skip_special_tokens=False)
+            offsets.append(length)
+        return offsets
+
+    @cached_property
+    def _decoder(self) -> str:
+        """How tokens stand for bytes: a part of the decoder."""
+        described = repr(self.backend.decoder)
+        return next((kind for kind in ("ByteLevel", "ByteFallback") if kind in described), "")
+
+    def forms(self, chat_template: str | None = None) -> Forms:
+        """What a template wants of conversations; the tokenizer's own by default."""
+        if chat_template not in self._forms:
+            while len(self._forms) >= _TEMPLATES_KEPT:
+                self._forms.pop(next(iter(self._forms)))
+
+            def render(messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
+                return self._render(messages, chat_template=chat_template, **kwargs)
+
+            self._forms[chat_template] = find_forms(render)
+        return self._forms[chat_template]
+
+    def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         chat_template: str | None = None,
-        **chat_template_kwargs: Any,
-    ) -> list[int]:
-        """Messages to prompt ids; raises ``RequestError`` where the template refuses them."""
+        **kwargs: Any,
+    ) -> str:
+        """Messages as the prompt's text, in the form that the template wants.
+
+        ``kwargs`` are ``add_generation_prompt``, ``continue_final_message``, ``tools`` and what
+        the template knows. Raises ``RequestError`` where it refuses them.
+        """
         if not self.has_chat_template and chat_template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions or --chat-template",
                 param="messages",
             )
+        formed = self.forms(chat_template).apply(messages)
         try:
-            text = self._hf.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **chat_template_kwargs,
-            )
+            return self._render(formed, chat_template=chat_template, **kwargs)
         except Exception as error:  # jinja2 raises what the template's author chose
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
-        return self.encode(str(text), add_special_tokens=False)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> list[int]:
+        """``render_chat``, as ids."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        return str(
+            self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **kwargs,
+            )
+        )
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in the vocabularies of byte-level BPE."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}

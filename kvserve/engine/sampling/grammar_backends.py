@@ -8,6 +8,7 @@ its steps are bounded. A failure in the library, panics included, is that client
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +17,13 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import StructuredOutput
+from kvserve.sampling_params import COMPOSED, StructuredOutput
 
 MakeMatcher = Callable[[], "Matcher"]
 Compile = Callable[[StructuredOutput], MakeMatcher]
 
-_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Fixed white space: if it were free, a model might never get to the end of a document."""
 _LIMITS: Any = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -37,6 +37,7 @@ _STOPPED = dict.fromkeys(
     ("NoExtension", "NoExtensionBias"), "no text matches it: no token may come next"
 )
 """Names that llguidance has for the end of a grammar, in words."""
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
@@ -92,6 +93,11 @@ def refused(wanted: StructuredOutput, reason: str) -> RequestError:
         reason = "it failed there; it may be too complex"
     reason = reason.partition("<state>")[0].strip()  # behind it comes the library's state
     reason = _STOPPED.get(reason, reason)
+    if keywords := _UNIMPLEMENTED.search(reason):
+        reason = (
+            f"{keywords[1]} cannot be enforced while a text is generated; leave it out and check "
+            "the answer"
+        )
     return RequestError(
         f"{wanted.field}: the grammar backend refuses it: {reason[:300]}",
         param=wanted.field,
@@ -166,23 +172,27 @@ class _GuidanceMatcher:
 def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     """``backend`` is a fast tokenizer of the package tokenizers."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+    options: Any = COMPACT
     limits = LLParserLimits(**_LIMITS)
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def grammar(wanted: StructuredOutput) -> str:
-        if wanted.kind == "json":
-            return str(LLMatcher.grammar_from_json_schema(wanted.value, overrides=_COMPACT))
-        if wanted.kind == "json_object":
-            schema = {"type": "object"}
-            return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT))
+        if wanted.kind == COMPOSED:
+            return wanted.value
+        if wanted.kind in ("json", "json_object"):
+            schema = wanted.value or '{"type": "object"}'
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
         if wanted.kind == "regex":
             return str(LLMatcher.grammar_from_regex(wanted.value))
         if wanted.kind == "choice":
-            options = "|".join(map(_pattern, json.loads(wanted.value)))
-            return str(LLMatcher.grammar_from_regex(options))
-        return str(LLMatcher.grammar_from_lark(wanted.value))
+            either = "|".join(map(_pattern, json.loads(wanted.value)))
+            return str(LLMatcher.grammar_from_regex(either))
+        gbnf = "::=" in wanted.value and not is_lark_syntax(wanted.value)
+        text = gbnf_to_lark(wanted.value) if gbnf else wanted.value
+        return str(LLMatcher.grammar_from_lark(text))
 
     def compile(wanted: StructuredOutput) -> MakeMatcher:
         first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)
@@ -221,7 +231,7 @@ def xgrammar(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     def compiled(wanted: StructuredOutput) -> Any:
         if wanted.kind in ("json", "json_object"):
             schema = wanted.value or '{"type": "object"}'
-            separators = (_COMPACT["item_separator"], _COMPACT["key_separator"])
+            separators = (COMPACT["item_separator"], COMPACT["key_separator"])
             return compiler.compile_json_schema(
                 schema, any_whitespace=False, separators=separators, strict_mode=False
             )

@@ -23,7 +23,7 @@ from kvserve.server.http.schemas import (
 )
 from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
-from kvserve.server.openai.logprobs import Echo, prompt_logprobs
+from kvserve.server.openai.logprobs import Echo, chat_logprobs, leave_prompt_only, prompt_logprobs
 from kvserve.server.openai.prompts import decode, encode, truncate
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter, response_head
@@ -62,7 +62,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         state, prompts, params, request_id, request.headers, body.token_limit_field
     )
     if body.stream:
-        chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
+        tokenizer = state.engine.tokenizer
+        about = request_id, model, len(prompts), fingerprint
+        chunks = CompletionChunks(body, *about, echoes=echoes, tokenizer=tokenizer)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
@@ -72,6 +74,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         choices = []
         for i, output in enumerate(outputs):
             echo = echoes[i] if echoes else None
+            if body.scores_only:
+                leave_prompt_only(output)
+            if echo is not None:
+                echo.encode(output, params.logprobs or 0, state.require_tokenizer("echo"))
             choices += _completion_choices(body, i * params.n, params.logprobs or 0, echo, output)
         return json_response(completion(head, outputs, choices))
 
@@ -180,10 +186,11 @@ def _echoes(
     """What ``echo`` puts before the completions."""
     if not body.echo:
         return None
+    tokenizer = state.require_tokenizer("echo")
     echoes = []
     for given, ids in zip(body.prompt, prompts, strict=True):
         text = given if isinstance(given, str) else decode(state, ids, "prompt")
-        first = "" if body.logprobs is None else decode(state, ids[:1], "prompt")
+        first = "" if body.logprobs is None else tokenizer.token_text(ids[0])
         echoes.append(Echo(text, first))
     return echoes
 
@@ -193,8 +200,6 @@ def _completion_choices(
 ) -> list[Json]:
     """The choices of one prompt, numbered from ``first`` on."""
     choices = []
-    if echo is not None:
-        echo.encode(output, top)
     scored = prompt_logprobs(output) if body.prompt_logprobs is not None else None
     for choice in output.outputs:
         part = completion_choice(first + choice.index, choice, top, echo)
@@ -215,7 +220,8 @@ def _chat_answer(
     choices = []
     for choice in output.outputs:
         message, reason = read_message(choice, plan.parser())
-        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
+        logprobs = chat_logprobs(choice, plan.params.logprobs or 0, plan.token_bytes)
+        part = chat_choice(choice, logprobs, message, reason)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
         if body.kv_trace:

@@ -66,8 +66,10 @@ async def encode(
     return await in_thread(run)
 
 
-def _encode_text(state: ServerState, text: str, special: bool, whole: bool) -> list[int]:
-    tokenizer = state.require_tokenizer("prompt")
+def _encode_text(
+    state: ServerState, text: str, special: bool, whole: bool, param: str = "prompt"
+) -> list[int]:
+    tokenizer = state.require_tokenizer(param)
     context = state.engine.max_model_len
     look = _FIRST_LOOK * context
     try:
@@ -75,12 +77,17 @@ def _encode_text(state: ServerState, text: str, special: bool, whole: bool) -> l
             # If the beginning alone exceeds the context, the rest need not be tokenized.
             seen = len(tokenizer.encode(text[:look], add_special_tokens=special))
             if seen > context + _SEAM:
-                raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
+                raise RequestError(
+                    f"{param}: the first {look} of {len(text)} characters are {seen} tokens, more "
+                    f"than this model's context",
+                    param=param,
+                    code="context_length_exceeded",
+                )
         return tokenizer.encode(text, add_special_tokens=special)
     except RequestError:
         raise
     except (ValueError, TypeError) as exc:  # the tokenizer cannot read it
-        raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
+        raise RequestError(f"{param}: the text cannot be encoded: {exc}", param=param) from exc
 
 
 async def in_thread(work: Callable[[], _T]) -> _T:
@@ -118,19 +125,10 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
         )
 
 
-def _too_long(what: str) -> RequestError:
-    return RequestError(
-        f"prompt: {what}, more than this model's context",
-        param="prompt",
-        code="context_length_exceeded",
-    )
-
-
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
     check_messages(state, request)
-    messages = [message.for_template() for message in request.messages]
     if request.chat_template is not None and not state.options.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server accepts none from requests (start it with "
@@ -157,11 +155,18 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
                 f"chat_template_kwargs must not hold {', '.join(clash)}",
                 param="chat_template_kwargs",
             )
-        return tokenizer.apply_chat_template(messages, **own, **kwargs)
+        messages = [message.fields() for message in request.messages]
+        text = tokenizer.render_chat(messages, **own, **kwargs)
+        # Tools, calls and what else the template writes: as long as a prompt may be.
+        check_characters(state, len(text), "messages", whole=whole)
+        return _encode_text(state, text, special=False, whole=whole, param="messages")
 
-    plain = not (kwargs or request.tools or request.chat_template) and len(messages) <= _FEW
+    whole = getattr(request, "truncate_prompt_tokens", None) is not None
+    plain = not (kwargs or request.tools or request.chat_template)
+    short = sum(len(message.content) for message in request.messages) <= _INLINE
+    calls = any(message.tool_calls or message.model_extra for message in request.messages)
     try:
-        if plain and sum(len(message["content"]) for message in messages) <= _INLINE:
+        if plain and short and not calls and len(request.messages) <= _FEW:
             ids = apply()
         else:
             ids = await in_thread(apply)

@@ -155,7 +155,8 @@ class GenerationRequest(BaseModel):
 
     def token_limit(self) -> int | None:
         """The most new tokens; ``None``: as many as fit the context."""
-        return self.max_completion_tokens or self.max_tokens
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
 
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
@@ -192,8 +193,15 @@ class CompletionRequest(GenerationRequest):
 
     def token_limit(self) -> int | None:
         """OpenAI's default of 16 applies when the field is absent, not when it is ``null``."""
+        if self.scores_only:
+            return 1
         asked = super().token_limit()
         return 16 if asked is None and "max_tokens" not in self.model_fields_set else asked
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt's log-probabilities are the answer: no token shall be generated."""
+        return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
 
     def num_logprobs(self) -> int | None:
         return self.logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvserve.engine.frontend.chat_template import Forms
 from kvserve.engine.messages import PolicyOffer
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -13,18 +14,22 @@ from kvserve.sampling_params import SamplingParams
 class Tokenizer(Protocol):
     @property
     def longest_token(self) -> int: ...
+    @property
+    def added_tokens(self) -> Mapping[str, tuple[int, bool]]: ...
     def describe(self) -> dict[str, Any]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def offsets(self, token_ids: Sequence[int]) -> list[int]: ...
+    def forms(self, chat_template: str | None = None) -> Forms: ...
+    def render_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         chat_template: str | None = None,
-        **chat_template_kwargs: Any,
-    ) -> list[int]: ...
+        **kwargs: Any,
+    ) -> str: ...
 
 
 class Engine(Protocol):
