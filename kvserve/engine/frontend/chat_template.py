@@ -67,7 +67,7 @@ class Forms:
                 "messages: this model's chat template does not write tool calls; leave them out",
                 param="messages",
             )
-        _name_results(out)
+        _join_results(out)
         if self.one_call:
             out = _one_by_one(out)
         if self.split:
@@ -151,15 +151,20 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
     return json.dumps(value, ensure_ascii=False) if as_text else value
 
 
-def _name_results(messages: Iterable[Message]) -> None:
-    """Give results the name of the tool, which some templates write."""
-    names: dict[str, str] = {}
+def _join_results(messages: Iterable[Message]) -> None:
+    """Give calls and their results what some templates write: ids, and the results the tools'
+    names."""
+    open_calls: dict[str, str] = {}
     for message in messages:
-        for call in message.get("tool_calls", ()):
-            if call.get("id"):
-                names[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message.setdefault("name", names[message["tool_call_id"]])
+        calls = message.get("tool_calls", ())
+        if calls:
+            calls = [{**call, "id": call.get("id") or f"call_{i}"} for i, call in enumerate(calls)]
+            message["tool_calls"] = calls
+            open_calls = {call["id"]: call["function"]["name"] for call in calls}
+        if message["role"] == "tool" and open_calls:
+            call_id = message.setdefault("tool_call_id", next(iter(open_calls)))
+            if call_id in open_calls:
+                message.setdefault("name", open_calls.pop(call_id))
 
 
 def _one_by_one(messages: list[Message]) -> list[Message]:

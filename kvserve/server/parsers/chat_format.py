@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from kvserve.engine.frontend.chat_template import KEY, TOOL, VALUE, written_calls
+from kvserve.engine.frontend.chat_template import KEY, TOOL, VALUE, Forms, written_calls
 from kvserve.log import ConfigError, logger
 from kvserve.server.parsers.harmony import MARKS, HarmonyParser
 from kvserve.server.parsers.json_text import ValueEnd
 from kvserve.server.parsers.reasoning import ReasoningParser
 from kvserve.server.parsers.tool_formats import FORMATS, ToolFormat
 from kvserve.server.parsers.tool_parsers import Json, ToolSplit
-from kvserve.server.state.engine_protocol import Tokenizer
 
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 """vLLM's names of the parsers."""
@@ -27,6 +27,22 @@ HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 _CALL = re.compile(rf'{TOOL}((?:(?!{TOOL}).)*?)\{{\s*"{KEY}"\s*:\s*"{VALUE}1?"\s*\}}', re.DOTALL)
 _OBJECT_HEAD = re.compile(r'\{[^{}]*"((?:tool_)?name)"\s*:\s*"$')
 _ARGUMENTS_KEY = re.compile(r'"\s*,\s*"(arguments|parameters)"\s*:\s*')
+
+
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that shows a model's format."""
+
+    @property
+    def added_tokens(self) -> Mapping[str, tuple[int, bool]]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def forms(self, chat_template: str | None = None) -> Forms: ...
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str: ...
 
 
 class DeltaParser(Protocol):
@@ -72,7 +88,7 @@ class ChatFormat:
 
 
 def find_format(
-    tokenizer: Tokenizer | None,
+    tokenizer: ChatTokenizer | None,
     template: str | None,
     tool_parser: str | None,
     reasoning_parser: str | None,
@@ -99,7 +115,8 @@ def find_format(
     writing = None if tools is None else _writing(tools, one, two, tokens)
     reasoning = None
     if reasoning_parser is not None:
-        reasoning = ReasoningParser.of(reasoning_parser, tokenizer)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        reasoning = ReasoningParser.of(reasoning_parser, encode)
     if tools is None and one:
         logger.warning(
             "the chat template writes tool calls in a form that no --tool-call-parser knows "
@@ -111,7 +128,7 @@ def find_format(
     return ChatFormat(tools, writing, reasoning, tokens=tokens)
 
 
-def _written(tokenizer: Tokenizer, template: str | None, count: int) -> str:
+def _written(tokenizer: ChatTokenizer, template: str | None, count: int) -> str:
     forms = tokenizer.forms(template)
     if not forms.shows_calls or (count > 1 and forms.one_call):
         return ""

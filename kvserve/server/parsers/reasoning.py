@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput
-from kvserve.server.state.engine_protocol import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -22,9 +22,9 @@ class ReasoningParser:
     """The token that is ``<think>``, if it is one."""
 
     @classmethod
-    def of(cls, name: str, tokenizer: Tokenizer) -> ReasoningParser:
-        """Raises ``ConfigError`` if the tokenizer has no such token."""
-        start, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in (OPEN, CLOSE))
+    def of(cls, name: str, encode: Callable[[str], list[int]]) -> ReasoningParser:
+        """``encode`` makes token ids; ``ConfigError`` if it knows no token ``</think>``."""
+        start, end = encode(OPEN), encode(CLOSE)
         if len(end) != 1:
             raise ConfigError(
                 f"--reasoning-parser: {CLOSE} must be one token of the tokenizer; it is {len(end)}"

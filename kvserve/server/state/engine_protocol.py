@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvserve.engine.frontend.chat_template import Forms
 from kvserve.engine.messages import PolicyOffer
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.parsers.chat_format import ChatTokenizer
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ChatTokenizer, Protocol):
     @property
     def longest_token(self) -> int: ...
-    @property
-    def added_tokens(self) -> Mapping[str, tuple[int, bool]]: ...
     def describe(self) -> dict[str, Any]: ...
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def offsets(self, token_ids: Sequence[int]) -> list[int]: ...
-    def forms(self, chat_template: str | None = None) -> Forms: ...
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str: ...
 
 
 class Engine(Protocol):
