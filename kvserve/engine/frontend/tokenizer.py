@@ -163,17 +163,23 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        return str(
-            self._hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
-            )
+        """As the tokenizer does, but that drops a content that is ``None``."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        own: Any = None if tools is None else [dict(tool) for tool in tools]
+        texts: Any = render_jinja_template(
+            [[dict(message) for message in messages]],
+            own,
+            chat_template=self._hf.get_chat_template(chat_template, own),
+            add_generation_prompt=add_generation_prompt,
+            **{**self._hf.special_tokens_map, **kwargs},
         )
+        return str(texts[0][0])
 
 
 @cache

@@ -50,8 +50,8 @@ class TemplateTokenizer(FakeTokenizer):
         self, messages: Any, tools: Any = None, continue_final_message: bool = False, **kwargs: Any
     ) -> str:
         kwargs = {"add_generation_prompt": True, **kwargs}
-        texts, _ = render_jinja_template([messages], tools, chat_template=self.template, **kwargs)
-        return str(texts[0])
+        made: Any = render_jinja_template([messages], tools, chat_template=self.template, **kwargs)
+        return str(made[0][0])
 
 
 def call(name: str = "weather", arguments: Any = CITY, call_id: str = "call_0123456789") -> Any:
