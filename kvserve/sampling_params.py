@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,7 +218,7 @@ class SamplingParams:
             ("logit_bias", len(bias) <= _MAX_BIAS, f"of at most {_MAX_BIAS} tokens"),
             (
                 "logit_bias",
-                _token_ids(list(bias)) and all(abs(x) <= MAX_LOGIT_BIAS for x in bias.values()),
+                _token_ids(list(bias)) and _within(bias.values(), MAX_LOGIT_BIAS),
                 f"token ids with values between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
             ),
             (
@@ -257,7 +257,11 @@ def _in_range(logprobs: int | None) -> bool:
 
 
 def _token_ids(ids: Sequence[int]) -> bool:
-    return all(0 <= token < _MAX_INT for token in ids)
+    return not ids or 0 <= min(ids) <= max(ids) < _MAX_INT
+
+
+def _within(numbers: Collection[float], most: float) -> bool:
+    return all(-most <= number <= most for number in numbers)
 
 
 def _is_salt(salt: object) -> bool:

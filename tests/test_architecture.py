@@ -74,7 +74,7 @@ OWNERS = {
         "kvserve/server/replicas/replicated_engine.py",
         "kvserve/server/replicas/engine_replica.py",
     ),
-    "msgspec": PROCESS_SEAM,
+    "msgspec": (*PROCESS_SEAM, "kvserve/server/http/json_body.py"),
     "zmq": PROCESS_SEAM,
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvserve.outputs import (
@@ -53,6 +53,20 @@ class NewSequence:
     kv_resume: bool = True
     speculation: bool = True
     client: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """All branches of a request: the first, and the others' ids. What is long is sent once."""
+
+    first: NewSequence
+    seq_ids: list[int]
+
+    def each(self) -> Iterator[NewSequence]:
+        """The branches; they share their lists. The first one has the prompt's scores."""
+        yield self.first
+        for branch, seq_id in enumerate(self.seq_ids, 1):
+            yield replace(self.first, seq_id=seq_id, branch=branch, prompt_logprobs=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ def test_refusals_are_freed_at_once(server: RunningServer) -> None:
         ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
         ({"prompt": "a", "bad_words": [""]}, "bad_words"),
         ({"prompt": "a", "stop": ["x" * 1001]}, "stop"),
-        ({"prompt": "a", "stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [*range(129)]}, "stop_token_ids"),
         # What does not fit the engine's messages must not get as far.
         ({"prompt": [2**70]}, "prompt"),
         ({"prompt": "a", "stop_token_ids": [2**61]}, "stop_token_ids"),

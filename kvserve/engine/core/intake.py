@@ -47,6 +47,7 @@ class Intake:
         self._policies = RequestPolicies(config, built)
         self._grammars = grammars
         self._tracer = tracer
+        self._rules_of: tuple[str, RowRules | None] = "", None
         self._seeds = np.random.default_rng(config.model.seed)
 
     def sequence(
@@ -165,7 +166,9 @@ class Intake:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Check the token ids that other fields than the prompt name."""
+        """Check the token ids that other fields than the prompt name, once for all branches."""
+        if new.branch and new.request_id == self._rules_of[0]:
+            return
         named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
         for name, ids in named.items():
             if any(not 0 <= token < self._info.vocab_size for token in ids):
@@ -184,13 +187,19 @@ class Intake:
             seed=seed ^ branch,
             min_len=prompt + new.min_tokens,
             logprobs=new.logprobs,
-            rules=RowRules.of(new),
+            rules=self._rules(new),
             think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
             think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
             grammar=self._grammar(new, matcher),
         )
+
+    def _rules(self, new: NewSequence) -> RowRules | None:
+        """The request's rules: its branches come one after another, and share them."""
+        if not new.branch or new.request_id != self._rules_of[0]:
+            self._rules_of = new.request_id, RowRules.of(new)
+        return self._rules_of[1]
 
     def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
         wanted = new.structured_output

@@ -13,6 +13,8 @@ from kvserve.engine.frontend.chat_template import Forms, find_forms
 from kvserve.log import ConfigError, RequestError
 
 _TEMPLATES_KEPT = 16
+_SHORT = 1000
+"""Characters, or tokens, up to which a text is not worth a batch."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -33,6 +35,8 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
         self.backend = self._hf.backend_tokenizer
+        self.backend.no_padding()
+        self.backend.no_truncation()
         self._texts: dict[int, str] = {}
         self._forms: dict[str | None, Forms] = {}
 
@@ -68,11 +72,17 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # Without transformers' warning about its own limit: the engine has one, and refuses.
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        if len(text) <= _SHORT:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch does not hold the interpreter's lock, and makes no offsets.
+        [encoded] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) <= _SHORT:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included. A part of a character has no text: it is

@@ -39,7 +39,7 @@ from kvserve.server.openai.responses import (
 from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
-from kvserve.server.state.clients import from_client
+from kvserve.server.state.beside import CLIENT, beside
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
@@ -50,13 +50,13 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
     state, model = _admit(body, request)
-    params = from_client(body.sampling_params(state.default_sampling), request)
+    params = body.sampling_params(state.default_sampling, client=CLIENT.get())
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
     state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
-    echoes = _echoes(state, body, prompts)
+    echoes = await beside(lambda: _echoes(state, body, prompts))
     fingerprint = state.fingerprint(body.kv_policy)
     generation = Generation(
         state, prompts, params, request_id, request.headers, body.token_limit_field
@@ -91,9 +91,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    params = from_client(plan.params, request)
     generation = Generation(
-        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
@@ -109,7 +108,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
-    chat = body.as_chat()
+    chat = await beside(body.as_chat)
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
     if chat.kv_trace:
@@ -124,9 +123,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         plan = await plan_chat(state, chat)
     except RequestError as error:
         raise error.renamed(OWN_NAMES) from None
-    params = from_client(plan.params, request)
     generation = Generation(
-        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)

@@ -19,6 +19,7 @@ from kvserve.server.parsers.message_parser import MessageParser, NamedCall, With
 from kvserve.server.parsers.reasoning import ReasoningSplit
 from kvserve.server.parsers.tool_formats import REQUIRED
 from kvserve.server.parsers.tool_parsers import ToolSplit
+from kvserve.server.state.beside import CLIENT, beside
 from kvserve.server.state.server_state import ServerState
 
 _PROMPT_END = 16
@@ -58,8 +59,8 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
             more["thinking_start"] = reasoning.start_id if reasoning.opens_by_itself(end) else None
     if body.skip_special_tokens is None and form.skips_marks(body.calls_tools):
         more["skip_special_tokens"] = False
-    more["structured_outputs"] = _structured(state, body)
-    params = body.sampling_params(state.default_sampling, **more)
+    more["structured_outputs"] = await beside(lambda: _structured(state, body))
+    params = body.sampling_params(state.default_sampling, client=CLIENT.get(), **more)
 
     def parser() -> DeltaParser | None:
         made = _parser(state, body, inside)
@@ -90,7 +91,7 @@ def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
 
 def _structured(state: ServerState, body: ChatCompletionRequest) -> StructuredOutput | None:
     """What the text must match: the answer's form, and that of calls."""
-    form, answer, functions = state.chat, body.structured_output(), body.functions
+    form, answer, functions = state.chat, body.answer_form, body.functions
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, NamedTool):
         functions = [f for f in functions if f["name"] == body.tool_choice.function.name]

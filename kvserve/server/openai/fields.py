@@ -5,9 +5,28 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import FailFast, PlainValidator
+from pydantic import AfterValidator, FailFast, PlainValidator
 
 from kvserve.log import RequestError, shown
+
+_VALUES = 1000
+_MOST_VALUES = {
+    **dict.fromkeys(("messages", "input"), 2**17),
+    **dict.fromkeys(("tools", "system"), 2**16),
+    **dict.fromkeys(("structured_outputs", "response_format", "text", "guided_json"), 2**15),
+    **{"prompt": 2**21, "tokens": 2**17, "logit_bias": 2**16, "allowed_token_ids": 2**18},
+    **{"guided_choice": 10_000, "chat_template_kwargs": 10_000},
+    **dict.fromkeys(("stop", "stop_sequences", "stop_token_ids", "bad_words"), 128),
+}
+
+
+def most_values(name: str, context: int) -> int:
+    """How many values (texts, numbers, lists, ...) the field of a large body may hold.
+
+    It is read as far as it might be served: a message takes at least a token of the context.
+    """
+    most = _MOST_VALUES.get(name, _VALUES)
+    return min(most, max(4 * context, 2**14)) if name in ("messages", "input") else most
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -104,6 +123,7 @@ class FirstFault(FailFast):
 
 
 TokenIds = Annotated[list[int], FirstFault()]
+DistinctIds = Annotated[list[int], FirstFault(), AfterValidator(lambda ids: [*dict.fromkeys(ids)])]
 Strings = Annotated[list[str], FirstFault()]
 LogitBias = Annotated[
     dict[int, float] | None,

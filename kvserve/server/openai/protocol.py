@@ -8,14 +8,23 @@ not change the output. Unknown fields are ignored and logged once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import SamplingParams, StructuredOutput
-from kvserve.server.openai.fields import KVPolicy, LogitBias, Prompts, Stop, Strings, TokenIds
+from kvserve.server.openai.fields import (
+    DistinctIds,
+    KVPolicy,
+    LogitBias,
+    Prompts,
+    Stop,
+    Strings,
+    TokenIds,
+)
 from kvserve.server.openai.structured import structured_output
 
 # ---- requests ---------------------------------------------------------------------------------
@@ -80,6 +89,8 @@ class GenerationRequest(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow")
+    further_fields: ClassVar = (*_REFUSED, *_IGNORED)
+    """Fields that are none of the model's, and are not ignored."""
 
     model: str | None = None
     stream: bool | None = None
@@ -93,7 +104,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     stop: Stop = []
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: DistinctIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -103,7 +114,7 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: LogitBias = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: DistinctIds | None = None
     bad_words: Strings | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
@@ -131,6 +142,7 @@ class GenerationRequest(BaseModel):
                 )
             if name not in _REFUSED and name not in _IGNORED:
                 _log_once(name)
+        self.answer_form  # noqa: B018  # read here, beside the event loop if the body is large
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -161,7 +173,8 @@ class GenerationRequest(BaseModel):
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def structured_output(self) -> StructuredOutput | None:
+    @cached_property
+    def answer_form(self) -> StructuredOutput | None:
         """What the output must match."""
         return structured_output(self.__dict__)
 
@@ -174,7 +187,7 @@ class GenerationRequest(BaseModel):
             "stop": self.stop,
             "max_tokens": self.token_limit(),
             "logprobs": self.num_logprobs(),
-            "structured_outputs": self.structured_output(),
+            "structured_outputs": self.answer_form,
             "kv_policy": self.kv_policy,
         }
         try:

@@ -116,7 +116,11 @@ class ResponsesRequest(BaseModel):
         try:
             return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
         except RequestValidationError as exc:
-            raise RequestValidationError([_renamed(error) for error in exc.errors()]) from None
+            first, *_ = exc.errors()
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, RequestError) and cause.param in OWN_NAMES:
+                raise cause.renamed(OWN_NAMES) from None
+            raise RequestValidationError([_renamed(first)]) from None
 
     @property
     def token_limit_field(self) -> str:
