@@ -19,8 +19,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from kvserve.log import RequestError
-from kvserve.server.openai.fields import most_values
+from kvserve.server.openai.fields import check_size
 from kvserve.server.openai.protocol import parse
 from kvserve.server.state.beside import CLIENT, LARGE, beside
 from kvserve.server.state.clients import client_of
@@ -97,7 +96,7 @@ def read_body(raw: bytes, kinds: Sequence[type[BaseModel]], context: int) -> Bas
 
 
 def _fields(raw: bytes) -> dict[str, Any]:
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and measure(raw)[1] > MAX_DEPTH:
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and measure(raw)[2] > MAX_DEPTH:
         raise _too_deep()
     value = _value(raw)
     if not isinstance(value, dict):
@@ -134,12 +133,10 @@ def _large_fields(raw: bytes, kinds: tuple[type[BaseModel], ...], context: int) 
         part = memoryview(getattr(split, name))
         if not part:
             continue
-        values, depth = measure(part)
+        values, lists, depth = measure(part)
         if depth > MAX_DEPTH:
             raise _too_deep()
-        if values > (most := most_values(name, context)):
-            message = f"{name} holds {values} values, and at most {most} are read"
-            raise RequestError(message, param=name)
+        check_size(name, len(part), values, lists, context)
         fields[name] = _value(part)
     return fields
 
@@ -155,12 +152,13 @@ def _known(kinds: tuple[type[BaseModel], ...]) -> type[msgspec.Struct]:
     return msgspec.defstruct("Fields", fields)
 
 
-def measure(raw: bytes | memoryview) -> tuple[int, int]:
-    """How many values JSON text holds, and in how many levels; no value is made.
+def measure(raw: bytes | memoryview) -> tuple[int, int, int]:
+    """How many values JSON text holds, how many of them are lists or objects, and in how many
+    levels; no value is made.
 
     Strings are passed over. The interpreter lock is free most of the time.
     """
-    values = level = deepest = start = 0
+    commas = lists = level = deepest = start = 0
     inside = np.uint8(0)
     while start < len(raw):
         end = min(start + _CHUNK, len(raw))
@@ -176,11 +174,12 @@ def measure(raw: bytes | memoryview) -> tuple[int, int]:
         if not len(outside):
             continue
         steps = _STEPS[outside]
-        values += int(np.count_nonzero(steps == 1)) + int(np.count_nonzero(outside == ord(",")))
+        lists += int(np.count_nonzero(steps == 1))
+        commas += int(np.count_nonzero(outside == ord(",")))
         levels = np.cumsum(steps, dtype=np.int32)
         deepest = max(deepest, level + int(levels.max()))
         level += int(levels[-1])
-    return values, deepest
+    return commas + lists, lists, deepest
 
 
 def _too_deep() -> ApiError:
