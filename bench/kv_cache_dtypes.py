@@ -14,12 +14,12 @@ import argparse
 import os
 import time
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kvserve.benchmarks.datasets.turns import median
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES, Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least

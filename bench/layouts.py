@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvserve import LLM
-from kvserve.benchmarks.datasets.turns import STRETCH, drain, median, stretch_seconds, submit
+from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 
 WINDOW = 32
+STRETCH = 4
+"""Steps per turn: caches are warm again after the first of them."""
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("model", {"name": "snapkv"}),
     ("layer", {"name": "snapkv"}),
@@ -40,6 +42,35 @@ COLUMNS = (
     Column("tok/s", "tok_s", ",.0f"),
     Column("vs model", "vs_model", ".2f"),
 )
+
+
+def submit(llm: LLM, batch: int, prompt: int, output: int) -> None:
+    """``batch`` requests of random tokens, greedy, of exactly these lengths."""
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    for i in range(batch):
+        ids = rng.integers(3, llm.engine.core.info.vocab_size, prompt).tolist()
+        llm.engine.add_request(str(i), ids, params)
+
+
+def step_seconds(llm: LLM, batch: int) -> float:
+    """Seconds of one step in which each of ``batch`` sequences gets a token."""
+    started = time.perf_counter()
+    outputs = llm.engine.step()
+    seconds = time.perf_counter() - started
+    assert len(outputs) == batch, "a step is meant to give every sequence one token"
+    return seconds
+
+
+def stretch_seconds(llm: LLM, batch: int, steps: int = STRETCH) -> float:
+    """Seconds of the median step of one turn."""
+    return float(np.median([step_seconds(llm, batch) for _ in range(steps)]))
+
+
+def drain(llm: LLM) -> None:
+    """Step until all requests have finished."""
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
 
 
 def start(args: argparse.Namespace, layout: str, policy: dict[str, Any]) -> LLM:
@@ -89,8 +120,8 @@ class Comparison:
                 drain(llm)
             for (layout, policy), facts, taken in zip(CASES, held, seconds.T, strict=True):
                 speed = {
-                    "tok_s": median(batch / taken),
-                    "vs_model": median(seconds[:, 0] / taken),
+                    "tok_s": float(np.median(batch / taken)),
+                    "vs_model": float(np.median(seconds[:, 0] / taken)),
                 }
                 names = {"batch": batch, "layout": layout, "policy": policy["name"]}
                 self._rows.append(names | facts | speed)

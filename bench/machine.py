@@ -44,7 +44,7 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """KVSERVE_COMMIT, for files that were copied beside another commit, or the checkout's commit."""
+    """KVSERVE_COMMIT, if files were copied beside another commit, or that of the checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     return os.environ.get("KVSERVE_COMMIT") or _first_line(command) or "unknown"
 

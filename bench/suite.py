@@ -18,11 +18,9 @@ from bench.report.page import pages
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
 
 
-def run(measurement: Measurement, minutes: float | None) -> int:
+def run(measurement: Measurement) -> int:
     date = datetime.now(timezone.utc).date().isoformat()
     argv = measurement.argv(RESULTS / f"{date}-{measurement.name}.json")
-    if minutes is not None and measurement.in_pieces:
-        argv += ["--minutes", f"{minutes:g}"]
     sys.stdout.write(f"\n{measurement.name}: {measurement.program} {shlex.join(argv)}\n")
     sys.stdout.flush()
     command = [sys.executable, "-m", measurement.module or "kvserve", *argv]
@@ -52,8 +50,6 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="measure")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
-    words = "end resumable measurements after N minutes; run again until all are done"
-    runner.add_argument("--minutes", type=float, metavar="N", help=words)
     commands.add_parser("document", help="write docs/benchmarks.md and its chapters")
     commands.add_parser("plots", help="draw the newest results again")
     commands.add_parser("list", help="say how long each takes, and whether it was measured")
@@ -76,7 +72,7 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [each for each in SUITE if each.name in (args.names or names)]
-    failed = [each.name for each in chosen if run(each, args.minutes)]
+    failed = [each.name for each in chosen if run(each)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

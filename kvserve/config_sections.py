@@ -34,7 +34,8 @@ class ModelConfig:
 
     model: str = setting(
         "kvserve/tiny",
-        "model directory or hub id; kvserve/tiny is the one that ships",
+        "model directory, GGUF file or hub id; kvserve/tiny ships, and smollm2 is what `kvserve "
+        "fetch smollm2` has fetched",
         aliases=("--model-path",),
     )
     tokenizer: str | None = setting(None, "tokenizer directory or hub id (default: the model's)")
@@ -53,8 +54,9 @@ class ModelConfig:
     )
     load_format: str = setting(
         "auto",
-        "auto reads safetensors; dummy gives random weights from config.json alone",
-        choices=("auto", "safetensors", "dummy"),
+        "auto reads a directory's safetensors, or a GGUF file; dummy gives random weights from the "
+        "config alone",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     model_impl: str = setting(
         "auto",
@@ -214,8 +216,7 @@ class SchedulerConfig:
         {},
         "guess next tokens and verify several in a step, as JSON with vLLM's keys, as in "
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
-        '"prompt_lookup_min": 2}\', or by a second, smaller model: \'{"method": "draft_model", '
-        '"model": "./small", "num_speculative_tokens": 3}\' (default: off)',
+        '"prompt_lookup_min": 2}\' (default: off)',
     )
 
     @property
@@ -297,12 +298,6 @@ class CompressionConfig:
         None,
         "directory of a sequence classifier that tells windowkv the task of a prompt; label 0 is "
         "localization (default: the small one that ships)",
-    )
-    gate: str = setting(
-        "off",
-        "on skips a periodic compaction that would cost more time than it saves, judged by the "
-        "steps measured so far",
-        choices=("off", "on"),
     )
 
     def checks(self) -> Checks:

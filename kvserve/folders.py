@@ -1,9 +1,10 @@
-"""Where temporary files go."""
+"""Where temporary files go, and those that are kept."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 
 def temporary_folder() -> str:
@@ -16,3 +17,9 @@ def temporary_folder() -> str:
         return tempfile.gettempdir()
     except FileNotFoundError:
         return os.environ.get("TMPDIR") or "/tmp"
+
+
+def cache_folder() -> Path | None:
+    """kvserve's in the user's cache, unless there is no home."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "kvserve") if os.path.isabs(cache) else None

@@ -55,8 +55,6 @@ class KVCacheDetails:
     """Those of them that belong to layers with sliding windows, which no policy compresses."""
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
-    draft_bytes: int = 0
-    """Bytes of the blocks that hold a draft model's entries (``--speculative-config``)."""
     coded_entries: int = 0
     """Entries that are held as codes, which only ``spindlekv`` does."""
     codebook_entries: int = 0
@@ -259,8 +257,7 @@ class EngineStats:
     when needed. The pool has ``bytes_total`` bytes on all ranks; ``bytes_held`` of them are held by
     running sequences. ``tokens_logical`` and ``tokens_held`` are sums over running sequences. Of
     their entries ``coded_entries`` are held as codes, with ``codebook_entries`` codebook vectors
-    for the keys and values. ``window_bytes`` are held for layers with sliding windows,
-    ``draft_bytes`` for a draft model.
+    for the keys and values. ``window_bytes`` are held for layers with sliding windows.
 
     The pool holds ``continuations`` continuations in ``continuation_blocks`` blocks, shared ones
     included; ``hosted_continuations`` more are in host memory. ``resumed_total`` sequences resumed
@@ -269,10 +266,9 @@ class EngineStats:
     cause.
 
     ``swaps_total`` of the preemptions moved blocks to host memory. ``early_compactions_total`` of
-    the compactions came before they were due, because blocks ran out. The gate left out
-    ``skipped_compactions_total`` more, because they would have cost more time than they saved.
-    Of ``draft_tokens_total`` tokens that were guessed in ``drafts_total`` chunks,
-    ``accepted_tokens_total`` were right. ``iterations[i]`` counts the steps with at most
+    the compactions came before they were due, because blocks ran out. Of ``draft_tokens_total``
+    tokens that were guessed in ``drafts_total`` chunks, ``accepted_tokens_total`` were right.
+    ``iterations[i]`` counts the steps with at most
     ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last item counts larger
     steps.
     """
@@ -285,7 +281,6 @@ class EngineStats:
     bytes_total: int = 0
     bytes_held: int = 0
     window_bytes: int = 0
-    draft_bytes: int = 0
     tokens_logical: int = 0
     tokens_held: int = 0
     prompt_tokens_total: int = 0
@@ -294,7 +289,6 @@ class EngineStats:
     swaps_total: int = 0
     compactions_total: int = 0
     early_compactions_total: int = 0
-    skipped_compactions_total: int = 0
     blocks_released_total: int = 0
     tokens_evicted_total: int = 0
     compaction_seconds_total: float = 0.0

@@ -26,7 +26,7 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import draft_model, rank_plan
+from kvserve.engine.runner import rank_plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, int4_log, quantized_triton
@@ -72,8 +72,7 @@ def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
     scores = [answer(kind, np.full(kept.shape, 4, np.int32)) for kind, kept in step.events]
-    guesses = None if step.guesses is None else np.arange(len(step.guesses), dtype=np.int32) % 6
-    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0, guesses=guesses)
+    return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0)
 
 
 @pytest.fixture
@@ -88,8 +87,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return Choice("triton", both, *stores, "", rotate_and_store_triton, MOVES)
 
     monkeypatch.setattr(startup, "device_of", lambda config: "meta")
-    for module in (rank_plan, draft_model):
-        monkeypatch.setattr(module, "select_backend", choose)
+    monkeypatch.setattr(rank_plan, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)

@@ -11,7 +11,7 @@ FLOORS = {
     "engine": (
         ("",),  # messages
         ("policies.parts",),
-        ("device", "policies"),
+        ("device", "gguf", "policies"),
         ("attention", "sampling"),
         ("models",),
         ("cache",),

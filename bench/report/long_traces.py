@@ -111,7 +111,6 @@ BEFORE = (
         f"bench throughput {long_answers(3000, 24)} --repeat 2 "
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} {flags(('none', 'kara'))}",
         minutes=28,
-        in_pieces=True,
     ),
     Measurement(
         "long-pools",
@@ -121,7 +120,6 @@ BEFORE = (
         f"--pool-shares 0.15 0.25 0.5 0.75 1.0 --repeat 1 {flags(LONG_POLICIES[1:3])}",
         minutes=6,
         plots=True,
-        in_pieces=True,
     ),
     Measurement(
         "long-lengths",
@@ -136,7 +134,6 @@ BEFORE = (
         f"{flags(LONG_POLICIES[1:3])}",
         minutes=10,
         plots=True,
-        in_pieces=True,
     ),
     Measurement(
         "long-79m",
@@ -144,6 +141,5 @@ BEFORE = (
         "",
         f"bench throughput {long_answers(3000, 12, '79m')} --repeat 1 {flags(LONG_POLICIES[:2])}",
         minutes=6,
-        in_pieces=True,
     ),
 )

@@ -23,7 +23,7 @@ class Measurement:
     """A section of a chapter: one command, and what a reader has to know about its figures.
 
     The command is one of kvserve or of a ``module`` under bench; ``minutes`` is its time on one
-    idle core. ``in_pieces``: it has ``--minutes`` and continues where an earlier call stopped.
+    idle core.
     ``equal_bytes``: methods are also compared at the same bytes held.
     """
 
@@ -34,7 +34,6 @@ class Measurement:
     minutes: float
     plots: bool = False
     module: str | None = None
-    in_pieces: bool = False
     equal_bytes: bool = False
 
     @property

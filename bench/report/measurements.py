@@ -243,7 +243,6 @@ FEWER_BITS = (
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} --policy none --policy {KARA}",
         minutes=35,
         plots=True,
-        in_pieces=False,
     ),
     Measurement(
         "kv-cache-needles",
@@ -253,7 +252,6 @@ FEWER_BITS = (
         f"--compare-kv-cache-dtypes {' '.join(KV_CACHE_DTYPES)} "
         f"--policy none --policy snapkv:budget=128 --policy chunkkv:budget=128",
         minutes=5,
-        in_pieces=False,
     ),
 )
 

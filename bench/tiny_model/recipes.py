@@ -107,7 +107,6 @@ def _held_out(task: str, size: Size, seed: int) -> Recipe:
 RECIPES = {
     "tiny": TINY,
     "tiny-long": TINY_LONG,
-    "draft": replace(TINY_LONG, size=Size(layers=2), seed=104),  # guesses for tiny-long
     "two-wide": _held_out("long-chain", Size(layers=2, hidden=192, kv_heads=8), seed=101),
     "six-narrow": _held_out("long-chain", Size(layers=6, kv_heads=1), seed=102),
     "terse": _held_out("terse-chain", Size(kv_heads=4), seed=103),

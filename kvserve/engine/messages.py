@@ -53,6 +53,9 @@ class NewSequence:
     kv_resume: bool = True
     speculation: bool = True
     client: str = ""
+    num_answered: int = 0
+    """So many of ``token_ids`` are its answer so far: they are computed at the speed of a prompt,
+    with its policy's events where they would have been."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,15 @@
 """What launchers refuse before anything runs, so that no kernel reads or writes outside the cache.
 
-Shapes are always checked. Only the device knows what addresses hold, and kernels skip those outside
-of the cache; ``KVSERVE_CHECK_ADDRESSES=1`` makes launchers wait for the device, look at addresses
-and refuse wrong ones. They cannot wait, and so do not look, while a graph is captured.
+Shapes are checked. Only the device knows what addresses hold, and kernels skip those outside of the
+cache.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -43,69 +40,6 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and x.shape[-1] in HEAD_DIMS
 
 
-def _looks(x: Tensor) -> bool:
-    """Whether launchers are to look at what ``x`` holds, and may read it back now."""
-    if os.environ.get("KVSERVE_CHECK_ADDRESSES") != "1":
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def check_slots(slots: Tensor, num_blocks: int, block: int) -> None:
-    """Raises ``IndexError`` if asked to look and a slot is not in the cache."""
-    if not _looks(slots):
-        return
-    outside = slots[(slots < 0) | (slots >= num_blocks * block)]
-    if len(outside):
-        raise IndexError(
-            f"slot {int(outside[0])} of slots {list(slots.shape)} is not in a cache of "
-            f"{num_blocks} blocks of {block}"
-        )
-
-
-def check_tables(
-    tables: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    starts: Tensor | None,
-    keys: Tensor | QuantizedVectors,
-    coded: Tensor | None = None,
-    nearest: Tensor | None = None,
-) -> None:
-    """Raises ``IndexError`` if asked to look and a token sees a block that no row may hold.
-
-    tables: [num_rows, R, M]; rows: [P]; last: [R, T]; starts: [P + 1] or ``None``, where P = T;
-    keys: [num_blocks, B, ...]. No row holds block 0, which freed columns name. The first ``coded
-    [num_rows, R]`` entries are elsewhere; those before ``nearest [R, T]`` are not seen.
-    """
-    if not _looks(tables):
-        return
-    num_rows, _, columns = tables.shape
-    num_blocks, block = keys.shape[:2]
-    if starts is not None:
-        rows = rows.repeat_interleave(starts.diff())
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-        raise IndexError(
-            f"rows {rows.unique().tolist()} are not all in tables {list(tables.shape)}"
-        )
-    if last.numel() and int(last.max()) >= columns * block:
-        raise IndexError(
-            f"entry {int(last.max())} is not in tables {list(tables.shape)} of blocks of {block}"
-        )
-    own = tables[rows]
-    first = torch.arange(columns, device=own.device) * block
-    seen = first <= last.T[..., None]
-    if coded is not None:
-        seen &= first >= coded[rows][..., None]
-    if nearest is not None:
-        seen &= first + block > nearest.T[..., None]
-    wrong = own[seen & ((own < 1) | (own >= num_blocks))]
-    if len(wrong):
-        raise IndexError(
-            f"block {int(wrong[0])} in tables {list(tables.shape)} is not one that a row may hold, "
-            f"of a cache {list(keys.shape)}"
-        )
-
-
 def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
     """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
     slots, vectors, coded, slot_tables, vector_tables, turns = codes
@@ -126,31 +60,6 @@ def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
             )
     if heads != 1:
         raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")
-
-
-def check_references(codes: Codes, rows: Tensor) -> None:
-    """Raises ``IndexError`` if asked to look and a code of ``rows [P]`` has a wrong reference."""
-    if not _looks(rows):
-        return
-
-    def inside(what: str, number: Tensor, end: int, least: int = 0) -> None:
-        wrong = number[(number < least) | (number >= end)]
-        if len(wrong):
-            raise IndexError(f"{what} {int(wrong[0])} of codes is not in {least} to {end - 1}")
-
-    slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    own, per_index, per_book = rows.unique(), slots.shape[1], vectors.shape[1]
-    inside("number", coded[own].flatten(), slot_tables.shape[2] * per_index + 1)
-    entry = torch.arange(slot_tables.shape[2] * per_index, device=own.device)
-    row, table, entry = (entry < coded[own][..., None]).nonzero(as_tuple=True)
-    row = own[row]
-    block = slot_tables[row, table, entry // per_index].long()
-    inside("slot block", block, len(slots), least=1)
-    read = Slots.unpacked(slots[block, entry % per_index])
-    inside("distance", read.distance.abs(), len(turns))
-    for ref in (read.ref_k, read.ref_v):
-        inside("vector", ref, vector_tables.shape[2] * per_book)
-        inside("vector block", vector_tables[row, table, ref // per_book], len(vectors), least=1)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -225,9 +134,8 @@ def check_attention(
     shares: Shares | None = None,
     remainder: Remainder | None = None,
 ) -> None:
-    """Raises ``ValueError`` for shapes that do not fit, ``IndexError`` if asked to look and an
-    entry that a token sees is not there. Arguments are those of ``paged_attention_triton``.
-    """
+    """Raises ``ValueError`` for shapes that do not fit. Arguments are those of
+    ``paged_attention_triton``."""
     _check_entries(q, keys, values)
     check_shares(shares, q)
     check_remainder(remainder, tables, q, keys)
@@ -248,9 +156,6 @@ def check_attention(
         raise ValueError(f"first has to be as last {list(last.shape)}, contiguous")
     if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
         raise ValueError("tables, rows and last have to be contiguous")
-    coded = None if codes is None else codes.coded
-    check_tables(tables, rows, last, starts, keys, coded, chunks.first)
     if codes is not None:
         assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
         check_codes(codes, tables, keys)
-        check_references(codes, rows)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
+from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import (
     entry_rows,
@@ -51,8 +51,6 @@ def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1)
     num_blocks, layers, _, block, heads, dim = kv_cache.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    for slots in (src, dst):
-        check_slots(slots, num_blocks, block)
     _compact.launch(
         (src.shape[0] * src.shape[1], runs),
         kv_cache,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots, runs_triton
+from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = No
     block, heads, dim = kv_cache.shape[3:]
     rows = (entry_rows(kv_cache, slots, layer_ids) + block * heads).view(-1)
     return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
-
-
-def scatter_values(kv_cache: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Write values [L, Hkv, S, D] of all layers to slots int64 [L, Hkv, S].
-
-    Several may go to block 0, whose contents are not used.
-    """
-    block, heads, dim = kv_cache.shape[3:]
-    rows = (entry_rows(kv_cache, slots) + block * heads).view(-1)
-    kv_cache.view(-1, dim).index_copy_(0, rows, values.to(kv_cache.dtype).reshape(-1, dim))
 
 
 def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
@@ -105,7 +95,6 @@ def _launch(blocks: Tensor, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
     """blocks: [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]."""
     check_head_dim(blocks)
     num_blocks, layers, block, heads, dim = blocks.shape
-    check_slots(slots, num_blocks, block)
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = blocks.new_empty(*slots.shape, dim)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import HEAD_DIMS, check_head_dim, check_slots, runs_triton
+from kvserve.kernels.checks import HEAD_DIMS, check_head_dim, runs_triton
 from kvserve.kernels.dispatch import Helper, Kernel
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ def store_int4_triton(
     num_blocks, _, block, heads, half = log.codes.shape
     rows, tokens = slots.shape
     check_head_dim(query)
-    check_slots(slots, num_blocks, block)
     wanted = tokens, rows * heads, 2 * half
     if query.shape != wanted or query.stride(1) != 2 * half or shares.shape != wanted[:2]:
         raise ValueError(
@@ -177,7 +176,6 @@ def gather_int4_triton(
 ) -> Int4Queries:
     """Vectors of slots outside of the log are 0."""
     num_blocks, layers, block, heads, half = log.codes.shape
-    check_slots(slots, num_blocks, block)
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     codes = log.codes.new_empty(*slots.shape, half)

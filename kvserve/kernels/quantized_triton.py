@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, check_slots
+from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels, QuantizedVectors
 
@@ -41,7 +41,6 @@ def store_quantized_triton(
     num_blocks, _, block, heads, dim = blocks.keys.shape
     rows, tokens = slots.shape
     check_head_dim(key, value)
-    check_slots(slots, num_blocks, block)
     for new in (key, value):
         if new.shape != (tokens, rows * heads, dim) or not new[:1].is_contiguous():
             raise ValueError(
@@ -81,7 +80,6 @@ def gather_quantized_triton(
     """Entries of slots outside of the cache are 0."""
     held = blocks.values if values else blocks.keys
     num_blocks, layers, block, heads, dim = held.shape
-    check_slots(slots, num_blocks, block)
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
@@ -114,8 +112,6 @@ def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, run
     num_blocks, layers, block, heads, dim = blocks.keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    for slots in (src, dst):
-        check_slots(slots, num_blocks, block)
     widths = (held.levels.shape[-1] for held in (blocks.keys, blocks.values))
     _move_levels.launch(
         (src.shape[0] * src.shape[1], runs),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_slots
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.elementwise import rotate, turned
 
@@ -41,11 +40,6 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
 def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """The reference of ``store_kv``."""
     _, layers, _, block, heads, dim = kv_cache.shape
-    if not kv_cache.is_contiguous():  # blocks that have room for more
-        for half, x in enumerate((key, value)):
-            by_row = x.unflatten(1, (len(slots), -1)).transpose(0, 1)
-            kv_cache[:, layer, half][slots // block, slots % block] = by_row
-        return
     flat = kv_cache.view(-1, heads * dim)
     rows = (slots + slots // block * (block * (2 * layers - 1)) + 2 * layer * block).view(-1)
     flat.index_copy_(0, rows, _by_row(key, slots, heads * dim))
@@ -101,7 +95,6 @@ def rotate_and_store_triton(
     """One program per token and KV head. Slots outside of the cache are left alone."""
     num_blocks, _, _, block, heads, dim = kv_cache.shape
     tokens, kv_heads = len(qk), value.shape[1]
-    check_slots(slots, num_blocks, block)
     _check_rotated(kv_cache, slots, qk, value, cos, sin)
     group = qk.shape[1] // kv_heads - 1
     out = torch.empty(tokens, group * kv_heads, dim, dtype=qk.dtype, device=qk.device)
@@ -172,7 +165,6 @@ def _launch(
     """blocks: [num_blocks, tokens, Hb, D], a strided view; x: [T, R * Hb, D]; ``more`` likewise."""
     num_blocks, block, heads, dim = blocks.shape
     rows, tokens = slots.shape
-    check_slots(slots, num_blocks, block)
     for new in (x, x if more is None else more):
         fits = new.shape == (tokens, rows * heads, dim) and new.dtype == blocks.dtype
         if not fits or not new[:1].is_contiguous():

@@ -85,11 +85,6 @@ class KVLayout:
     def heads_per_block(self) -> int:
         return self.num_kv_heads // self.rows
 
-    @property
-    def block_elements(self) -> int:
-        """Numbers in one block, keys and values of all its layers and heads."""
-        return self.layers_per_block * 2 * self.block_size * self.heads_per_block * self.head_dim
-
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """``[num_blocks, L/LG, 2, B, Hkv/R, D]``, block-major: a block is one byte range."""
         return (

@@ -9,7 +9,7 @@ import pytest
 
 from kvserve.benchmarks.commands import latency
 from kvserve.benchmarks.measuring.measure import Played
-from kvserve.scheduler.speculation.draft_costs import DraftCosts
+from kvserve.scheduler.speculation.speculation import Speculation
 from tests.benchmarks.conftest import Bench
 
 SMALL = (
@@ -46,9 +46,8 @@ def test_iterations_of_all_policies(bench: Bench, monkeypatch: pytest.MonkeyPatc
 
 
 def test_speculation_off_and_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights soon repeat themselves, which the lookup finds; it may cost what it will."""
-    monkeypatch.setattr(DraftCosts, "least_chance", lambda *_, **__: 0.0)
-    monkeypatch.setattr(DraftCosts, "gains", lambda *_: True)
+    """Random weights soon repeat themselves, which the lookup finds."""
+    monkeypatch.setattr(Speculation, "enough", lambda *_: 0.0)
     flags = ("--policy", "none", "--output-len", "60", "--num-iters", "1")
     status, saved = bench("bench latency", *SMALL, *flags, *SPECULATION)
     off, on = saved["rows"]

@@ -15,7 +15,7 @@ from tests.server.real_server import Server
 
 PYTHON = [fence for fence in ALL_FENCES if fence.language == "python"]
 WHOLE = [f for f in PYTHON if "import" in f.body and f.mark != SERVED]
-POLICY = ("--policy", "kara", "--policy.window", "128", "--policy.buffer", "16")
+MODEL, POLICY = "kvserve/tiny-long", ("--policy", "kara")
 
 
 def at(fence: Fence) -> str:
@@ -30,14 +30,14 @@ def test_programs_run(fence: Fence, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server(*POLICY)
+    made = Server("--model", MODEL, *POLICY)
     yield made
     made.stop()
 
 
 def test_the_server_is_that_of_make_run() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert f"POLICY ?= {' '.join(POLICY)}" in makefile
+    assert f"MODEL ?= {MODEL}\nPOLICY ?= {' '.join(POLICY)}\n" in makefile
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_what_asks_the_server_is_answered(fence: Fence, server: Server) -> None:
             assert shown.body.splitlines()[0].strip() in done
         else:
             done = run([word.replace("localhost:8000", server.url) for word in words])
-            assert json.loads(done)["usage"]["kv_cache_details"]["blocks_released"] == 9
+            assert json.loads(done)["usage"]["kv_cache_details"]["blocks_released"] == 54
 
 
 def run(words: list[str]) -> str:

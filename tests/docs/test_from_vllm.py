@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.server.reference.command_line import parser_of
 from kvserve.server.settings.args import UsageError
-from kvserve.server.settings.vllm_flags import ABSENT
+from kvserve.server.settings.vllm_flags import ABSENT, REMOVED
 from tests.docs.pages import ROOT
 
 _, SAME, DIFFERENT, GONE, _ = re.split(r"(?m)^## .*$", (ROOT / "docs" / "from-vllm.md").read_text())
@@ -38,3 +38,11 @@ def test_a_flag_that_is_absent_says_why(flag: str) -> None:
     assert str(refused.value) == f"{flag} of vLLM is not here: {ABSENT[flag]}"
     for other in flags(ABSENT[flag].replace("see ", "`")):
         assert other in KNOWN, other
+
+
+@pytest.mark.parametrize("flag", REMOVED)
+def test_a_flag_that_was_removed_says_what_to_do(flag: str) -> None:
+    assert flag not in KNOWN
+    with pytest.raises(UsageError) as refused:
+        parser_of("serve").parse([flag, "1"])
+    assert str(refused.value) == f"{flag} was removed: {REMOVED[flag]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
@@ -168,7 +168,7 @@ PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-def test_a_step_that_fails_once_costs_one_request(
+def test_a_step_that_fails_once_costs_nobody_an_answer(
     llama_dir: Path, place: str, overlaps: bool
 ) -> None:
     how = {"async_scheduling": overlaps, "enforce_eager": place == "a forward"}
@@ -187,6 +187,84 @@ def test_a_step_that_fails_once_costs_one_request(
 
     setattr(owner, name, fail_once)
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert calls > 20 or place == "newcomers"
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].finish_reason == "length"
+    whole(core)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("bad", [[3], [0], [1, 4]], ids=str)
+def test_who_makes_every_step_fail_ends_alone(
+    llama_dir: Path, overlaps: bool, bad: list[int]
+) -> None:
+    """Whoever else is in the step: found by halves, after few failures; more come meanwhile."""
+    llm = LLM(str(llama_dir), policy=KARA, async_scheduling=overlaps, **SETTINGS)
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    core = llm.engine.core
+    sampling = core.runner.batch.sampling
+    choose, failures = sampling.choose, 0
+
+    def fail_for_some(logits: Any, at: IntArray, *args: Any) -> Any:
+        nonlocal failures
+        if (sampling._host[at, 3] == 7).any():  # as an id beyond the vocabulary would do
+            failures += 1
+            raise IndexError("index 448 is out of bounds")
+        return choose(logits, at, *args)
+
+    sampling.choose = fail_for_some  # type: ignore[assignment, method-assign]
+    asked = [GREEDY] * len(PROMPTS)
+    for i in bad:
+        asked[i] = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=7)
+    found = llm.generate(PROMPTS, asked, use_tqdm=False)
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert (one.outputs[0].finish_reason == "error") == (i in bad)
+        assert i in bad or one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert failures <= 4 * len(bad)
+    whole(core)
+
+
+def test_what_fails_in_every_step_ends_its_requests(llama_dir: Path) -> None:
+    """And not the engine: mended, it goes on."""
+    llm = LLM(str(llama_dir), enforce_eager=True, **SETTINGS)
+    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    layer = llm.engine.core.runner.model.layers[0]
+    forward = layer.forward
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("broken for good")
+
+    layer.forward = fail
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in found] == ["error"] * len(PROMPTS)
+    layer.forward = forward
+    found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    whole(llm.engine.core)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_end_their_request(
+    llama_dir: Path, overlaps: bool, drawn: bool, wrong: float
+) -> None:
+    llm = LLM(str(llama_dir), async_scheduling=overlaps, **SETTINGS)
+    params = replace(GREEDY, temperature=1.0, top_k=5, seed=1) if drawn else GREEDY
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    core = llm.engine.core
+    logits, rows = core.runner.model.logits, core.scheduler.rows
+
+    def broken(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        if len(found) == len(PROMPTS) and rows.num_tokens[2] > 50:
+            found[2] = wrong
+        return found
+
+    core.runner.model.logits = broken  # type: ignore[method-assign]
+    found = llm.generate(PROMPTS, params, use_tqdm=False)
     reasons = [output.outputs[0].finish_reason for output in found]
     assert reasons.count("error") == 1
     for one, other in zip(found, expected, strict=True):
@@ -196,15 +274,64 @@ def test_a_step_that_fails_once_costs_one_request(
     whole(core)
 
 
-def test_what_fails_in_every_step_ends_the_engine(llama_dir: Path) -> None:
+def test_those_set_aside_can_be_aborted(llama_dir: Path) -> None:
+    llm = LLM(str(llama_dir), enforce_eager=True, **SETTINGS)
+    layer, fails = llm.engine.core.runner.model.layers[0], True
+    forward = layer.forward
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal fails
+        fails, failed = False, fails
+        if failed:
+            raise RuntimeError("once")
+        return forward(*args, **kwargs)
+
+    layer.forward = fail_once
+    for i, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(i), prompt, GREEDY)
+    llm.engine.step()
+    assert llm.engine.core._suspects
+    for i in range(len(PROMPTS)):
+        llm.engine.abort_request(str(i))
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+    llm.engine.core.step()
+    whole(llm.engine.core)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("stop_token_ids", {"stop_token_ids": [128], "min_tokens": 1}),
+        ("logit_bias", {"logit_bias": {128: 1.0}}),
+        ("allowed_token_ids", {"allowed_token_ids": [5, 128]}),
+        ("thinking_end", {"thinking_end": 128, "thinking_token_budget": 3}),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused_by_name(
+    llama_dir: Path, field: str, given: dict[str, Any]
+) -> None:
+    """All that index tensors of the device: one of them ended the server of others."""
     llm = LLM(str(llama_dir), **SETTINGS)
+    vocabulary = llm.engine.core.info.vocab_size
+    params = {
+        name: _moved(value, vocabulary - 128) if name == field else value
+        for name, value in given.items()
+    }
+    with pytest.raises(RequestError, match=rf"{field} holds a token id outside") as refused:
+        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4, **params), use_tqdm=False)
+    assert refused.value.param == field
 
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("broken for good")
 
-    llm.engine.core.runner.model.layers[0].forward = fail
-    with pytest.raises(RuntimeError, match="broken for good"):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def _moved(ids: Any, by: int) -> Any:
+    """128 becomes the first id that is not there."""
+    if isinstance(ids, dict):
+        return {token + by: value for token, value in ids.items()}
+    return (
+        ids + by
+        if isinstance(ids, int)
+        else [token + by if token == 128 else token for token in ids]
+    )
 
 
 def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:

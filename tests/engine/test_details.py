@@ -66,7 +66,7 @@ def test_the_readme_shows_what_its_example_gives() -> None:
     root = Path(__file__).parents[2]
     shown = json.loads((root / "README.md").read_text().split("```json\n")[1].split("```")[0])
     asked = json.loads((root / "examples/chain.json").read_text())
-    llm = LLM("kvserve/tiny", policy={"name": "kara", "window": 128, "buffer": 16})
+    llm = LLM(asked["model"], policy="kara")
     params = SamplingParams(temperature=asked["temperature"], max_tokens=asked["max_tokens"])
     (output,) = llm.chat(asked["messages"], params, use_tqdm=False)
     usage = shown["usage"]

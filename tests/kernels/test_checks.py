@@ -1,4 +1,4 @@
-"""Which launcher an entry point takes on CUDA, and when addresses are looked at; without a GPU."""
+"""Which launcher an entry point takes on CUDA, without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_slots
 from kvserve.kernels.compact_kv import compact_kv, compact_kv_torch
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.gather_kv import (
@@ -79,16 +78,3 @@ def test_few_rows_are_sampled_as_the_table_says(
     launched.clear()
     sample_tokens(on_cuda(rows, 40), settings, places, places, filtered=False)
     assert launched == ["_draw"]
-
-
-def test_nobody_looks_at_addresses_while_a_graph_is_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
-    capturing = True
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    outside = torch.tensor([3, 99]).as_subclass(OnCuda)
-    check_slots(outside, num_blocks=2, block=4)
-    capturing = False
-    with pytest.raises(IndexError, match="slot 99"):
-        check_slots(outside, num_blocks=2, block=4)

@@ -224,6 +224,21 @@ def test_a_fit_meets_the_mass_of_what_is_dropped(form: str) -> None:
     torch.testing.assert_close(left.values[1, 0], weights @ values[1, 0] / weights.sum())
 
 
+@pytest.mark.parametrize("form", ["numbers", "int4"])
+def test_sharp_queries_leave_a_weight_that_is_a_number(form: str) -> None:
+    """No query points to the mean of what is dropped: what it gets is less than any float."""
+    keys = torch.randn(1, 2, 30, 16) * 8
+    queries = keys.repeat_interleave(4, dim=1)[:, :, :20] * 8
+    values, dropped = torch.randn(1, 2, 30, 16), torch.ones(1, 2, 30, dtype=torch.bool)
+    log = queries if form == "numbers" else quantize(queries, -torch.rand(1, 8, 20))
+    sums = window_log_sums(log, keys, 1.0)
+    given = Given(sums, probs_of(log, keys, sums, 1.0).sum(dim=(-3, -2)))
+    left = fitted_remainder(log, keys, values, dropped, given, 1.0)
+    assert all(part.isfinite().all() for part in left) and (left.bias > 100).all()
+    expected = fitted_remainder_torch(log, keys, values, dropped, given, 1.0)
+    torch.testing.assert_close(left, expected, rtol=1e-3, atol=1e-3)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_rows_have_lost_is_merged_in_place(dtype: torch.dtype) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.blocks.draft_group import DraftGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
@@ -68,7 +67,6 @@ class ShadowRunner:
         """At most one: something of every token, or of the newest, which no event evicts."""
         self.further_tables = [np.zeros_like(group.tables[0].blocks) for group in self.further]
         self.further_memory: dict[Slot, tuple[int, int]] = {}
-        self.draft = ShadowDraft(scheduler) if scheduler.blocks.find(DraftGroup) else None
         self.lanes = [(lg, r) for lg in range(layout.layer_groups) for r in range(layout.rows)]
         self.tables: IntArray = np.zeros_like(scheduler.blocks.kv.blocks)
         self.log_tables: IntArray = np.zeros_like(scheduler.blocks.log.blocks)
@@ -95,8 +93,6 @@ class ShadowRunner:
         self.compactions: Counter[int] = Counter()
         """Those of the events that change something, by sequence."""
         self.before: dict[int, list[tuple[int, int]]] = {}
-        self.output: SchedulerOutput
-        """The last message, with the guesses of a draft model."""
         self.scores: list[Scores] = []
         """What the events that the last step observed will keep."""
         self._published: dict[bytes, list[int]] = {}
@@ -113,6 +109,7 @@ class ShadowRunner:
         """Carry out one message; returns a token per sampled sequence."""
         self.ahead[:] = 0
         self.log_from[output.turns.rows] = output.turns.log_from
+        self._check_sources(output.compactions)
         for task in output.compactions:
             self._compact(task)
         self.scores = [answer(task.kind, self._observe(task)) for task in output.observations]
@@ -125,8 +122,7 @@ class ShadowRunner:
             self.loggers[a], self.loggers[b] = self.loggers[b], self.loggers[a]
             self.coded[a], self.coded[b] = self.coded[b], self.coded[a]
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
-            draft_tables = [] if self.draft is None else [self.draft.tables]
-            for tables in (self.log_tables, *self.further_tables, *draft_tables):
+            for tables in (self.log_tables, *self.further_tables):
                 tables[:, [a, b]] = tables[:, [b, a]]
         self._swap(output)
         self._move_remainders(output.remainder_saves)
@@ -139,9 +135,6 @@ class ShadowRunner:
         _scatter(self.log_tables, output.table_updates[1])
         for tables in self.further_tables:
             _scatter(tables, output.table_updates[-1])
-        if self.draft is not None:
-            output = self.draft.run(output, self)
-        self.output = output
         verified: list[int] = []
         for row in range(output.num_decoding):
             if output.drafts is None:
@@ -469,6 +462,51 @@ class ShadowRunner:
         keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
         return min(max(keep, 1), len(held) - int(task.plan.region_start[e]))
 
+    def _check_sources(self, tasks: tuple[CompactionTask, ...]) -> None:
+        """No event writes a block that another has yet to read: those of a task run side by side,
+        one task after the other. (An event may write what it reads itself.)"""
+        events = [(i, e, task) for i, task in enumerate(tasks) for e in range(len(task.rows))]
+        reads = [self._read_by(task, e) for _, e, task in events]
+        for number, e, task in events:
+            written = self._written_by(task, e)
+            for (other, f, _), read in zip(events, reads, strict=True):
+                later = other > number or (other == number and f != e)
+                both = written & read if later else set()
+                assert not both, f"an event writes {both}, which another is still to read"
+
+    def _read_by(self, task: CompactionTask, e: int) -> set[int]:
+        """Blocks that an event reads: entries from its region on, and logged queries. What becomes
+        codes has been read when it was observed."""
+        if task.codes is not None:
+            return set()
+        row, plan = task.rows[e], task.plan
+        read: list[int] = []
+        if self.log_from[row] != NOT_LOGGING:
+            end = plan.query_start[e] + (plan.windows[e] - 1) * plan.window_len[e]
+            end += plan.num_queries[e]
+            columns = slice(plan.query_start[e] // self.log_size, -(-end // self.log_size))
+            read = self.log_tables[:, row, :, columns].ravel().tolist()
+        for group, table in self.lanes:
+            end = -(-len(self.held[row][group, table]) // self.size)
+            columns = slice(plan.region_start[e] // self.size, end)
+            read += self.tables[group, row, table, columns].tolist()
+        return set(read) - {0}
+
+    def _written_by(self, task: CompactionTask, e: int) -> set[int]:
+        """Blocks that an event writes."""
+        if task.kind is EventKind.BLOCKS:
+            return set()
+        written: list[int] = []
+        for lane in self.lanes:
+            at = lane[0], e, lane[1]
+            first = task.copy_start[e] // self.size
+            columns = -(-task.new_lens[at] // self.size) - first
+            written += task.dst_blocks[at][:columns].tolist()
+            if task.codes is not None:
+                written += task.codes.index_blocks[at].tolist()
+                written += task.codes.vector_blocks[at].tolist()
+        return set(written) - {0}
+
     def _compact(self, task: CompactionTask) -> None:
         plan = task.plan
         for e, row in enumerate(task.rows):
@@ -540,68 +578,3 @@ def _scatter(tables: IntArray, update: TableUpdate) -> None:
 def content(past: list[int], token: int) -> int:
     """What an entry is: its token and everything it could attend to."""
     return hash((*past, token)) & 0xFFFFFFFFFF
-
-
-class ShadowDraft:
-    """A draft model without tensors: reads what the messages say, and guesses what its row will
-    generate, more often than not. Every slot holds the position and the token of its entry."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        group = scheduler.blocks.find(DraftGroup)
-        assert group is not None
-        self.group, self.scheduler = group, scheduler
-        every = [table for each in scheduler.blocks.groups for table in each.tables]
-        self._number = every.index(group.tables[0])
-        self.tables: IntArray = np.zeros_like(group.tables[0].blocks)
-        self.memory: dict[Slot, tuple[int, int]] = {}
-        self.read = self.caught_up = self.dropped = 0
-        """Tokens read, chunks behind which more of the row follow, and of rows that lost some."""
-        self._front = group.bound.front * group.block_tokens if group.bound else 0
-        self._dropped = 0
-        self._rng = np.random.default_rng(7)
-
-    def run(self, output: SchedulerOutput, shadow: ShadowRunner) -> SchedulerOutput:
-        """Carry out a message's chunks; the message with the guesses."""
-        _scatter(self.tables, output.table_updates[self._number])
-        chunks = output.draft_chunks
-        if chunks is None:
-            return output
-        guesses, parts = list[int](), np.split(chunks.token_ids, np.cumsum(chunks.lengths)[:-1])
-        for i, row in enumerate(chunks.rows.tolist()):
-            start, tokens = int(chunks.starts[i]), parts[i].tolist()
-            known = self.scheduler.rows.token_ids[row]
-            self._dropped = int(chunks.dropped[i])
-            self.dropped += self._dropped > 0
-            front = self._front if self._dropped else 0
-            for position in (*range(front), *range(front + self._dropped, start)):
-                self._check(row, position, int(known[position]))
-            assert tokens == known[start : start + len(tokens)].tolist()
-            guess = self._guess(shadow, row, tokens[-1], int(chunks.guesses[i]))
-            for position, token in enumerate([*tokens, *guess[:-1]], start):
-                for slot in self._slots(row, position):
-                    assert self.scheduler.pool.ref[slot[0]] == 1
-                    self.memory[slot] = position, token
-            guesses += guess
-            self.read += len(tokens)
-            self.caught_up += not guess
-        return output if output.drafts is None else output.with_guesses(np.array(guesses, np.int32))
-
-    def _guess(self, shadow: ShadowRunner, row: int, token: int, count: int) -> list[int]:
-        held = {lane: list(entries) for lane, entries in shadow.held[row].items()}
-        guess = list[int]()
-        for _ in range(count):
-            for entries in held.values():
-                entries.append(content(entries, token))
-            token = shadow.next_token(held) if self._rng.random() < 0.8 else 1
-            guess.append(token)
-        return guess
-
-    def _check(self, row: int, position: int, token: int) -> None:
-        for slot in self._slots(row, position):
-            assert self.memory[slot] == (position, token), "what the draft model has read is gone"
-
-    def _slots(self, row: int, position: int) -> list[Slot]:
-        """In each of its lanes."""
-        position -= self._dropped if position >= self._front else 0
-        column, place = divmod(position, self.group.block_tokens)
-        return [(int(block), place) for block in self.tables[:, row, :, column].ravel()]

@@ -11,7 +11,6 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import salted_seed
-from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.step.recovery import start_over
@@ -293,17 +292,6 @@ def test_an_aborted_answer_goes_on_too() -> None:
     talks.scheduler.finish(seq, "abort")
     assert len(talks.store) == 1
     assert talks.turn(more(seq)).resumed is not None
-
-
-def test_a_failed_step_forgets_them() -> None:
-    """Nobody knows what a failed step has written."""
-    talks = Talks()
-    first = talks.turn(range(2, 32), 30)
-    talks.scheduler.add(talks.sequence(more(first), 30))
-    output: SchedulerOutput = talks.scheduler.schedule()
-    talks.scheduler.give_up(output)
-    assert not len(talks.store) and not talks.store.num_blocks
-    talks.scheduler.check_integrity()
 
 
 def test_a_scheduler_that_begins_again_knows_none() -> None:

@@ -11,8 +11,9 @@ from kvserve.scheduler.messages.event import (
     KeptCounts,
     answer,
 )
+from kvserve.scheduler.step.recovery import newest_of, start_over
 from tests.scheduler.shadow import ShadowRunner
-from tests.scheduler.traffic import LAYOUTS, make_scheduler, make_sequence
+from tests.scheduler.traffic import LAYOUTS, drain, make_scheduler, make_sequence
 
 
 def test_an_answer_has_the_type_of_its_kind() -> None:
@@ -54,6 +55,10 @@ def test_the_events_of_a_step_that_fails_are_due_again() -> None:
         output = scheduler.schedule()
         if not events.scoring:
             scheduler.update(output, shadow.run(output), shadow.scores)
-    scheduler.give_up(output)
-    assert not len(events)
-    assert len(scheduler.waiting) == 1
+    newest = newest_of(scheduler, output, None)
+    assert newest is not None and newest.seq_id == 1
+    ended, _ = start_over(scheduler, make_scheduler(60, LAYOUTS[1]), {1})
+    assert ended == [newest] and len(scheduler.waiting) == 1
+    assert not len(scheduler.events.open)
+    drain(scheduler, ShadowRunner(scheduler))
+    assert scheduler.events.compactions

@@ -1,4 +1,4 @@
-"""Who goes first: priorities, the order of events, early events, and the break-even gate."""
+"""Who goes first: priorities, the order of events, and early events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.compression.candidates import ScheduledEvents
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -114,52 +113,6 @@ def test_a_parked_sequence_may_be_aborted() -> None:
     scheduler.check_integrity()
 
 
-def learned(event_seconds: float) -> BreakEvenGate:
-    """A step takes 1 ms + 10 us per sequence + 1 us per entry; an event observes 100 queries."""
-    gate, rng = BreakEvenGate(), np.random.default_rng(0)
-    for _ in range(200):
-        batch, entries = int(rng.integers(1, 64)), int(rng.integers(100, 50_000))
-        gate.record_step(batch, entries, 1e-3 + 1e-5 * batch + 1e-6 * entries)
-    gate.record_events(100, event_seconds)
-    return gate
-
-
-def test_the_gate_compares_what_an_event_saves_with_what_it_costs() -> None:
-    evicted, observed = np.array([80, 80, 8]), np.array([100, 100, 100])
-    steps_left = np.array([200, 100, 200])
-    # 80 entries x 1 us x 200 steps = 16 ms; half the steps save 8, a tenth of the entries 1.6 ms.
-    for cost, expected in ((0.1, [0, 0, 0]), (0.012, [1, 0, 0]), (1e-3, [1, 1, 1])):
-        pays = learned(cost).pays(evicted, observed, steps_left, 0)
-        assert pays.tolist() == [bool(x) for x in expected]
-
-
-def test_the_gate_counts_freed_memory_while_requests_wait() -> None:
-    """A mean step of some 26 ms over a pool of 1,000 entries: 26 us an entry and step."""
-    one = np.array([80]), np.array([100]), np.array([200])
-    gate = learned(0.1)
-    assert not gate.pays(*one, 0)[0]
-    assert gate.pays(*one, 1_000)[0]
-
-
-def test_the_gate_lets_events_pass_until_it_knows() -> None:
-    one = np.array([1]), np.array([10**6]), np.array([1])
-    assert BreakEvenGate().pays(*one, 0)[0]
-
-
-def test_a_closed_gate_leaves_the_cache_alone_until_blocks_run_out() -> None:
-    """What does not pay is put off by a period; memory pressure compacts it all the same."""
-    for num_blocks, early in ((120, False), (40, True)):
-        gate = learned(1e3)
-        scheduler = make_scheduler(num_blocks, gate=gate)
-        shadow = ShadowRunner(scheduler)
-        for seq_id in range(6):
-            scheduler.add(make_sequence(seq_id, 6, 38, policy=1))
-        drain(scheduler, shadow)
-        assert scheduler.events.skipped > 0
-        assert bool(scheduler.events.early_compactions) == early
-        assert bool(scheduler.events.compactions) == early
-
-
 def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -> None:
     """The prompt's event comes in the next step; it must not take the counts of the later one."""
     scheduler = make_scheduler(60, LAYOUTS[1], prefix_caching=False)
@@ -176,9 +129,9 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     scheduler.rows.promote_ready = preempt_once  # type: ignore[method-assign]
     compact_due = scheduler.events.compact_due
 
-    def count(entries_that_fit: int, *, may_wait: bool) -> ScheduledEvents:
+    def count() -> ScheduledEvents:
         nonlocal observed
-        scheduled = compact_due(entries_that_fit, may_wait=may_wait)
+        scheduled = compact_due()
         observed += any(1 in task.seq_ids for task in scheduled.observations)
         return scheduled
 

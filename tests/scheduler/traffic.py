@@ -11,16 +11,13 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.draft_group import DraftBound, DraftSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed
 from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -130,8 +127,7 @@ def make_scheduler(
     if layout.granularity is Granularity.HEAD:
         merged["further_groups"] = codes, *merged.get("further_groups", ())
     blocks = {"num_blocks": num_blocks * layout.groups, "num_host_blocks": host}
-    gate = merged.pop("gate", None)
-    return Scheduler(layout, SchedulerSettings(**blocks, **merged), gate)
+    return Scheduler(layout, SchedulerSettings(**blocks, **merged))
 
 
 def make_sequence(
@@ -188,7 +184,7 @@ class Loop:
         output = self.scheduler.schedule()
         for earlier, *_ in self._in_flight:
             assert not _observed(earlier) & _observed(output), "its counts are on their way"
-        tokens, output = self.shadow.run(output), self.shadow.output
+        tokens = self.shadow.run(output)
         confirmed = self.scheduler.confirm(output, tokens)
         self._in_flight.append((output, tokens, self.shadow.scores, confirmed))
         if confirmed is not None:
@@ -266,11 +262,12 @@ class Oracle:
 
     def __init__(self, shadow: ShadowRunner, rng: np.random.Generator, row: int) -> None:
         self._shadow, self._rng, self._row = shadow, rng, row
+        self.share = float(rng.random() < 0.9)
 
-    def draft(self, token_ids: IntArray, most: int, least_chance: float, rows: int) -> list[int]:
+    def look_up(self, token_ids: IntArray, *, verifies: bool) -> list[int]:
         held = {lane: list(entries) for lane, entries in self._shadow.held[self._row].items()}
         guess, token = list[int](), int(token_ids[-1])
-        for _ in range(int(self._rng.integers(0, most + 1))):
+        for _ in range(int(self._rng.integers(0, 5))):
             for entries in held.values():
                 entries.append(content(entries, token))
             token = self._shadow.next_token(held) if self._rng.random() < 0.8 else 1
@@ -279,9 +276,6 @@ class Oracle:
 
     def learn(self, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed
-
-    def expected(self, count: int) -> float:
-        return 0.8 * count
 
 
 class Traffic:
@@ -296,14 +290,13 @@ class Traffic:
         continuations: bool = False,
         further: bool = False,
         windows: int = 0,
-        speculation: int = 0,
-        drafted: bool = False,
+        speculation: bool = False,
         clients: int = 1,
     ) -> None:
         """``further``: rows also hold something of every token in a cache group of its own;
-        ``windows``: three layers see so many of the newest tokens alone; ``speculation``: most
-        guesses in a chunk, ``drafted`` by a second model; ``clients``: how many send, with bounds
-        on the rows of one and on the prompts of a step."""
+        ``windows``: three layers see so many of the newest tokens alone; ``speculation``:
+        rows guess; ``clients``: how many send, with bounds on the rows of one and on the
+        prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
         chunked = bool(rng.integers(2))
         self.budget = 32 if chunked else 128  # without chunks a whole sequence must fit a step
@@ -316,10 +309,6 @@ class Traffic:
             groups += (spec,)
             more = spec.blocks_for(layout, 128) // layout.groups // 2
             self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows
-        how: NgramSettings | DraftModelSettings = NgramSettings(speculation, 1, 2)
-        if drafted:
-            groups = DraftSpec(5, 2, 1, DraftBound(1, 4) if seed % 3 == 1 else None), *groups
-            how = DraftModelSettings(speculation, None if seed % 2 else 12)
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)) + more,
             layout,
@@ -328,12 +317,11 @@ class Traffic:
             prefix_caching=bool(seed % 4),
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
-            gate=BreakEvenGate() if seed % 5 == 1 else None,
             code_scratch=bool(seed % 2),
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
             further_groups=groups,
-            speculation=how if speculation else None,
+            speculation=NgramSettings(4, 1, 2) if speculation else None,
             max_num_seqs_per_client=None if clients == 1 else 5,
             max_prefill_tokens=None if clients == 1 else 7,
         )
@@ -343,11 +331,9 @@ class Traffic:
         self.finished: list[Sequence] = []
         if self.scheduler.speculation is not None:
             rows = lambda row: Oracle(self.loop.shadow, rng, row)  # noqa: E731
-            costs = self.scheduler.speculation.costs
-            costs.least_chance = lambda rows, **_: 0.0  # type: ignore[method-assign]
-            costs.rests = lambda rows, **_: bool(rng.random() < 0.5)  # type: ignore[method-assign]
-            if not drafted:
-                self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
+            enough = lambda rows: float(rng.choice([0.5, 2.0]))  # noqa: E731
+            self.scheduler.speculation.enough = enough  # type: ignore[method-assign]
+            self.scheduler.speculation._drafter = rows  # type: ignore[method-assign, assignment]
         self.continuations = continuations
         self.num_added = self.num_hits = self.num_pruned = 0
         preempt_now_and_then(self.scheduler, rng, 0.01)
@@ -372,7 +358,6 @@ class Traffic:
             assert output.num_tokens <= self.budget
             self.num_hits += int(output.admitted.num_computed.any())
             self.num_pruned += len(output.pruned)
-            self._learn(output.num_decoding)
             self.finished += finished
         scheduler.check_integrity()
 
@@ -414,9 +399,3 @@ class Traffic:
         ended = self.finished[number if number % 8 == 0 else -1 - number % 5]
         known = ended.token_ids[: ended.num_tokens - int(self.rng.integers(0, 4))]
         return ended.policy_id, known[:120]
-
-    def _learn(self, num_decoding: int) -> None:
-        gate = self.scheduler.events.gate
-        if gate is not None:
-            gate.record_step(num_decoding, 10 * num_decoding, 1e-3 * (1 + self.rng.random()))
-            gate.record_events(16, 10.0 ** self.rng.integers(-6, 0))

@@ -14,7 +14,6 @@ from typing import Any
 
 from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.pieces import Pieces, add_pieces_argument
 from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
 from kvserve.benchmarks.measuring.traffic import PoolSize, Traffic, add_traffic_arguments
 from kvserve.benchmarks.reports.columns import columns
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_retention_argument(parser)
     add_report_arguments(parser)
     add_traffic_arguments(parser)
-    add_pieces_argument(parser)
     parser.add_argument(
         "--pool-shares",
         nargs="+",
@@ -96,7 +94,6 @@ class Sweep(Benchmark):
         super().__init__(args, checkpoint, policies)
         lengths = sorted(set(args.output_lens)) if args.output_lens else [args.output_len]
         self._traffics = [self._traffic(length) for length in lengths]
-        self.pieces: Pieces = Pieces(args)
         self._cells = [
             [self._contestant(spec, length, traffic, pool, seqs) for spec in policies]
             for length, traffic in zip(lengths, self._traffics, strict=True)
@@ -107,13 +104,13 @@ class Sweep(Benchmark):
     def measure(self) -> None:
         everybody = [contestant for cell in self._cells for contestant in cell]
         show = not self.args.disable_tqdm
-        run_in_turns(everybody, self.args.repeat, self.pieces, show)
+        run_in_turns(everybody, self.args.repeat, show)
 
     def report(self) -> Report:
         args = self.args
         rows = [row for cell in self._cells for row in rows_against_first(cell, "none")]
         crossings = [] if not rows else self._crossings(rows)
-        notes = [*(crossing["sentence"] for crossing in crossings), *self.pieces.notes()]
+        notes = [crossing["sentence"] for crossing in crossings]
         plots = plot_sweep(rows, crossings, args.save_plots) if args.save_plots and rows else []
         settings = {
             **self.settings("pool_shares", "pool_blocks", "retention"),
@@ -127,8 +124,8 @@ class Sweep(Benchmark):
             f"demand of {traffic.demand:,} blocks of {traffic.block_size} tokens"
             for traffic in self._traffics
         ]
-        findings, complete = {"crossovers": crossings}, self.pieces.complete
-        return Report("sweep", about, _COLUMNS, rows, settings, notes, findings, plots, complete)
+        findings = {"crossovers": crossings}
+        return Report("sweep", about, _COLUMNS, rows, settings, notes, findings, plots)
 
     def _traffic(self, length: int | None) -> Traffic:
         """The traffic that the flags ask for, with this output length."""

@@ -16,7 +16,6 @@ from typing import Any
 from kvserve.benchmarks.datasets.datasets import check_dataset
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.pieces import Pieces, add_pieces_argument
 from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
 from kvserve.benchmarks.measuring.traffic import Traffic, add_traffic_arguments
 from kvserve.benchmarks.reports.columns import columns
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
     add_report_arguments(parser)
     add_traffic_arguments(parser)
-    add_pieces_argument(parser)
     add_compare_speculation_argument(parser)
     pool = parser.add_mutually_exclusive_group()
     add_pool_argument(pool)
@@ -124,14 +122,13 @@ class Throughput(Benchmark):
         super().__init__(args, checkpoint, policies)
         self._traffic = Traffic(args, checkpoint, self.engines)
         self._pool = self._traffic.pool(args.num_gpu_blocks_override, args.pool_share)
-        self.pieces: Pieces = Pieces(args)
         self._contestants = [each for spec in policies for each in self._sides(spec)]
         if args.compare_transformers:
             label = f"transformers, batch {min(args.max_num_seqs, args.num_prompts)}"
             self._contestants.append(Contestant(label, None, self._run_transformers))
 
     def measure(self) -> None:
-        run_in_turns(self._contestants, self.args.repeat, self.pieces)
+        run_in_turns(self._contestants, self.args.repeat)
 
     def report(self) -> Report:
         args = self.args
@@ -143,11 +140,8 @@ class Throughput(Benchmark):
             f"at most {args.max_num_seqs} running",
             self._pool.describe(),
         ]
-        said, complete = [*notes(rows), *self.pieces.notes()], self.pieces.complete
         plots = plot_rows(rows, args.save_plots) if args.save_plots and rows else []
-        return Report(
-            "throughput", about, _COLUMNS, rows, settings, said, plots=plots, complete=complete
-        )
+        return Report("throughput", about, _COLUMNS, rows, settings, notes(rows), plots=plots)
 
     def _sides(self, spec: PolicySpec) -> list[Contestant]:
         """One contestant, or one for each way of running the policy that a ``--compare-...`` flag

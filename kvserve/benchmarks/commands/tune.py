@@ -116,7 +116,6 @@ def event_queries(policy: Policy, spec: ModelSpec) -> Queries:
         "log" if policy.query_reduction else "recompute",
         spec.num_heads if reduction == "heads" else spec.num_kv_heads,
         len(policy.query_places(count)) / count,
-        policy.fits_values,
     )
 
 

@@ -7,16 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from kvserve.benchmarks.measuring.pieces import Pieces
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 
 class Benchmark(ABC):
-    """A ``Measurement`` on a checkpoint's model; commands with ``--minutes`` set ``pieces``."""
-
-    pieces: Pieces | None = None
+    """A ``Measurement`` on a checkpoint's model."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
@@ -35,7 +32,7 @@ class Benchmark(ABC):
     def settings(self, *names: str) -> dict[str, Any]:
         """The named flags and the flags that all commands have, for the JSON file."""
         common = (
-            *("seed", "gate", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
+            *("seed", "swap_space", "enable_prefix_caching", "kv_cache_dtype"),
             *("continuations", "speculative_config"),
         )
         given = {name: getattr(self.args, name) for name in (*names, *common)}
@@ -51,8 +48,4 @@ def run_benchmark(
 ) -> int:
     """Open the checkpoint, measure, print and save; returns the exit status."""
     with opened_checkpoint(args, write_weights) as checkpoint:
-        benchmark = kind(args, checkpoint, policies)
-        status = measure_and_publish(benchmark, args)
-        if status == 0 and benchmark.pieces is not None:
-            benchmark.pieces.clear()
-        return status
+        return measure_and_publish(kind(args, checkpoint, policies), args)

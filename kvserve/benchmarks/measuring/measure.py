@@ -25,7 +25,6 @@ _COUNTERS = (
     ("blocks_released", "blocks_released_total"),
     ("compactions", "compactions_total"),
     ("early_compactions", "early_compactions_total"),
-    ("skipped_compactions", "skipped_compactions_total"),
     ("compaction_s", "compaction_seconds_total"),
     ("evicted_tokens", "tokens_evicted_total"),
     ("preemptions", "preemptions_total"),
@@ -191,10 +190,7 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
         / max(sum(kv.logical_tokens for kv in details), 1),
         "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
         "remainder_entries_at_end": sum(kv.remainder_entries for kv in details) / count,
-        "allocated_bytes_at_end": sum(
-            kv.held_bytes + kv.log_bytes + kv.draft_bytes for kv in details
-        )
-        / count,
+        "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
         / max(2 * sum(kv.coded_entries for kv in details), 1),
     }

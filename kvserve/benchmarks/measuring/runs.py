@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.pieces import Pieces
 from kvserve.benchmarks.reports.report import Row
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.progress import progress
@@ -54,30 +52,16 @@ class Contestant:
         }
 
 
-def run_in_turns(
-    contestants: Sequence[Contestant], repeat: int, pieces: Pieces, show: bool = False
-) -> None:
-    """Run every contestant once, then all of them again; ``show`` draws one bar over all runs.
-
-    Runs that earlier calls made are taken from ``pieces``. Runs for which there is no time are left
-    to the next call.
-    """
+def run_in_turns(contestants: Sequence[Contestant], repeat: int, show: bool = False) -> None:
+    """Run every contestant once, then all of them again; ``show`` draws one bar over all runs."""
     total = repeat * len(contestants)
     with progress(total=total, unit="run", hidden=not show) as bar:
         for turn in range(repeat):
             for contestant in contestants:
                 title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
                 bar.set_description(title)
-                figures = pieces.find(contestant.title, turn)
-                if figures is None:
-                    if not pieces.has_time:
-                        return
-                    began = time.monotonic()
-                    figures = contestant.run(title)
-                    pieces.add(contestant.title, turn, figures, time.monotonic() - began)
-                contestant.runs.append(figures)
+                contestant.runs.append(contestant.run(title))
                 bar.update()
-    pieces.complete = True
 
 
 def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:

@@ -29,7 +29,7 @@ from kvserve.engine.models.transformer import Transformer
 # Flags that are passed to the engine; for a flag that is not given, the engine's default holds.
 _ENGINE_SETTINGS = (
     *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
-    *("max_num_batched_tokens", "seed", "gate", "swap_space", "enable_prefix_caching"),
+    *("max_num_batched_tokens", "seed", "swap_space", "enable_prefix_caching"),
     *("kv_cache_dtype", "continuations", "tensor_parallel_size", "trust_remote_code"),
     "speculative_config",
 )

@@ -153,7 +153,6 @@ def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=count, metavar="N", help="most tokens in a step"
     )
-    parser.add_argument("--gate", choices=("off", "on"), help="on: skip events that cannot pay")
     words = "GiB of host memory for preempted sequences"
     parser.add_argument("--swap-space", type=float, metavar="GiB", help=words)
     parser.add_argument(

@@ -135,13 +135,12 @@ class Queries:
 
     ``source``: none (scores need no queries), log, recompute, or host (a log in host memory).
     ``heads``: query vectors per token. ``share``: the share of a window's tokens whose queries
-    score. ``fits``: the values of kept entries are fitted.
+    score.
     """
 
     source: str
     heads: int = 0
     share: float = 1.0
-    fits: bool = False
 
 
 class CostModel:
@@ -215,11 +214,6 @@ class CostModel:
                 float((asked * seen).sum()),
                 queries,
             )
-            if queries.fits:
-                pairs = asked * (
-                    plan.window_len + 2 * plan.keep + plan.keep**2 / self.spec.head_dim
-                )
-                seconds += self.fit(float(pairs.sum()), queries)
             written = task.new_lens - task.copy_start[:, None]  # [LG, E, R]
             seconds += self.move(float(written.mean(axis=(0, 2)).sum()))
         return seconds
@@ -243,15 +237,6 @@ class CostModel:
             weights_s = self.recompute_params * device.dtype_bytes / device.bandwidth
             scoring += max(weights_s, operations / device.gemm) + self._attention(seen)
         return scoring
-
-    def fit(self, pairs: float, queries: Queries) -> float:
-        """The matrix products of the least squares fit, as ``pairs`` of a query and an entry.
-
-        Solving is left out: it is N x N beside products of Q x N, and fewer entries N are kept than
-        there are queries Q.
-        """
-        width = self._full * queries.heads * self.spec.head_dim
-        return 2 * width * pairs / self.device.scoring
 
     def move(self, entries: float) -> float:
         """Read and write ``entries`` in all layers."""

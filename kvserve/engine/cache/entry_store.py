@@ -15,7 +15,6 @@ from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreR
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.entry_format import EntryFormat
-from kvserve.kernels.gather_kv import scatter_values
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 from kvserve.scheduler.layout import KVLayout
 
@@ -53,10 +52,6 @@ class EntryStore(Protocol):
         """As ``keys``, of values."""
         ...
 
-    def write_values(self, slots: Tensor, values: Tensor) -> None:
-        """Replace the values in slots int64 [L, Hkv, S] by ``values [L, Hkv, S, D]``."""
-        ...
-
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         """Copy entries, bit for bit: int64 slots [L, Hkv, S], ``runs`` events of equal length."""
         ...
@@ -90,9 +85,6 @@ class RawEntries:
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return self._moves.values(self.memory, slots, layer_ids)
-
-    def write_values(self, slots: Tensor, values: Tensor) -> None:
-        scatter_values(self.memory, slots, values)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._moves.move(self.memory, src, dst, runs)
@@ -143,9 +135,6 @@ class QuantizedEntries:
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype, True)
-
-    def write_values(self, slots: Tensor, values: Tensor) -> None:
-        raise AssertionError("values that are held in fewer bits are not fitted (check_values)")
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._kernels.move(self.blocks, src, dst, runs)

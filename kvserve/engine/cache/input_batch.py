@@ -141,11 +141,8 @@ class InputBatch(RowArrays):
         for lengths in (self.kv_lens[:, at], self.num_computed[at], self.last_token[at]):
             group.add_to_fingerprint(lengths)
 
-    def build(
-        self, output: SchedulerOutput, guesses: Tensor | None = None
-    ) -> tuple[Tensor, ForwardBatch]:
-        """Token ids [T] and the batch; the rows' lengths count its new entries from here on.
-        ``guesses [G]``: those of the drafts, if a draft model has made them."""
+    def build(self, output: SchedulerOutput) -> tuple[Tensor, ForwardBatch]:
+        """Token ids [T] and the batch; the rows' lengths count its new entries from here on."""
         decoding, prefill, drafts = output.num_decoding, output.prefill, output.drafts
         rows = np.concatenate([np.arange(decoding, dtype=np.int32), prefill.rows])
         first = np.ones(decoding, np.int32) if drafts is None else drafts.lengths
@@ -157,7 +154,7 @@ class InputBatch(RowArrays):
             chunk_rows, added = self._long(rows), self._long(lengths)
             known = self.last_token[:decoding]
             if drafts is not None:
-                known = self.guessed_ids(drafts, guesses)
+                known = self._long(drafts.token_ids)
             input_ids = torch.cat([known, self._long(prefill.token_ids)])
         else:  # views of the first rows: no numbers have to go to the device
             at = chunk_rows = slice(decoding)
@@ -188,25 +185,12 @@ class InputBatch(RowArrays):
             batch = self._windows.over(batch, by_token, output.token_columns)
         return input_ids, batch
 
-    def guessed_ids(self, drafts: Drafts, guesses: Tensor | None) -> Tensor:
-        """Token ids [T] of chunks; ``guesses`` as in ``build``."""
-        token_ids = self._long(drafts.token_ids)
-        if guesses is not None:
-            token_ids[self._long(drafts.places)] = guesses
-        return token_ids
-
-    def confirm(
-        self, drafts: Drafts, rows: IntArray, token_ids: Tensor, guesses: Tensor | None = None
-    ) -> None:
+    def confirm(self, drafts: Drafts, rows: IntArray, token_ids: Tensor) -> None:
         """Take the tokens ``[S]`` that were sampled for ``rows [S]``: chunks of ``drafts``, then
-        one token of each other row. Lengths no longer count what was guessed wrong. ``guesses``
-        as in ``build``."""
+        one token of each other row. Lengths no longer count what was guessed wrong."""
         n, guessed = len(drafts.lengths), len(drafts.token_ids)
         places = drafts.starts[:, None] + np.arange(int(drafts.lengths.max()))
-        following = self._long(drafts.guesses)
-        if guesses is not None:
-            following[self._long(drafts.places - 1)] = guesses
-        right = token_ids[:guessed] == following
+        right = token_ids[:guessed] == self._long(drafts.guesses)
         # Behind a chunk's end nothing is right: its own last place says so first.
         right = right[self._long(np.minimum(places, guessed - 1))]
         counts = right.long().cumprod(dim=1).sum(dim=1)

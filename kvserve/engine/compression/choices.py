@@ -53,31 +53,24 @@ class KeptOfEvents:
 
 @dataclass(frozen=True, slots=True)
 class SelectedWindows:
-    """Kept ``places [E', L, Hkv, N]`` of E' windows, and what a policy has fitted: their new
-    ``values [E', L, Hkv, N, D]``, and what is ``left [E', L, Hkv, ...]`` of the other places."""
+    """Kept ``places [E', L, Hkv, N]`` of E' windows, and what is ``left [E', L, Hkv, ...]`` of the
+    others if a policy has fitted that."""
 
     places: Tensor
-    values: Tensor | None
     left: Remainder | None
 
     @classmethod
     def joined(cls, parts: list[list[SelectedWindows]]) -> SelectedWindows:
         """Lists of windows, each in parts of a few layers, as one."""
         places = torch.cat([torch.cat([part.places for part in row], dim=1) for row in parts])
-        values = [[part.values for part in row if part.values is not None] for row in parts]
         left = [[part.left for part in row if part.left is not None] for row in parts]
-        return cls(
-            places,
-            torch.cat([torch.cat(row, dim=1) for row in values]) if values[0] else None,
-            _stacked(left) if left[0] else None,
-        )
+        return cls(places, _stacked(left) if left[0] else None)
 
     def led(self, where: Tensor | None) -> SelectedWindows:
         """What every layer takes over from its leader, ``where [L]`` (``None``: itself)."""
         if where is None:
             return self
-        values = None if self.values is None else self.values.index_select(1, where)
-        return SelectedWindows(self.places.index_select(1, where), values, None)
+        return SelectedWindows(self.places.index_select(1, where), None)
 
 
 def _stacked(parts: list[list[Remainder]]) -> Remainder:

@@ -79,8 +79,6 @@ class Compressor:
             left = None if found.left is None else joined(part, found.left)
             moves = plan_moves(part, kept, chosen, layout)
             self._move(part, policy, moves, block_tables, left)
-            if found.values is not None:
-                self._write_values(part, by_event(part, found.values))
 
     def choices(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -183,7 +181,7 @@ class Compressor:
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        dst = self._destinations(task, task.copy_start, plan.src.shape[-1], plan.counts)
+        dst = self._destinations(task, plan.src.shape[-1], plan.counts)
         self._cache.entries.move(src, dst, runs=len(task.rows))
 
     def _leave(
@@ -203,16 +201,14 @@ class Compressor:
             more = mean_of_dropped(self._cache, task, plan, start, block_tables)
         self._remainders.add(_long(task.rows, plan.src), more)
 
-    def _destinations(
-        self, task: CompactionTask, start: IntArray, length: int, counts: Tensor
-    ) -> Tensor:
-        """Slots [L, Hkv, E * length], after the event, of the entries from ``start [E]`` on.
+    def _destinations(self, task: CompactionTask, length: int, counts: Tensor) -> Tensor:
+        """Slots [L, Hkv, E * length], after the event, of the entries that are copied.
 
         Those behind the first ``counts [E, L, Hkv]`` do not exist, and get slot 0.
         """
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        first = start - task.copy_start // size * size
+        first = task.copy_start % size
         ends = first[:, None, None, None] + np.arange(length)
         tables = to_device(task.dst_blocks, counts.device, torch.int32)
         return slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, counts)
@@ -241,20 +237,12 @@ class Compressor:
             if kept_scores is not None:
                 rows = _long(windows.rows[some], kept)
                 kept_scores[rows, at, ..., :keep] = scores.gather(-1, kept)
-            left = values = None
+            left = None
             if self.observer.fits(policy):
                 dropped = not_in(kept, windows.length) & observed.exist(windows.length)
                 left = policy.remainder_of(observed, dropped)
-            if policy.fits_values:
-                values = policy.new_values(observed, kept, left)
-            found.setdefault(some.start, []).append(SelectedWindows(kept, values, left))
+            found.setdefault(some.start, []).append(SelectedWindows(kept, left))
         return SelectedWindows.joined(list(found.values())).led(where)
-
-    def _write_values(self, task: CompactionTask, values: Tensor) -> None:
-        """Write the new values [E, L, Hkv, C, D] of kept entries, which have been moved already."""
-        counts = _long(task.plan.windows * task.plan.keep, values)[:, None, None]
-        slots = self._destinations(task, task.plan.region_start, values.shape[3], counts)
-        self._cache.entries.write_values(slots, values.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
     def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""

@@ -79,8 +79,7 @@ class Observer:
         each = len(scored) * self._layer_bytes(windows, policy)
         step = max(1, self.scratch_bytes // each)
         count = len(scored)
-        whole = policy.fits_values or policy.couples_layers
-        if each > self.scratch_bytes and not whole:
+        if each > self.scratch_bytes and not policy.couples_layers:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
@@ -181,13 +180,13 @@ class Observer:
         layout, length, queries = self._cache.layout, windows.length, windows.num_queries
         heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
         vector = 4 * layout.head_dim + _SLOT_BYTES
-        matrices = 4 if policy.fits_values else 2 if self._cache.kv.device.type == "cpu" else 0
+        matrices = 2 if self._cache.kv.device.type == "cpu" else 0
         entries = kv_heads * length * (2 if self._reads_values(policy) else 1)
         logits = matrices * 4 * heads * queries * length
         return (entries + heads * queries) * vector + kv_heads * length * _SCORE_BYTES + logits
 
     def _reads_values(self, policy: Policy) -> bool:
-        return policy.reads_values or policy.fits_values or self.fits(policy)
+        return policy.reads_values or self.fits(policy)
 
     def fits(self, policy: Policy) -> bool:
         """Whether what is left of dropped entries is fitted: every layer has to be scored."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 import torch
 
 from kvserve.config import EngineConfig
@@ -17,8 +18,8 @@ from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.core.policy_offers import policy_offers
 from kvserve.engine.core.startup import build_engine
-from kvserve.engine.core.step_costs import step_clock, tell_gate, tell_speculation
 from kvserve.engine.core.step_counts import StepCounts
+from kvserve.engine.core.suspects import Suspects
 from kvserve.engine.messages import (
     EngineInfo,
     FinishedSequence,
@@ -29,17 +30,20 @@ from kvserve.engine.messages import (
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
-from kvserve.log import EngineDeadError, SequenceError, logger
+from kvserve.engine.sampling.sampler import NO_TOKEN
+from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
 from kvserve.outputs import Compaction, EngineStats
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.recovery import culprits, start_over
+from kvserve.scheduler.step.recovery import culprits, newest_of, start_over
 
 _STATS_INTERVAL = 0.05
-_MOST_FAILURES = 3
-"""Consecutive failed steps that the engine survives."""
 _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
     found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
+)
+NOT_FINITE = (
+    "the logits of this answer's next token are not finite numbers: the model's weights, or what "
+    "it computed in this --dtype, hold infinity or NaN"
 )
 INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
 
@@ -50,13 +54,8 @@ class StepInFlight:
 
     output: SchedulerOutput | None
     compactions: list[tuple[int, Compaction]]
-    started: float
-    clock: float
-    """The reading of the engine's ``step_clock`` at the start."""
     launched: LaunchedStep | Exception
     traced: list[TracedMove]
-    ahead: bool
-    """Whether it was launched before the step in front of it was collected."""
 
 
 class EngineCore:
@@ -82,16 +81,11 @@ class EngineCore:
         )
         self._overlaps = built.overlaps
         self._in_flight: StepInFlight | None = None
-        self._collected = 0.0
-        self._taken_in = 0.0
-        """The clock's reading when the newest step had been taken in."""
-        self._clock = step_clock(self.runner.batch.device, self.runner.group.size)
-        self._failures = 0
-        """Failed steps since the last one that succeeded."""
+        self._suspects = Suspects()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._suspects)
 
     def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
         """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
@@ -107,7 +101,10 @@ class EngineCore:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
         known = self._sequences.known(seq_ids)
         for seq in known:
-            self.scheduler.finish(seq, "abort")
+            if self._suspects.remove(seq):
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
+            else:
+                self.scheduler.finish(seq, "abort")
         return [self._sequences.end(seq) for seq in known]
 
     def reset_prefix_cache(self) -> None:
@@ -124,7 +121,7 @@ class EngineCore:
             return self._contain(step.launched)
         assert step.output is not None, "what was not scheduled was not launched"
         if self._overlaps and self.scheduler.has_work and self.scheduler.may_overlap(step.output):
-            self._in_flight = self._launch(ahead=True)
+            self._in_flight = self._launch()
         try:
             with self.executor.together():
                 result = step.launched.collect()
@@ -134,9 +131,9 @@ class EngineCore:
             return self._contain(error)
         return self._take_in(step, result)
 
-    def _launch(self, *, ahead: bool = False) -> StepInFlight:
+    def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        started, clock, output, compactions = time.perf_counter(), self._clock(), None, []
+        output, compactions = None, list[tuple[int, Compaction]]()
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
@@ -149,24 +146,22 @@ class EngineCore:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
         moves = self._tracer.take_moves()
-        return StepInFlight(output, compactions, started, clock, launched, moves, ahead)
+        return StepInFlight(output, compactions, launched, moves)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again if it has to end the engine.
 
         That is so with several ranks (the others cannot undo their part of the step), on a broken
-        device, and after too many failures in a row.
+        device, and if there is no request that could be to blame.
         """
         broken = isinstance(error, (EngineDeadError, *_DEVICE_ERROR))
-        often = self._failures >= _MOST_FAILURES and not isinstance(error, torch.OutOfMemoryError)
-        if broken or often or self.runner.group.size > 1:
+        if broken or not self.scheduler.has_work or self.runner.group.size > 1:
             raise error
 
     def _take_in(self, step: StepInFlight, result: ModelRunnerOutput) -> StepOutputs:
         """Give a step's results to the scheduler. A sequence that ended meanwhile gets no token."""
-        output, since = step.output, max(step.started, self._collected)
+        output = step.output
         assert output is not None
-        self._collected = time.perf_counter()
         following = self._in_flight
         if following is not None and following.output is None:
             # Scheduling the next step failed half way: of the scheduler's state only the tokens
@@ -174,23 +169,19 @@ class EngineCore:
             self._in_flight = None
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
-        self._failures = 0
         self._counts.compaction_seconds += result.compaction_seconds
         traced = self._tracer.read(step.traced)
-        if result.guesses is not None:
-            output = output.with_guesses(result.guesses)
         confirmed = self.scheduler.confirm(output, result.token_ids)
         sampled, token_ids = list(output.sampled), result.token_ids
         if confirmed is not None and output.drafts is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
             self._counts.add_drafts(output.drafts, confirmed)
-        tell_gate(self.scheduler, output, self._collected - since, result.compaction_seconds)
-        refused = self._end_failed_grammars(sampled, result)
+        refused = self._end_failed(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
-        if self.scheduler.speculation is not None:
-            self._measure(output, step, len(sampled))
         outputs = self._tokens_of(sampled, result, gets)
+        if self._suspects:
+            self._suspects.passed(self.scheduler)
         return replace(
             outputs,
             refused=refused,
@@ -199,14 +190,6 @@ class EngineCore:
             compactions=step.compactions,
             traced=traced,
         )
-
-    def _measure(self, output: SchedulerOutput, step: StepInFlight, tokens: int) -> None:
-        """Tell speculation what ``output`` took, in which sequences got ``tokens``."""
-        began, self._taken_in = max(step.clock, self._taken_in), self._clock()
-        guesses = output.drafts is not None or output.draft_chunks is not None
-        # Where steps overlap, one that did not says nothing of what a step without guesses takes.
-        if guesses or step.ahead or not self._overlaps:
-            tell_speculation(self.scheduler, output, tokens, self._taken_in - began)
 
     def _tokens_of(
         self, sampled: Iterable[Sequence], result: ModelRunnerOutput, gets: list[bool]
@@ -221,12 +204,16 @@ class EngineCore:
             prompt_logprobs=result.prompt_logprobs,
         )
 
-    def _end_failed_grammars(
+    def _end_failed(
         self, sampled: list[Sequence], result: ModelRunnerOutput
     ) -> list[RefusedSequence]:
-        """End the sequences whose grammar failed in this step; ``sampled`` got its tokens."""
+        """End those of ``sampled`` whose grammar failed in this step, or whose logits are no
+        numbers."""
+        failed = list(result.failed_grammars)
+        for place in np.flatnonzero(result.token_ids == NO_TOKEN).tolist():
+            failed.append((place, RequestError(NOT_FINITE, code="internal_error")))
         refused = []
-        for place, error in result.failed_grammars:
+        for place, error in failed:
             seq = sampled[place]
             if seq.status is not SequenceStatus.FINISHED:
                 self.scheduler.finish(seq, "error")
@@ -240,25 +227,33 @@ class EngineCore:
         known: SchedulerOutput | None = None,
         result: ModelRunnerOutput | None = None,
     ) -> StepOutputs:
-        """End the sequences that made a step fail; all others recompute their caches.
+        """End the sequences that made a step fail, if it is known who did; all others recompute
+        their caches, half of them later if it is not known yet (``Suspects``).
 
         ``known`` and ``result`` are the step before, if it was collected: its tokens are passed on.
         """
-        self._failures += 1
-        if isinstance(error, SequenceError):
-            blamed = error.seq_ids
-        else:
-            blamed = frozenset(culprits(self.scheduler))
+        blamed = set(
+            error.seq_ids if isinstance(error, SequenceError) else culprits(self.scheduler)
+        )
+        aside: set[int] = set()
+        if not blamed:
+            running = self.scheduler.running or list(self.scheduler.waiting)[:1]
+            blamed, aside = self._suspects.narrow(running, self.scheduler)
         outputs = StepOutputs()
         if known is not None and result is not None:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
             outputs = self._tokens_of(known.sampled, result, gets)
         tokens = None if result is None else result.token_ids
-        ended, finished = start_over(self.scheduler, self._new_scheduler(), blamed, known, tokens)
-        names = [self._sequences.request_id(seq) for seq in ended]
+        fresh = self._new_scheduler()
+        ended, finished = start_over(self.scheduler, fresh, blamed, known, tokens, aside)
+        if blamed:
+            self._suspects.clear(self.scheduler)
+        names = ", ".join(self._sequences.request_id(seq) for seq in ended)
+        to_blame = f"request {names or '(ended already)'} ends with an error"
+        searched = f"whose fault it is gets searched for, {len(aside)} requests are set aside"
         logger.error(
-            "a step failed: request %s ends with an error and %d sequences begin anew",
-            ", ".join(names) or "(ended already)",
+            "a step failed: %s and %d sequences begin anew",
+            to_blame if blamed else searched,
             len(self.scheduler.waiting),
             exc_info=error,
         )
@@ -279,7 +274,9 @@ class EngineCore:
         """End the newest sequence of a step that ran out of memory; the others are recomputed."""
         _forget_frames(error)
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
-        newest, finished = self.scheduler.give_up(output, among)
+        newest = newest_of(self.scheduler, output, among)
+        blamed = set() if newest is None else {newest.seq_id}
+        _, finished = start_over(self.scheduler, self._new_scheduler(), blamed)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(

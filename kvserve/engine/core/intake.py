@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -59,7 +59,8 @@ class Intake:
         compiled already.
         """
         self._check_prompt(new)
-        prompt, limit = len(new.token_ids), self._info.max_model_len
+        known, limit = len(new.token_ids), self._info.max_model_len
+        prompt = known - new.num_answered
         self._check_tokens(new)
         if new.priority and self._config.scheduler.scheduling_policy != "priority":
             raise RequestError(
@@ -72,7 +73,7 @@ class Intake:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy, prunes)
-        max_len = limit if new.max_tokens is None else prompt + new.max_tokens
+        max_len = limit if new.max_tokens is None else known + new.max_tokens
         self._check_fits(prompt, max_len, policy)
         if new.kv_trace:
             self._tracer.check(max_len)
@@ -127,11 +128,6 @@ class Intake:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        worst = max(new.token_ids)
-        if worst >= self._info.vocab_size or min(new.token_ids) < 0:
-            raise RequestError(
-                f"prompt holds a token id outside [0, {self._info.vocab_size})", param="prompt"
-            )
         most = limit - prompt
         if new.max_tokens is not None and new.max_tokens > most:
             raise RequestError(
@@ -166,12 +162,21 @@ class Intake:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Check the token ids that other fields than the prompt name, once for all branches."""
+        """Check every token id that a request brings, once for all its branches: they index
+        tensors of the device."""
         if new.branch and new.request_id == self._rules_of[0]:
             return
-        named = {"logit_bias": new.logit_bias, "allowed_token_ids": new.allowed_token_ids}
+        marks = [mark for mark in (new.thinking_start, new.thinking_end) if mark is not None]
+        named: dict[str, Collection[int] | None] = {
+            "prompt": new.token_ids,
+            "stop_token_ids": new.stop_token_ids,
+            "logit_bias": new.logit_bias,
+            "allowed_token_ids": new.allowed_token_ids,
+            "bad_words": [token for word in new.bad_words for token in word],
+            "thinking_end": marks,
+        }
         for name, ids in named.items():
-            if any(not 0 <= token < self._info.vocab_size for token in ids):
+            if ids and not 0 <= min(ids) <= max(ids) < self._info.vocab_size:
                 raise RequestError(
                     f"{name} holds a token id outside [0, {self._info.vocab_size})", param=name
                 )

@@ -112,11 +112,10 @@ class OpenSequences:
             compactions=seq.compactions,
             blocks_released=seq.blocks_released,
             peak_blocks=seq.peak_blocks,
-            held_bytes=(blocks.total() - blocks["log"] - blocks["draft"]) * self.block_bytes
+            held_bytes=(blocks.total() - blocks["log"]) * self.block_bytes
             + bool(seq.remainder_entries) * self.remainder_bytes,
             window_bytes=blocks["windows"] * self.block_bytes,
             log_bytes=blocks["log"] * self.block_bytes,
-            draft_bytes=blocks["draft"] * self.block_bytes,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
             remainder_entries=seq.remainder_entries,
             **seq.held_counts,

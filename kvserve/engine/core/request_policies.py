@@ -10,7 +10,7 @@ from typing import Any
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.code_store import mask_refusal
 from kvserve.engine.core.resolve import policy_refusal
-from kvserve.engine.core.startup import FITTED_WHERE_ROUNDED, NO_TURNS, BuiltEngine
+from kvserve.engine.core.startup import NO_TURNS, BuiltEngine
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import check_bounds
 from kvserve.engine.policies.registry import make_policy
@@ -29,7 +29,6 @@ class RequestPolicies:
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
         self._allowed = config.compression.allow_request_policy
-        self._rounds_values = config.cache.kv_cache_dtype != "auto"
         self._stats = config.compression.policy_args.get("stats")
         self._has_turns = config.cache.continuations == "on"
         self._built = built
@@ -63,8 +62,6 @@ class RequestPolicies:
                 param="kv_policy",
             )
         self._check_codes(policy)
-        if policy.fits_values and self._rounds_values:
-            raise RequestError(FITTED_WHERE_ROUNDED, param="kv_policy.values")
         if policy.expects_turns and not self._has_turns:
             raise RequestError(NO_TURNS, param="kv_policy.protect_turns")
         if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:

@@ -16,8 +16,6 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.pruning import Pruned
 
 _CPU_PREFILL = 512
@@ -88,18 +86,6 @@ def max_model_len_of(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def speculation_of(config: EngineConfig, device: str) -> NgramSettings | DraftModelSettings | None:
-    """How the scheduler lets next tokens be guessed."""
-    wanted = config.scheduler.speculation
-    if wanted is None:
-        return None
-    if wanted.draft_model is not None:
-        most_read = max_prefill_tokens_of(config.scheduler, device)
-        return DraftModelSettings(wanted.num_speculative_tokens, most_read)
-    lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-    return NgramSettings(wanted.num_speculative_tokens, *lookup)
-
-
 def max_prefill_tokens_of(scheduler: SchedulerConfig, device: str) -> int:
     """The most tokens of prompts in a step that also generates."""
     most = scheduler.max_num_batched_tokens
@@ -140,7 +126,8 @@ def statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | No
     """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
     if there are none and the policy does without."""
     named = getattr(policy, "stats", None)
-    path = directory / FILE if named is None else Path(named)
+    folder = directory if directory.is_dir() else directory.parent
+    path = folder / FILE if named is None else Path(named)
     if not policy.uses_centres and not path.is_file():
         return None
     if (reason := refusal(spec)) is not None:

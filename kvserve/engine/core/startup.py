@@ -26,10 +26,8 @@ from kvserve.engine.core.resolve import (
     log_form_of,
     max_model_len_of,
     max_prefill_tokens_of,
-    speculation_of,
     statistics_of,
 )
-from kvserve.engine.core.resolve_draft import draft_of, load_draft
 from kvserve.engine.core.startup_table import (
     Row,
     codes_rows,
@@ -68,12 +66,10 @@ from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
-FITTED_WHERE_ROUNDED = "values that are held in fewer bits (--kv-cache-dtype) are not fitted"
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 
 
@@ -197,6 +193,7 @@ def _resolved(config: EngineConfig, device: str) -> RankPlan:
         config.model.model,
         config.model.revision,
         config.model.download_dir,
+        load_format=config.model.load_format,
         weights=config.model.load_format != "dummy",
         code=config.model.trust_remote_code,
     )
@@ -237,8 +234,6 @@ def _plan(
         holds_entries=bool(layers.full),
     )
     form = entry_form_of(config, spec, dtype, device)
-    if policy.fits_values and form.quantized:
-        raise ConfigError(f"--policy.values fitted: {FITTED_WHERE_ROUNDED}; use kept")
     if policy.expects_turns and config.cache.continuations == "off":
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
     log = log_form_of(config, policy, part, dtype, device)
@@ -263,12 +258,8 @@ def _plan(
                 "use auto, or --policy.codebook false"
             )
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
-    sizes = max_len, block_size, block_bytes(layout, form)
-    draft = draft_of(config, spec, dtype, device, *sizes)
-    if draft is not None:
-        groups += (draft.group,)
     shared = config, directory, spec, dtype, device, layout, log, groups
-    return RankPlan(*shared, max_len, policy, draft)
+    return RankPlan(*shared, max_len, policy)
 
 
 def _start(
@@ -283,8 +274,7 @@ def _start(
     if model is None:
         weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
         model = load(*weights, group)
-    draft = load_draft(plan.draft)
-    profile = plan.profile(model, attention, group, draft)
+    profile = plan.profile(model, attention, group)
     free = others.least_memory(profile.left)
     if plan.device == "cuda":
         check_pool(config, plan.block_bytes, free)
@@ -308,14 +298,13 @@ def _start(
         num_host_blocks=num_host_blocks,
         max_observed_tokens=config.scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
-        speculation=speculation_of(config, plan.device),
+        speculation=plan.speculation,
     )
-    gate = BreakEvenGate() if config.compression.gate == "on" else None
-    new_scheduler = partial(Scheduler, layout, settings, gate)
+    new_scheduler = partial(Scheduler, layout, settings)
     scheduler = new_scheduler()
     pool = Pool(num_blocks, num_host_blocks, table_shapes(scheduler.blocks.groups))
     others.build(pool)
-    executor = Executor(plan.ready_runner(model, attention, pool, group, draft), others)
+    executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return _Started(scheduler, new_scheduler, executor, pool, profile)
 
 

@@ -23,7 +23,6 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.runner.draft_model import DraftPlan
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
@@ -32,8 +31,8 @@ from kvserve.kernels.entry_format import entry_format
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.held import most_held
-from kvserve.speculative_config import SpeculativeConfig
 
 Row = tuple[str, str, str]
 """Feature, state, why."""
@@ -186,8 +185,7 @@ def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSte
         if graphs.refused is not None:
             return "recorded steps", "off", f"torch computes {graphs.refused} in a layer"
         how = "compiled kernels are called without Python between; --enforce-eager"
-        ahead = f"{graphs.num_ahead} shapes, at the start" if graphs.num_ahead else "each size once"
-        return "recorded steps", f"decodes, {ahead}", how
+        return "recorded steps", "decodes, each size once", how
     if not sizes:
         return "cuda graphs", "off", reason
     chunks = 0 if graphs is None else len(graphs.chunk_sizes)
@@ -204,10 +202,10 @@ def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:
 
 def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
     """Which requests run, what preemption does, and when events run."""
-    config, draft, overlaps = plan.config, plan.draft, plan.overlaps
+    config, overlaps = plan.config, plan.overlaps
     scheduler = config.scheduler
     observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
-    speculation = scheduler.speculation
+    speculation = plan.speculation
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     overlapping = "--async-scheduling; by default on where there is a GPU"
     if speculation is not None:
@@ -221,32 +219,24 @@ def scheduling_rows(plan: RankPlan, num_host_blocks: int) -> list[Row]:
             "--max-num-seqs-per-client",
         ),
         ("overlapped steps", "on" if overlaps else "off", overlapping),
-        speculation_row(speculation, draft),
+        speculation_row(speculation),
         (
             "preemption",
             swap,
             "--swap-space; what was never compressed, or does not fit, is recomputed",
         ),
         ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
-        ("break-even gate", config.compression.gate, "--gate on skips events that cannot pay"),
     ]
 
 
-def speculation_row(speculation: SpeculativeConfig | None, draft: DraftPlan | None) -> Row:
+def speculation_row(speculation: NgramSettings | None) -> Row:
     """How next tokens are guessed."""
     if speculation is None:
         return "speculation", "off", "--speculative-config"
-    if draft is not None:
-        each = draft.layout.block_elements * draft.dtype.itemsize // draft.layout.block_size
-        lanes = draft.layout.groups
-        state = f"{speculation.draft_model}, up to {speculation.num_speculative_tokens} tokens"
-        why = f"{draft.spec.num_layers} layers, {each * lanes} bytes a token in blocks of the pool"
-        if draft.bound is not None:
-            why += f", {draft.bound.most * draft.layout.block_size} tokens at most"
-        return "speculation", state, f"{why}; fewer guesses where they seldom come true"
-    state = f"ngram, up to {speculation.num_speculative_tokens} tokens"
-    lookup = f"{speculation.prompt_lookup_min} to {speculation.prompt_lookup_max}"
-    return "speculation", state, f"looks up the newest {lookup}; fewer where they seldom come true"
+    state = f"ngram, up to {speculation.num_tokens} tokens"
+    lookup = f"{speculation.shortest} to {speculation.longest}"
+    why = f"looks up the newest {lookup}; none of a row whose newest were seldom right, or where"
+    return "speculation", state, f"{why} more than {speculation.most_rows} rows decode"
 
 
 def sampling_row(config: EngineConfig, defaults: GenerationDefaults) -> Row:
@@ -281,6 +271,9 @@ def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8:
     if fp8:
         reason = "as stored; activations are rounded to FP8 too, at a scale per token"
         return "weights", "FP8 in the layers", reason
+    if spec.stored_as:
+        reason = "widened when read: the file's accuracy, not its size; --dtype"
+        return "weights", f"{str(dtype)[6:]}, from {spec.stored_as}", reason
     if spec.quantization is None:
         return "weights", str(dtype)[6:], "--dtype"
     reason = "dequantised when read: the checkpoint's accuracy, not its size"

@@ -76,7 +76,8 @@ class AsyncEngine:
         if not model.skip_tokenizer_init and model.tokenizer is None:
             code = model.trust_remote_code
             place = model.model, model.revision, model.download_dir
-            found = find_model(*place, weights=False, code=code)
+            load_format = model.load_format
+            found = find_model(*place, load_format=load_format, weights=False, code=code)
             choose_spec(found, model)  # what is wrong with it is not the tokenizer's
             path = str(found)
         self.tokenizer = load_tokenizer(self.config, path)

@@ -20,11 +20,11 @@ from kvserve.sampling_params import SamplingParams
 class LLM:
     """A model with its engine, in this process: prompts in, outputs back.
 
-    ``model`` is a directory, a hub id, or ``kvserve/tiny``, which ships. ``policy`` is the KV cache
-    policy: a name, or ``{"name": ..., **fields}``. ``settings`` are the flags of ``kvserve serve``
-    with underscores, as in ``max_num_seqs=8``. Raises ``ConfigError``, which names the setting, if
-    it cannot start. With ``tensor_parallel_size`` above 1 the other ranks are processes that end
-    with this one, or with ``close``.
+    ``model`` is a directory, a GGUF file, a hub id, or ``kvserve/tiny``, which ships. ``policy`` is
+    the KV cache policy: a name, or ``{"name": ..., **fields}``. ``settings`` are the flags of
+    ``kvserve serve`` with underscores, as in ``max_num_seqs=8``. Raises ``ConfigError``, which
+    names the setting, if it cannot start. With ``tensor_parallel_size`` above 1 the other ranks are
+    processes that end with this one, or with ``close``.
 
     Example: ``LLM("kvserve/tiny", policy={"name": "kara", "window": 128, "buffer": 16})``.
     """

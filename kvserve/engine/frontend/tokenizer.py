@@ -25,7 +25,14 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            if path.endswith(".gguf"):
+                from kvserve.engine.gguf.tokenizer import gguf_tokenizer
+
+                self._hf = gguf_tokenizer(path)
+            else:
+                self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ConfigError:  # of a GGUF file
+            raise
         except Exception as error:  # any error of the file, the library or remote code
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, memory-mapped and read in pieces.
+"""The tensors of a checkpoint's files, memory-mapped and read in pieces.
 
 The pages of a map count as the process's memory for as long as it stays open, so every piece maps
 its file anew: loading then takes the model's own memory and that of one piece.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,13 +20,50 @@ from kvserve.log import ConfigError
 _FETCH = "fetch it again"
 
 
-class Checkpoint:
+class Checkpoint(Protocol):
     """Tensors by name. Raises ``ConfigError`` for files that are missing or damaged."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def file(self, name: str) -> Path: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A small tensor as a copy."""
+        ...
+
+    def pieces(
+        self, name: str, rows: int, region: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """A region of the tensor, and nothing else of it, at most ``rows`` at a time.
+
+        Each piece comes with its rows' place in the tensor, and is valid until the next one is
+        asked for.
+        """
+        ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A directory with safetensors, or a GGUF file."""
+    if path.is_dir():
+        return SafetensorsFiles(path)
+    from kvserve.engine.gguf.tensors import GgufTensors
+
+    return GgufTensors(path)
+
+
+class SafetensorsFiles:
+    """A ``Checkpoint`` in one file, or in shards with their index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._file_of: dict[str, Path] = {}
-        for shard in _shards(directory):
+        for shard in _shards(path):
             with _opened(shard) as file:
                 self._file_of |= dict.fromkeys(file.keys(), shard)
 
@@ -42,18 +79,12 @@ class Checkpoint:
             return tuple(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A small tensor as a copy."""
         with _opened(self._file_of[name]) as file:
             return file.get_tensor(name).clone()
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]
     ) -> Iterator[tuple[slice, Tensor]]:
-        """A region of the tensor, and nothing else of it, ``rows`` at a time.
-
-        Each piece comes with its rows' place in the tensor, and is valid until the next one is
-        asked for.
-        """
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
             with _opened(self._file_of[name]) as file:
@@ -73,8 +104,8 @@ def _shards(directory: Path) -> list[Path]:
         if not shard.exists():
             others = "" if index.exists() else " and so is model.safetensors.index.json"
             raise ConfigError(
-                f"--model: {shard} is missing{others}; {_FETCH} (kvserve reads safetensors only), "
-                "or take random weights with --load-format dummy"
+                f"--model: {shard} is missing{others}; {_FETCH} (kvserve reads safetensors and "
+                "GGUF), or take random weights with --load-format dummy"
             )
     return shards
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvserve.engine.models.hub import read_json
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.log import ConfigError, RequestError
+from kvserve.log import ConfigError, RequestError, logger
 from kvserve.sampling_params import SamplingParams
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -26,13 +26,26 @@ class GenerationDefaults:
 def read_generation_config(
     directory: Path, spec: ModelSpec, *, use_sampling: bool = True
 ) -> GenerationDefaults:
-    """The file's settings; ending tokens come from config.json if the file names none."""
+    """The file's settings, or those of a GGUF file; ending tokens come from config.json if the
+    file names none."""
     path = directory / "generation_config.json"
-    raw = read_json(path) if path.exists() else {}
+    if directory.is_file():
+        from kvserve.engine.gguf.config import sampling_of
+        from kvserve.engine.gguf.reader import read_gguf
+
+        raw = sampling_of(read_gguf(directory))
+    else:
+        raw = read_json(path) if path.exists() else {}
     eos = raw.get("eos_token_id")
     eos = list(spec.eos_token_ids) if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) for token in eos):
         raise ConfigError(f"--model: {path} sets eos_token_id to {eos!r}, which are no token ids")
+    if outside := [token for token in eos if not 0 <= token < spec.vocab_size]:
+        logger.warning(
+            "%s names eos_token_id %s outside of the vocabulary of %d; no answer can end with that",
+            *(path, ", ".join(map(str, outside)), spec.vocab_size),
+        )
+        eos = [token for token in eos if token not in outside]
     given = {name: raw[name] for name in _SAMPLING if use_sampling and raw.get(name) is not None}
     sampling = {name: value for name, value in given.items() if _is_taken(name, value)}
     left_out = {name: value for name, value in given.items() if name not in sampling}

@@ -1,11 +1,13 @@
-"""Find a checkpoint: one that ships, a directory, or a hub id; and read its JSON files."""
+"""Find a checkpoint: one that ships, a directory, a GGUF file, or a hub id; and read its config."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.fetched import FETCHABLE, fetched_file
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -20,27 +22,73 @@ def find_model(
     revision: str | None = None,
     download_dir: str | None = None,
     *,
+    load_format: str = "auto",
     weights: bool = True,
     code: bool = False,
     flag: str = "--model",
 ) -> Path:
-    """Directory of a checkpoint; ``ConfigError`` says in one line why ``flag`` names none.
+    """A checkpoint's directory or GGUF file; ``ConfigError`` says in one line why ``flag`` names
+    none.
 
-    A hub id is downloaded to ``download_dir`` or to the cache that HF_HOME names, without the
-    weights or with Python files if so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
+    A directory with one GGUF file stands for that, unless ``load_format`` or what else is there
+    says otherwise; a name of ``FETCHABLE`` stands for what was fetched. A hub id is downloaded to
+    ``download_dir`` or to the cache that HF_HOME names, without the weights or with Python files if
+    so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
     """
     if name in SHIPPED_MODELS:
         return SHIPPED_MODELS[name]
     path = Path(name).expanduser()
     if path.is_dir():
+        path = _gguf_in(path, load_format, flag) or path
+    elif name in FETCHABLE:
+        path = fetched_file(name)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if load_format in ("gguf", "safetensors") and is_gguf != (load_format == "gguf"):
+        what = "is one" if is_gguf else "is no GGUF file, and has none in it"
+        raise ConfigError(f"--load-format {load_format}: {name} {what}; leave it at auto")
+    if is_gguf or path.is_dir():
         return path
-    if path.is_absolute() or name.count("/") != 1 or name.startswith("."):
-        raise ConfigError(f"{flag}: {name} is neither a directory nor a hub id (owner/name)")
+    if path.is_absolute() or name.count("/") != 1 or name[0] == "." or path.suffix == ".gguf":
+        raise ConfigError(
+            f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
+        )
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:
         return _download(name, revision, download_dir, patterns)
     except Exception as error:  # any error of the network, the disk or the hub
         raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
+
+
+def _gguf_in(directory: Path, load_format: str, flag: str) -> Path | None:
+    """The GGUF file that a directory stands for, if it does."""
+    found = sorted(f for f in directory.glob("*.gguf") if not f.name.startswith("mmproj"))
+    others = {"--tokenizer": "tokenizer.json", "--model": "*.safetensors"}[flag]
+    others = "config.json" if load_format == "dummy" else others
+    preferred = load_format != "gguf" and any(directory.glob(others))
+    if not found or preferred or load_format == "safetensors":
+        return None
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ConfigError(f"{flag}: {directory} has several GGUF files; name one of {names}")
+    return found[0]
+
+
+def read_config(
+    path: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], str]:
+    """The fields of config.json, or what a GGUF file says of them, and where they were found.
+
+    ``overrides`` replace fields (``--hf-overrides``).
+    """
+    if path.is_file():
+        from kvserve.engine.gguf.config import config_of
+        from kvserve.engine.gguf.reader import read_gguf
+
+        return {**config_of(read_gguf(path)), **(overrides or {})}, str(path)
+    file = path / "config.json"
+    if not file.exists():
+        raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
+    return {**read_json(file), **(overrides or {})}, str(file)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.borrowed import borrowed_spec, knows, load_borrowed
 from kvserve.engine.models.families import VARIANTS
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.loader import load_model
-from kvserve.engine.models.spec import ModelSpec, has_alibi, read_spec
+from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, parse_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import ConfigError
 
@@ -22,16 +22,15 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
 
     ``ConfigError`` says what keeps the model from running.
     """
-    path = directory / "config.json"
-    raw = {**(read_json(path) if path.exists() else {}), **config.hf_overrides}
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    raw, where = read_config(directory, config.hf_overrides)
+    architecture = architecture_of(raw)
     ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
-        return read_spec(directory, config.hf_overrides)
-    if raw.get("quantization_config"):
+        return parse_spec(raw, where)
+    if raw.get("quantization_config") or raw.get("stored_as"):
         raise ConfigError(
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
-            "quantised weights into them"
+            "quantised weights and no GGUF into them"
         )
     return borrowed_spec(directory, config.hf_overrides, architecture)
 

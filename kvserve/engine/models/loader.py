@@ -11,7 +11,7 @@ from torch import nn
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
-from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
 from kvserve.engine.models.expert_storage import Transposed
 from kvserve.engine.models.fp8 import FP8, can_multiply
 from kvserve.engine.models.linear import select_product
@@ -37,7 +37,7 @@ def load_model(
         raise ConfigError(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
         )
-    checkpoint = None if config.load_format == "dummy" else Checkpoint(directory)
+    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
     part = spec.part(group.size)
     heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
     sizes = part.hidden_size, part.intermediate_size, heads, kv_heads
@@ -80,7 +80,7 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
         shape = storage.shape(checkpoint, weight)
         if shape != target.shape:
             raise ConfigError(
-                f"--model: {weight} in {file} has shape {shape}, config.json says "
+                f"--model: {weight} in {file} has shape {shape}, the config says "
                 f"{target.shape}; they are not of one model"
             )
         for place, values in storage.pieces(checkpoint, weight, target.region):
@@ -114,14 +114,14 @@ def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, S
     missing = sorted(wanted - checkpoint.names)
     if missing:
         raise ConfigError(
-            f"--model: the checkpoint in {checkpoint.directory} has no tensor {missing[0]} "
+            f"--model: the checkpoint in {checkpoint.path} has no tensor {missing[0]} "
             f"({len(missing)} missing); fetch it again"
         )
     unknown = sorted(n for n in checkpoint.names - wanted if not is_unused(n, model))
     if unknown:
         raise ConfigError(
             f"--model: {checkpoint.file(unknown[0])} has a tensor {unknown[0]} ({len(unknown)} "
-            f"such) that {model.spec.architecture} does not; config.json names another model"
+            f"such) that {model.spec.architecture} does not; the config names another model"
         )
 
 

@@ -19,7 +19,7 @@ from kvserve.engine.models.families import (
     scales_of,
     windows_of,
 )
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.quantization import Quantization, parse_quantization
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import LayerKinds
@@ -83,6 +83,8 @@ class ModelSpec:
     logits_divisor: float = 1.0
     sinks: bool = False
     soft_cap: float = 0.0
+    stored_as: str = ""
+    """How a file of GGUF has the weights."""
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
 
@@ -167,21 +169,18 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def read_spec(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Parse ``config.json``; ``ConfigError`` names the field that is missing or unknown.
+def read_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Of a directory with config.json, or of a GGUF file; ``ConfigError`` names the field that is
+    missing or unknown.
 
     ``overrides`` replace fields of the file (``--hf-overrides``).
     """
-    path = directory / "config.json"
-    if not path.exists():
-        raise ConfigError(f"--model: no config.json in {directory}; is it a checkpoint?")
-    return parse_spec({**read_json(path), **(overrides or {})}, str(path))
+    return parse_spec(*read_config(path, overrides))
 
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     """Build a spec from the content of a config.json; ``where`` is named in errors."""
-    config = Fields(raw, where)
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    config, architecture = Fields(raw, where), architecture_of(raw)
     _refuse_unbuilt(config, architecture)
     variant = VARIANTS[architecture]
     layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
@@ -220,14 +219,25 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         rope_of_windows=rope_of_windows,
         sinks=variant.sinks,
         without_rope=layers_without_rope(config, architecture, layers),
+        stored_as=raw.get("stored_as", ""),
         **scales_of(config, architecture, head_dim),
     )
 
 
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The one that a config.json names, or else the decoder of its ``model_type``."""
+    if raw.get("architectures"):
+        return str(raw["architectures"][0])
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    known = {**NAMES, "internlm2": "InternLM2ForCausalLM"}
+    found = known.get(str(raw.get("model_type")), "(none)")
+    return found if isinstance(found, str) else found[0]
+
+
 def has_alibi(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json's attention depends on the distance between tokens."""
-    architecture = (raw.get("architectures") or ["(none)"])[0]
-    return architecture in _ALIBI or bool(raw.get("alibi"))
+    return architecture_of(raw) in _ALIBI or bool(raw.get("alibi"))
 
 
 def _refuse_unbuilt(config: Fields, architecture: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 __all__ = [
     "Policy",
     "PolicyError",
-    "PruningPolicy",
     "Selection",
-    "UnevenPolicy",
     "argument",
     "exact_ratio",
     "field_names",
@@ -175,11 +173,6 @@ class Policy:
         return self.uses_values
 
     @property
-    def fits_values(self) -> bool:
-        """Whether kept entries get new values (``new_values``)."""
-        return False
-
-    @property
     def leaves(self) -> str:
         """What stands for dropped entries: off (nothing), mean or fitted.
 
@@ -239,13 +232,6 @@ class Policy:
         """
         raise NotImplementedError(f"policy {self.name} scores nothing")
 
-    def new_values(self, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
-        """Values of a window's places ``kept [E, L, Hkv, N]``: float32 [E, L, Hkv, N, D].
-
-        ``left`` is what stands for the other places.
-        """
-        raise NotImplementedError(f"policy {self.name} leaves values as they are")
-
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], where it is fitted.
 
@@ -276,8 +262,3 @@ class Policy:
         obs: one event of one layer, with the queries of its recent tokens.
         """
         raise NotImplementedError(f"policy {self.name} prunes nothing")
-
-
-# Earlier names, for plug-ins: every policy may choose unevenly, or prune.
-UnevenPolicy: TypeAlias = Policy
-PruningPolicy: TypeAlias = Policy

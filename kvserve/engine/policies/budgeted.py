@@ -124,12 +124,6 @@ class Bound:
         return cls(budget, budget + common.DEFAULT_GAP if threshold is None else threshold)
 
 
-class WindowVotes(Policy):
-    """An earlier way for plug-ins to say ``protects = "window"``."""
-
-    protects: ClassVar[str] = "window"
-
-
 def check_budget(budget: int | None, least: int, allowed: str) -> None:
     """Check a number of entries; ``allowed`` words the bound."""
     integer("budget", budget, least, None, allowed=allowed)

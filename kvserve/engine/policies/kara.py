@@ -114,13 +114,6 @@ class Kara(Policy):
         "one head looks for count for more than a mean does, and does not forget the others",
         choices=GROUP_AGGREGATES,
     )
-    values: str = argument(
-        "kept",
-        "of what stays: as they are (kept), or solved anew at each event, so that the window's "
-        "attention outputs change least (fitted; needs query_source log, query_reduce heads and "
-        "entries held as they were computed)",
-        choices=("kept", "fitted"),
-    )
     remainder: str = common.remainder("fitted")
     query_stride: int = argument(
         1,
@@ -154,12 +147,6 @@ class Kara(Policy):
     def check(self) -> None:
         self._check_queries()
         common.check_log(self, logs=self.query_source == "log")
-        if self.fits_values:
-            allowed = "kept unless query_source is log and query_reduce is heads"
-            logs_heads = self.query_source == "log" and self.query_reduce == "heads"
-            require(logs_heads, "values", self.values, allowed)
-            counted = self.remainder != "mean"  # what the mean stands for is known too late
-            require(counted, "remainder", "mean", "off or fitted where values is fitted")
         self._check_counts()
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
@@ -222,10 +209,6 @@ class Kara(Policy):
         return (self.attention or chosen) == "absolute"
 
     @property
-    def fits_values(self) -> bool:
-        return self.values == "fitted"
-
-    @property
     def expects_turns(self) -> bool:
         return self.protect_turns
 
@@ -250,9 +233,6 @@ class Kara(Policy):
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
         return obs.mass(self.query_aggregate, self.group_aggregate, self._places)
-
-    def new_values(self, obs: Observation, kept: Tensor, left: Remainder | None) -> Tensor:
-        return obs.fitted_values(kept, self._places, left)
 
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         return obs.fitted_remainder(dropped, self._places)

@@ -20,7 +20,6 @@ from kvserve.kernels.scores.causal_scores import (
 )
 from kvserve.kernels.scores.centre_scores import FUTURES, Centres, centre_scores
 from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
-from kvserve.kernels.scores.fitted_values import fitted_values
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
 from kvserve.kernels.scores.window_scores import window_scores
@@ -106,26 +105,6 @@ class Observation:
             self._known.append(given)
         how = self.scale, aggregate, group_aggregate, seen, given
         return window_scores(self.queries, keys, *how)
-
-    def fitted_values(
-        self, kept: Tensor, places: range | None = None, left: Remainder | None = None
-    ) -> Tensor:
-        """New values of the window's entries ``kept [E, L, Hkv, N]`` that make up for the others'.
-
-        They are fitted over the attention that ``mass`` adds up, and need queries of all heads.
-        ``left`` is what stands for the others already. Returns float32 [E, L, Hkv, N, D].
-        """
-        assert self.values is not None, "values come to policies that fit them"
-        span = self.keys.shape[-2] - self.later
-        sums = self._given(places).log_sums
-        probs = probs_of(self.queries, self.keys[..., :span, :], sums, self.scale).flatten(-3, -2)
-        beside = None
-        if left is not None:
-            one = Remainder(*left.numbers(), left.bias)
-            given = probs_of(self.queries, one.keys[..., None, :], sums, self.scale)
-            given = given.flatten(-3, -2) * one.bias.exp()[..., None, None]
-            beside = given * one.values[..., None, :]
-        return fitted_values(probs, self.values[..., :span, :], kept, beside)
 
     def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of

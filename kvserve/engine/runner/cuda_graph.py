@@ -11,6 +11,7 @@ therefore holds the buffers that the graph was given.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,28 +78,29 @@ class DecodeGraphs:
         self,
         parts: StepParts,
         sizes: Sequence[int],
-        kinds: tuple[bool, ...] = BOTH_KINDS,
         longest: int = 1,
+        most_rows: int = LARGEST,
     ) -> None:
-        """``kinds``: whether queries are logged."""
+        """Steps of more than ``most_rows`` rows have no chunks."""
         self.replays = self.chunk_replays = 0
         self._sizes, self._longest, self._device = sizes, longest, parts.rows.device
         self._count = torch.zeros((), dtype=torch.int64, device=self._device)
         self._pool = torch.cuda.graph_pool_handle() if self._device == "cuda" else None
         most = LARGEST // longest if longest > 1 and parts.attention.replays_chunks else 0
         self.chunk_sizes = [size for size in sizes if size <= most]
+        del self.chunk_sizes[bisect_left(self.chunk_sizes, most_rows) + 1 :]
         # The largest first: the others fit into its memory.
         self._chunks = {
             (size, logs_queries): self._captured(
                 parts.chunks(np.arange(size + 1) * longest, logs_queries, self._count)
             )
             for size in reversed(self.chunk_sizes)
-            for logs_queries in kinds
+            for logs_queries in BOTH_KINDS
         }
         self._steps = {
             (size, logs_queries): self._captured(parts.step(size, logs_queries, self._count))
             for size in reversed(sizes)
-            for logs_queries in kinds
+            for logs_queries in BOTH_KINDS
         }
 
     def hold(self, num_decoding: int) -> bool:

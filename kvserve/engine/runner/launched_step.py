@@ -13,7 +13,7 @@ from kvserve.engine.compression.event_runner import ScoredEvents
 from kvserve.engine.device.transfer import HostCopy, Stopwatch
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.sampling.grammar import SequenceGrammar
-from kvserve.engine.sampling.sampler import SampledTokens
+from kvserve.engine.sampling.sampler import NO_TOKEN, SampledTokens
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray
@@ -35,8 +35,6 @@ class ModelRunnerOutput:
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
     """Places in ``token_ids`` whose grammar failed, each with its error."""
-    guesses: IntArray | None = None
-    """What a draft model has guessed, row by row, in the drafts that this step verified."""
 
     def part(self, at: IntArray) -> ModelRunnerOutput:
         """The tokens in the places ``at`` alone; each grammar's is among them."""
@@ -57,8 +55,6 @@ class LaunchedStep:
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same; ``None`` if there was nothing to compare."""
-    guesses: Tensor | None = None
-    """Of a draft model: [G]."""
     sampled: SampledTokens | None = None
     wanted: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     scored: list[ScoredChunk] = field(default_factory=list)
@@ -69,7 +65,6 @@ class LaunchedStep:
     def send(self, device: str) -> None:
         """Start the copy to the host, behind this step on ``device`` and before the next one."""
         tensors = [scores for _, scores in self.events]
-        tensors += [] if self.guesses is None else [self.guesses]
         tensors += [] if self.sampled is None else self.sampled.tensors
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
         self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
@@ -88,7 +83,6 @@ class LaunchedStep:
                 "be wrong; please report it"
             )
         scores = [answer(kind, next(arrays)) for kind, _ in self.events]
-        guesses = None if self.guesses is None else next(arrays)
         token_ids: IntArray = np.zeros(0, np.int32)
         logprobs = None
         if self.sampled is not None:
@@ -100,10 +94,11 @@ class LaunchedStep:
         seconds = 0.0 if self.compacting is None else self.compacting.seconds()
         # Last, when nothing can fail any more: a grammar cannot take back a token.
         for place, grammar in self.grammars:
-            grammar.accept(int(token_ids[place]))
+            if token_ids[place] != NO_TOKEN:
+                grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
         self.grammars = []  # those of sequences that have ended are freed before the next step
-        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed, guesses)
+        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.runner.draft_model import DraftModel
 from kvserve.engine.runner.launched_step import LaunchedStep, ScoredChunk
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.sampling.grammar import allowed_bits
@@ -30,7 +29,6 @@ from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_l
 from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import SequenceError
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.drafts import DraftChunks
 from kvserve.scheduler.messages.output import SchedulerOutput
 
 _SCORED_AT_ONCE = 256
@@ -54,14 +52,13 @@ class ModelRunner:
         overlaps: bool = False,
         statistics: QueryStatistics | None = None,
         most_guesses: int = 0,
-        draft: DraftModel | None = None,
     ) -> None:
         """``overlaps``: a step may be launched before the one in front of it is collected.
         ``statistics``: of the model's queries, for policies that score by them. ``most_guesses``: a
-        decoding row may compute so many tokens beside its newest one. ``draft``: guesses these."""
+        decoding row may compute so many tokens beside its newest one."""
         self.group = group
         self.graphs = graphs
-        self.most_guesses, self.draft = most_guesses, draft
+        self.most_guesses = most_guesses
         self.model = model
         self.cache = cache
         self.batch = batch
@@ -88,6 +85,9 @@ class ModelRunner:
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
+        self.on_scored: Callable[[int, int, Tensor], None] | None = None
+        """Called with a sequence's id, the position of the first token that is predicted and logits
+        [T, V], where a prompt is scored."""
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
         """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses its old policy."""
@@ -104,8 +104,6 @@ class ModelRunner:
         batch = self.batch.padding(tokens)
         planned = self.attention.plan(batch)
         hidden = self.model(batch.positions, batch, self.cache, planned)
-        if self.draft is not None:
-            self.draft.rehearse(tokens)
         rows = torch.arange(len(self.batch.last_token), device=hidden.device)
         rows = rows.repeat(1 + self.most_guesses)[: max(tokens, len(rows))]
         logits = self.model.logits(hidden[:1].expand(len(rows), -1))
@@ -124,8 +122,6 @@ class ModelRunner:
         except Exception as error:
             culprits = self.batch.unfit(output.admitted.requests)
             raise SequenceError(f"{type(error).__name__}: {error}", culprits) from error
-        if output.draft_chunks is not None:
-            step.guesses = self._guess(output.draft_chunks)
         if output.num_tokens:
             self._forward(output, step)
         if self.group.rank == 0:
@@ -133,22 +129,12 @@ class ModelRunner:
         self._last = step
         return step
 
-    def _guess(self, chunks: DraftChunks) -> Tensor | None:
-        """The guesses of ``chunks``, row by row; the first rank alone has the draft model."""
-        guesses = None
-        if self.draft is not None:
-            guesses = self.draft.guess(chunks)
-        elif chunks.guesses.any():
-            count = int(chunks.guesses.sum())
-            guesses = torch.empty(count, dtype=torch.int64, device=self.batch.device)
-        return None if guesses is None else self.group.broadcast(guesses)
-
     def _forward(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Run the step's tokens through the model, and sample for each row that has caught up."""
         rows = output.sampled_rows
         where: Tensor | slice
         if len(rows) == output.num_tokens == output.num_decoding:
-            where, hidden = slice(len(rows)), self._hidden(output, step, None)
+            where, hidden = slice(len(rows)), self._hidden(output, None)
         else:
             where = to_device(rows, self.batch.device)
             hidden = self._sampled_hidden(output, step)
@@ -161,14 +147,17 @@ class ModelRunner:
             behind[: output.num_decoding_tokens] = output.drafts.behind
             positions = positions - to_device(behind, self.batch.device)
         if self.group.rank == 0:
-            step.sampled = self._sample(output, step, logits, rows, positions)
-            token_ids = self.group.broadcast(step.sampled.token_ids)
+            sampled = self._sample(output, step, logits, rows, positions)
+            # Of logits that are no numbers any token may be chosen; the next step looks it up.
+            token_ids = sampled.token_ids.clamp_(0, logits.shape[1] - 1)
+            step.sampled = sampled.or_none(logits)
+            token_ids = self.group.broadcast(token_ids)
         else:
             token_ids = self.group.broadcast(torch.empty_like(positions))
         if output.drafts is None:
             self.batch.last_token[where] = token_ids
         else:
-            self.batch.confirm(output.drafts, rows, token_ids, step.guesses)
+            self.batch.confirm(output.drafts, rows, token_ids)
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
         """Hidden states [S, hidden] that are sampled from; also scores prompts.
@@ -182,7 +171,7 @@ class ModelRunner:
         last = np.concatenate([np.arange(decoded), ends[output.sampled_chunks]])
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
-        hidden = self._hidden(output, step, wanted)
+        hidden = self._hidden(output, wanted)
         step.scored = self._score_prompts(output, hidden, scores)
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
         if len(last) < len(places):
@@ -212,17 +201,15 @@ class ModelRunner:
         step.wanted = self.batch.sampling.wants_logprobs(rows)
         return sampled if self.force is None else SampledTokens(self.force(positions))
 
-    def _hidden(
-        self, output: SchedulerOutput, step: LaunchedStep, wanted: IntArray | None
-    ) -> Tensor:
+    def _hidden(self, output: SchedulerOutput, wanted: IntArray | None) -> Tensor:
         """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
         prompt's last one."""
         hidden = []
-        played = self._played(output, step)
+        played = self._played(output)
         if played is not None:
             hidden.append(played)
         elif output.num_decoding or len(output.prefill.rows):
-            input_ids, batch = self.batch.build(output, step.guesses)
+            input_ids, batch = self.batch.build(output)
             planned, at = self.attention.plan(batch), None
             if wanted is not None and len(wanted) < len(input_ids):
                 at = to_device(wanted, input_ids.device)
@@ -232,7 +219,7 @@ class ModelRunner:
             hidden.append(last)
         return torch.cat(hidden)
 
-    def _played(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor | None:
+    def _played(self, output: SchedulerOutput) -> Tensor | None:
         """Hidden states of a decoding step that was captured or recorded, if this one was."""
         graphs, drafts, logs = self.graphs, output.drafts, output.logs_queries
         if graphs is None or len(output.prefill.rows):
@@ -242,7 +229,7 @@ class ModelRunner:
             return graphs.decode(output.num_decoding, logs) if held else None
         if not graphs.hold_chunks(drafts.lengths):
             return None
-        token_ids = self.batch.guessed_ids(drafts, step.guesses)
+        token_ids = to_device(drafts.token_ids, self.batch.device)
         return graphs.chunks(drafts.lengths, token_ids, logs)
 
     def _score_prompts(
@@ -259,6 +246,8 @@ class ModelRunner:
             for at in range(0, len(targets), _SCORED_AT_ONCE):
                 ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
                 logits = self.model.logits(hidden[first + at : first + at + len(ids)])
+                if self.on_scored is not None:
+                    self.on_scored(prompt.seq_id, start + at, logits)
                 tokens = with_logprobs(logits, ids, prompt.count)
                 scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
         return scored

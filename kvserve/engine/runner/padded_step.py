@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
 )
+from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.decode_inputs import Chunks
@@ -24,33 +24,13 @@ BOTH_KINDS = (False, True)
 """Steps whose queries are not logged, and steps whose are."""
 
 
-class StepRows(Protocol):
-    """Rows that get one token each in such a step, or a chunk each."""
-
-    device: str
-
-    def decoding(
-        self, size: int, logs_queries: bool, starts: IntArray | None = None
-    ) -> ForwardBatch:
-        """Buffers for one token of each of the first ``size`` rows, or for chunks that begin at
-        ``starts [size + 1]``."""
-        ...
-
-    def update_graph_inputs(
-        self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None = None
-    ) -> Tensor:
-        """Fill them for the first ``count []`` rows, and count these rows' new entries. Returns
-        each row's newest token, at the same address each time."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepParts:
     """What steps compute with."""
 
     model: Transformer
     cache: LayerCache
-    rows: StepRows
+    rows: InputBatch
     attention: AttentionBackend
 
     def step(self, size: int, logs_queries: bool, count: Tensor) -> PaddedStep:

@@ -25,20 +25,21 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
-from kvserve.engine.runner.draft_model import DraftModel, DraftPlan
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
-from kvserve.kernels.decode_inputs import FillInputs, decode_inputs
+from kvserve.kernels.decode_inputs import decode_inputs
 from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec, make_groups
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import MOST_ROWS
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
@@ -63,8 +64,6 @@ class RankPlan:
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
-    draft: DraftPlan | None = None
-    """The model that guesses next tokens, if one does."""
     statistics: Path | None = None
     """The file that says where the model's queries point, if that was measured."""
 
@@ -101,6 +100,16 @@ class RankPlan:
         return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
 
     @property
+    def speculation(self) -> NgramSettings | None:
+        """How next tokens are guessed, if they are."""
+        wanted = self.config.scheduler.speculation
+        if wanted is None:
+            return None
+        lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+        most_rows = MOST_ROWS["cpu" if self.device == "cpu" else "cuda"]
+        return NgramSettings(wanted.num_speculative_tokens, *lookup, most_rows)
+
+    @property
     def overlaps(self) -> bool:
         """Whether a step may be launched before the one in front of it is collected."""
         wanted = self.config.scheduler.async_scheduling
@@ -125,14 +134,9 @@ class RankPlan:
         return select_backend(name, needs)
 
     def runner(
-        self,
-        model: Transformer,
-        attention: Choice,
-        pool: Pool,
-        group: RankGroup,
-        draft: Transformer | None = None,
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
-        """The rank's cache and rows; ``draft`` is the model of the plan's ``draft``."""
+        """The rank's cache and rows."""
         if self.device == "cpu":
             keep_freed_memory()
         model.tabulate(self.max_len)
@@ -182,15 +186,12 @@ class RankPlan:
         sizes, _ = self.graphs(attention)
         parts = model, cache, batch, attention.backend
         graphs: DecodeGraphs | RecordedSteps | None = None
-        speculation = self.config.scheduler.speculation
-        most_guesses = 0 if speculation is None else speculation.num_speculative_tokens
-        steps = StepParts(*parts)
+        guesses = self.speculation or NgramSettings(0, 1, 1)
+        steps, longest = StepParts(*parts), 1 + guesses.num_tokens
         if sizes:
-            graphs = DecodeGraphs(steps, sizes, longest=1 + most_guesses)
+            graphs = DecodeGraphs(steps, sizes, longest, guesses.most_rows)
         elif self.records(attention):
-            graphs = RecordedSteps(
-                steps, measured=lambda: cache.on_queries is not None, longest=1 + most_guesses
-            )
+            graphs = RecordedSteps(steps, lambda: cache.on_queries is not None, longest=longest)
         statistics = None if self.statistics is None else load_statistics(self.statistics)
         return ModelRunner(
             *parts,
@@ -198,33 +199,14 @@ class RankPlan:
             graphs,
             overlaps=self.overlaps,
             statistics=statistics,
-            most_guesses=most_guesses,
-            draft=None if draft is None else self._drafts(draft, cache, batch, fill, sizes),
+            most_guesses=guesses.num_tokens,
         )
 
-    def _drafts(
-        self,
-        model: Transformer,
-        cache: KVCache,
-        batch: InputBatch,
-        fill: FillInputs,
-        sizes: list[int],
-    ) -> DraftModel:
-        assert self.draft is not None
-        eager, most = self.config.enforce_eager, self.max_len
-        parts = model, cache.kv, batch, fill
-        return self.draft.build(*parts, sizes=sizes, eager=eager, max_len=most)
-
     def ready_runner(
-        self,
-        model: Transformer,
-        attention: Choice,
-        pool: Pool,
-        group: RankGroup,
-        draft: Transformer | None = None,
+        self, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
     ) -> ModelRunner:
         """``runner``, warmed up if it is on a GPU."""
-        runner = self.runner(model, attention, pool, group, draft)
+        runner = self.runner(model, attention, pool, group)
         if self.device == "cuda":
             warm_up(runner, self.policy, self.max_len, self.config.scheduler.max_num_batched_tokens)
         return runner
@@ -250,25 +232,14 @@ class RankPlan:
             borrowed=self.spec.borrowed,
         )
 
-    def profile(
-        self,
-        model: Transformer,
-        attention: Choice,
-        group: RankGroup,
-        draft: Transformer | None = None,
-    ) -> Profile:
+    def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless
         the pool's size is given.
 
         All ranks call it together.
         """
         cache, scheduler = self.config.cache, self.config.scheduler
-        weights = sum(
-            part.numel() * part.itemsize
-            for each in (model, draft)
-            if each is not None
-            for part in each.parameters()
-        )
+        weights = sum(part.numel() * part.itemsize for part in model.parameters())
         if self.device == "cuda":
             torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
         left = free_memory(self.device, cache.gpu_memory_utilization)
@@ -279,7 +250,7 @@ class RankPlan:
 
         def rehearse() -> None:
             pool = self._smallest_pool()
-            self.runner(model, attention, pool, group, draft).rehearse(tokens)
+            self.runner(model, attention, pool, group).rehearse(tokens)
 
         step = taken_by(rehearse)
         gc.collect()  # graphs and the closures around them refer to each other

@@ -25,7 +25,7 @@ from kvserve.scheduler.arrays import IntArray
 _LARGEST = 128
 """Steps of more rows, or of more tokens in chunks, are computed without a tape: Python is a small
 part of them."""
-_MOST_TAPES = 512  # those of the start, at most 400 where 5 are guessed, and others that come
+_MOST_TAPES = 512
 _ROWS, _TOKENS = 4, 8
 """Chunks of more tokens in all are padded to a multiple of ``_TOKENS``, and to ``_ROWS`` rows or
 twice, four times, ... as many, so that there are few shapes. A row without tokens costs nothing."""
@@ -43,33 +43,25 @@ class RecordedSteps:
     def __init__(
         self,
         parts: StepParts,
-        kinds: tuple[bool, ...] = BOTH_KINDS,
         measured: Callable[[], bool] = bool,
         *,
         longest: int = 1,
     ) -> None:
-        """``kinds``: whether queries are logged. Nothing is played while ``measured()``: somebody
-        wants what each layer computes. If rows have chunks of up to ``longest`` tokens, all shapes
-        are recorded now, since what these steps take is compared; others when they first come."""
+        """Nothing is played while ``measured()``: somebody wants what each layer computes. Rows
+        may have chunks of up to ``longest`` tokens."""
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
         self._parts, self._measured = parts, measured
         self._recorder = Recorder()
         self._tapes: dict[Shape, _Recorded] = {}
-        self._most_rows = parts.rows.decoding(1, kinds[0]).tables.shape[1]
+        self._most_rows = parts.rows.block_tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
         # at the start holds. Only here do the kernels run: torch may compute with what they write.
-        tried, ahead = [(1, _SINGLE)], list[tuple[int, int]]()
-        if longest > 1:
-            tried.append(self._padded(1, longest))
-            ahead += sorted(self._shapes(longest), reverse=True)
-        for made, shapes in ((True, tried), (False, ahead)):
-            for shape in ((*each, logs) for logs in kinds for each in shapes):
-                if self.refused is None and shape not in self._tapes:
-                    self._record(shape, made=made)
-        self.num_ahead = len(self._tapes) if ahead else 0
-        """Shapes that were recorded at the start since rows guess."""
+        tried = [(1, _SINGLE)] + [self._padded(1, longest)] * (longest > 1)
+        for shape in ((*each, logs) for logs in BOTH_KINDS for each in tried):
+            if self.refused is None:
+                self._record(shape, made=True)
 
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""
@@ -101,14 +93,6 @@ class RecordedSteps:
         recorded, step = self._of(shape)
         _fill(step, lengths, token_ids)
         return (recorded or step).forward()[: len(token_ids)]
-
-    def _shapes(self, longest: int) -> set[tuple[int, int]]:
-        """Numbers of rows, and of tokens of chunks that have at most ``longest`` each."""
-        shapes = set[tuple[int, int]]()
-        for rows in range(1, min(self._most_rows, _LARGEST) + 1):
-            tokens = range(rows, min(rows * longest, _LARGEST) + 1)
-            shapes |= {(rows, _SINGLE), *(self._padded(rows, each) for each in tokens)}
-        return shapes
 
     def _padded(self, rows: int, tokens: int) -> tuple[int, int]:
         """The shape that chunks of ``tokens`` of so many rows are padded to."""

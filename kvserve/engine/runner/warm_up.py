@@ -14,7 +14,6 @@ import torch
 
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
-from kvserve.engine.runner.draft_model import DraftModel
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -35,9 +34,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     """
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
-    for each in (runner, runner.draft):
-        if each is not None:
-            _attend(each, max_tokens)
+    _attend(runner, max_tokens)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -45,15 +42,14 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     runner.group.agree()
 
 
-def _attend(of: ModelRunner | DraftModel, max_tokens: int) -> None:
+def _attend(runner: ModelRunner, max_tokens: int) -> None:
     """Run one layer's attention to a chunk for each tile, over contexts of growing length (more
     splits); if the query log holds shares, with those too."""
-    part, attention, cache = of.model.part, of.attention, of.cache
-    rows = of.batch if isinstance(of, ModelRunner) else of
+    part, attention, cache = runner.model.part, runner.attention, runner.cache
     for tokens in _CHUNKS:
         if tokens > max_tokens:
             continue
-        batch = rows.padding(tokens)
+        batch = runner.batch.padding(tokens)
         most, device = batch.tables.shape[3], batch.tables.device
         q = torch.zeros(tokens, part.num_heads, part.head_dim, dtype=cache.dtype, device=device)
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)

@@ -76,11 +76,15 @@ def load_backend(source: BackendSource) -> Compile:
     if source.backend == "llguidance" and described.is_file():
         # Without transformers, which takes 150 MiB to read the same file.
         return llguidance(Tokenizer.from_file(str(described)), size, eos)
-    from transformers import AutoTokenizer
+    if source.tokenizer.endswith(".gguf"):
+        from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(
-        source.tokenizer, trust_remote_code=source.trust_remote_code
-    )
+        tokenizer = gguf_tokenizer(source.tokenizer)
+    else:
+        from transformers import AutoTokenizer
+
+        code = source.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=code)
     if source.backend == "xgrammar":
         return xgrammar(tokenizer, size, eos)
     return llguidance(tokenizer.backend_tokenizer, size, eos)

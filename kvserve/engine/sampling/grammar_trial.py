@@ -11,12 +11,13 @@ from collections import OrderedDict
 from dataclasses import asdict
 from pathlib import Path
 
-import kvserve
 from kvserve.engine.sampling.grammar_backends import BackendSource, refused
 from kvserve.log import logger
 from kvserve.sampling_params import StructuredOutput
 
 _HELPER = "kvserve.engine.sampling.grammar_helper"
+_ROOT = str(Path(__file__).parents[3])
+"""The folder that has the package."""
 _REMEMBERED = 1024
 
 
@@ -69,8 +70,7 @@ class GrammarTrial:
     def _running(self) -> subprocess.Popen[str]:
         """The helper, started again if it has ended."""
         if self._process is None or self._process.poll() is not None:
-            package = str(Path(kvserve.__file__).parents[1])
-            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
             environment["TOKENIZERS_PARALLELISM"] = "false"  # no threads: it forks
             described = json.dumps(asdict(self._source))

@@ -7,7 +7,7 @@ samples depends neither on the batch it runs in nor on when its step is prepared
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ from kvserve.kernels import elementwise
 from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NewRequest
+
+NO_TOKEN = -1
+"""What the host gets in place of a token whose logits are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,11 @@ class SampledTokens:
     ranks: Tensor | None = None
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
+
+    def or_none(self, logits: Tensor) -> SampledTokens:
+        """The same with ``NO_TOKEN`` for each row whose chosen logit [S, V] is no finite number."""
+        found = logits.gather(1, self.token_ids[:, None])[:, 0].isfinite()
+        return replace(self, token_ids=torch.where(found, self.token_ids, NO_TOKEN))
 
     @property
     def tensors(self) -> list[Tensor]:

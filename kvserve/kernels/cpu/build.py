@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvserve.folders import temporary_folder
+from kvserve.folders import cache_folder, temporary_folder
 from kvserve.kernels.cpu import levels
 
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in its process.
@@ -171,10 +171,8 @@ def _compile(command: list[str], folder: Path) -> None:
 
 def _cache_folders() -> tuple[Path, ...]:
     """Where builds are kept: the user's cache or, if that cannot be, a temporary folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    temporary = Path(temporary_folder()) / f"kvserve-{os.getuid()}"
-    # Without a home the path stays relative.
-    return (Path(cache, "kvserve"), temporary) if os.path.isabs(cache) else (temporary,)
+    cache, temporary = cache_folder(), Path(temporary_folder()) / f"kvserve-{os.getuid()}"
+    return (temporary,) if cache is None else (cache, temporary)
 
 
 def _is_ours(folder: Path) -> bool:

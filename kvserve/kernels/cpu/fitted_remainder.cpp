@@ -56,8 +56,9 @@ void add_up(const FittedRemainder& c, const void* from, const int64_t* strides, 
   }
 }
 
-// What a group's queries give to one key: the sum of exp(q . key - log_sum) over its queries.
-float given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
+// The logarithm of what a group's queries give to one key: of the sum of exp(q . key - log_sum) over
+// its queries. Where all of them point elsewhere the sum itself may be less than any float.
+float log_given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
                    std::vector<float>& logits) {
   const int64_t group = c.num_heads / c.num_kv_heads, half = c.dim / 2;
   const int64_t count = group * c.window, first = lane % c.num_kv_heads * group;
@@ -81,12 +82,13 @@ float given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
     const int64_t query = lane * count + i;
     logits[i] = (X::total(sum) - base) * c.scales[query] - c.log_sums[query];
   }
+  const float high = *std::max_element(logits.begin(), logits.begin() + count);
   F total = {};
   for (int64_t i = 0; i < count; i += W) {
-    const F powers = X::exp(X::load(logits.data() + i));
+    const F powers = X::exp(X::load(logits.data() + i) - high);
     total += i + W <= count || X::count() < (int)(count - i) ? powers : F{};
   }
-  return X::total(total);
+  return high + std::log(X::total(total));
 }
 
 template <typename T>
@@ -105,7 +107,7 @@ void fit(const FittedRemainder& c) {
     c.bias[lane] = -INFINITY;
     if (!(mass > 0.0f)) continue;
     for (int64_t d = 0; d < c.dim; ++d) key[d] /= mass, value[d] /= mass;
-    c.bias[lane] = std::log(mass) - std::log(given_to_one(c, lane, key, logits));
+    c.bias[lane] = std::log(mass) - log_given_to_one(c, lane, key, logits);
   }
 }
 

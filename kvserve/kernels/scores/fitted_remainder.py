@@ -10,7 +10,7 @@ from kvserve.kernels.cpu import fitted_remainder as cpu
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, logits_of
-from kvserve.kernels.scores.window_scores_triton import given_triton
+from kvserve.kernels.scores.window_scores_triton import log_given_triton
 from kvserve.kernels.shares import Given
 
 
@@ -39,15 +39,23 @@ def fitted_remainder_torch(
     mass = weights.sum(dim=-1)
     share = (weights / mass.clamp(min=torch.finfo(torch.float32).tiny)[..., None])[..., None, :]
     keys, values = ((share @ x.float())[..., 0, :] for x in (key, value))
+    # Where all queries point elsewhere, what they give the one entry may be less than any float.
     if runs_triton(key):
-        one = given_triton(query, keys[..., None, :].to(key.dtype), given.log_sums, scale)[..., 0]
+        one = keys[..., None, :].to(key.dtype)
+        log_one = log_given_triton(query, one, given.log_sums, scale)[..., 0]
     else:
-        one = probs_of(query, keys[..., None, :], given.log_sums, scale).sum(dim=(-3, -2))[..., 0]
-    bias = torch.where(mass > 0, mass.log() - one.log(), -torch.inf)
+        logits = log_probs_of(query, keys[..., None, :], given.log_sums, scale)[..., 0]
+        log_one = logits.logsumexp(dim=(-2, -1))
+    bias = torch.where(mass > 0, mass.log() - log_one, -torch.inf)
     return Remainder(keys, values, bias)
 
 
 def probs_of(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
     """What each query gives each key: float32 [..., Hkv, group, Q, n]."""
+    return torch.exp(log_probs_of(query, key, log_sums, scale))
+
+
+def log_probs_of(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """The logarithms of ``probs_of``."""
     totals = log_sums.unflatten(-2, (key.shape[-3], -1))
-    return torch.exp(logits_of(query, key, scale) - totals[..., None])
+    return logits_of(query, key, scale) - totals[..., None]

@@ -23,6 +23,9 @@ from kvserve.kernels.shares import Given, Seen
 if TYPE_CHECKING:
     import triton.language as tl
 
+LOGARITHM = "logarithm"
+"""The logarithm of the sum over all queries of a group, for ``log_given_triton`` alone."""
+
 
 def window_scores_triton(
     query: Queries,
@@ -57,16 +60,16 @@ def window_scores_triton(
     return out
 
 
-def given_triton(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
-    """What a group's queries give each key, added up: float32 [..., Hkv, n].
+def log_given_triton(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """The logarithm of what a group's queries give each key: float32 [..., Hkv, n].
 
-    The sum of exp(q . k - log_sum); log_sums: float32 [..., Hq, W].
+    Of the sum of exp(q . k - log_sum); log_sums: float32 [..., Hq, W].
     """
     launch = _Launch.of(query, key, scale)
     out = torch.empty(key.shape[:-1], dtype=torch.float32, device=key.device)
     sums = log_sums.mul(math.log2(math.e)).view(launch.programs, *log_sums.shape[-2:])
-    launch.shares(out, sums, key.shape[-2], "sum", "mean")
-    return out.mul_(query.shape[-3] // key.shape[-3])
+    launch.shares(out, sums, key.shape[-2], LOGARITHM, "mean")
+    return out.mul_(math.log(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class _Launch:
         _shares.launch(
             grid,
             *(out, sums, *self.shared, *self.key_strides, length),
-            AGGREGATE=AGGREGATES.index(aggregate),
+            AGGREGATE=(*AGGREGATES, LOGARITHM).index(aggregate),
             POOL=GROUP_AGGREGATES.index(group_aggregate),
             **self.options,
         )
@@ -299,6 +302,7 @@ def _shares(
         keys = keys.to(tl.float32)
     q_base = q + event // inner * q_stride_0 + event % inner * q_stride_1
     pooled = tl.zeros([TILE], tl.float32)
+    high = tl.full([TILE], float("-inf"), tl.float32)
     for member in range(0, GROUP):
         q_head = q_base + (head * GROUP + member) * q_stride_head
         head_rows = (lane * GROUP + member) * window
@@ -312,12 +316,18 @@ def _shares(
                 logits *= factor.to(tl.float32)[:, None]
             # Rows that do not exist take no part: exp2(-inf) is 0.
             log_sum = tl.load(sums + head_rows + row, mask=row < window, other=float("inf"))
-            probs = tl.exp2(logits - log_sum[:, None])
+            logits -= log_sum[:, None]
+            if AGGREGATE == 3:  # logits of rows that do not exist are -inf; some row does exist
+                new_high = tl.maximum(high, tl.max(logits, axis=0))
+                pooled = pooled * tl.exp2(high - new_high)
+                pooled += tl.sum(tl.exp2(logits - new_high[None, :]), axis=0)
+                high = new_high
+            probs = tl.exp2(logits)
             if AGGREGATE == 0:
                 share += tl.sum(probs, axis=0)
             elif AGGREGATE == 1:
                 share += tl.sum(probs * probs, axis=0)
-            else:
+            elif AGGREGATE == 2:
                 share = tl.maximum(share, tl.max(probs, axis=0))
         if POOL == 0:
             pooled += share
@@ -325,7 +335,9 @@ def _shares(
             pooled = tl.maximum(pooled, share)
         else:
             pooled += share * share
-    if POOL != 1:
+    if AGGREGATE == 3:
+        pooled = high + tl.log2(pooled)
+    elif POOL != 1:
         pooled = pooled / GROUP
     if POOL == 2:
         pooled = tl.sqrt(pooled)

@@ -209,10 +209,6 @@ class BlockManager:
         for group in self.groups:
             group.give_back_unused(rows, computed)
 
-    def drop_spare(self, rows: IntArray) -> int:
-        """Give back what ``rows`` hold that no answer needs; return how many blocks that are."""
-        return sum(group.drop_spare(rows) for group in self.groups)
-
     def can_leave(self, row: int) -> bool:
         """Whether a row can be moved to host memory as it is."""
         return all(group.can_leave(row) for group in self.groups)

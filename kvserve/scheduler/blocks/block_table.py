@@ -142,8 +142,11 @@ class BlockTable(RowArrays):
         shared = self.shared(rows, columns, end)
         at, group, head = np.nonzero(shared)
         where = (group, rows[at], head, columns[at])
+        # First taken, then released. All rows may let go of a block here, so that it comes free:
+        # as one row's new block it would be written while another row's event still reads it.
+        fresh = self.pool.allocate(len(at))
         self.pool.release(self.blocks[where])
-        self.blocks[where] = self.pool.allocate(len(at))
+        self.blocks[where] = fresh
         np.minimum.at(self._synced, where[:3], columns[at])
         return np.asarray(shared.any(axis=(1, 2)))
 

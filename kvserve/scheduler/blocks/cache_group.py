@@ -86,10 +86,6 @@ class CacheGroup(RowArrays):
         """Give back blocks reserved for entries behind the last one held; rows have ``computed
         [n]`` tokens."""
 
-    def drop_spare(self, rows: IntArray) -> int:
-        """Give back what ``rows`` hold that no answer needs; return how many blocks that are."""
-        return 0
-
     def pass_by(self, positions: IntArray) -> None:
         """Give back what no token from logical ``positions [n]`` of the first rows on needs."""
 

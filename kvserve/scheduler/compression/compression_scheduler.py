@@ -11,8 +11,6 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
 from kvserve.scheduler.compression.engine_wide import EngineWideDates
-from kvserve.scheduler.compression.gate import BreakEvenGate
-from kvserve.scheduler.compression.gathering import Gathering
 from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
 from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
 from kvserve.scheduler.messages.event import EventKind, Scores
@@ -34,36 +32,25 @@ class CompressionScheduler:
     The events of a step observe at most ``max_observed`` queries together; only the first one may
     exceed that. Events that evict most go first, the oldest on ties. Lengths and blocks are exact
     as soon as an event is scheduled. A sequence whose event has to wait is skipped in this step.
-    With a ``gate``, optional events that do not pay are put off by their period. The handler of an
-    event's kind decides what it does to blocks and lengths (``HANDLERS``).
+    The handler of an event's kind decides what it does to blocks and lengths (``HANDLERS``).
     """
 
-    def __init__(
-        self,
-        rows: RowTable,
-        blocks: BlockManager,
-        max_observed: int,
-        gate: BreakEvenGate | None = None,
-    ) -> None:
+    def __init__(self, rows: RowTable, blocks: BlockManager, max_observed: int) -> None:
         self.rows = rows
         self.blocks = blocks
-        self.gate = gate
         self.open = OpenEvents()
         self.compactions = 0
         self.early_compactions = 0
-        self.skipped = 0
         self.blocks_released = 0
         self.tokens_evicted = 0
         self._max_observed = max_observed
-        self.gathering = Gathering(rows)
         self._engine_wide = EngineWideDates(rows)
         self._triggers: dict[int, Trigger] = {}
         self._kinds: dict[int, EventKind] = {}
         self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
         self._blocked: tuple[int, int] | None = None
-        """Rank of the first sequence whose event found no blocks, for kinds that hold back freed
-        blocks. Cleared when its event, or that of a sequence before it, is scheduled.
-        """
+        """Rank of the first sequence whose due event found no blocks. Cleared when its event, or
+        that of a sequence before it, is scheduled."""
 
     def register(self, seq: Sequence) -> None:
         """Register the trigger of a sequence's policy, and the kind of its events."""
@@ -73,16 +60,14 @@ class CompressionScheduler:
 
     @property
     def blocked_on_blocks(self) -> bool:
-        """Whether an event that writes codes lacks blocks; freed blocks are kept for it."""
+        """Whether a due event lacks blocks. They are kept for it: rows that are admitted would
+        take what comes free, and be preempted for it, again and again."""
         return self._blocked is not None
 
     # ---- due ---------------------------------------------------------------------------------
 
-    def compact_due(self, entries_that_fit: int, *, may_wait: bool) -> ScheduledEvents:
-        """Schedule events that are due; they ``may_wait`` for others if nobody lacks blocks.
-
-        ``entries_that_fit``: how many entries the pool holds, or 0 if no request waits for room.
-        """
+    def compact_due(self) -> ScheduledEvents:
+        """Schedule events that are due."""
         self._engine_wide.make_due()
         waiting = self._waiting()
         turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
@@ -91,14 +76,8 @@ class CompressionScheduler:
             waiting = self._waiting()
         if not any(self._rank(row) == self._blocked for row in waiting):
             self._blocked = None  # that sequence was preempted, or has ended
-        if may_wait and len(waiting) and self._gathers:
-            waiting = self.gathering.ready(waiting, self._has_room)
-        else:
-            self.gathering.run_now()
         candidates = self._candidates(self._due(waiting))
         self.open.close_scored()  # what cannot be scheduled now is scored again
-        if self.gate is not None:
-            candidates = self._that_pay(self.gate, candidates, entries_that_fit)
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
     def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
@@ -144,19 +123,6 @@ class CompressionScheduler:
         at: IntArray = np.flatnonzero(waits).astype(np.int32)
         return at
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether due events may wait: each token finds its block, of which it needs at most one in
-        each table; a gate refuses none; and what has been scored is carried out at once."""
-        enough = self.rows.num_rows * self.blocks.num_lanes <= self.blocks.headroom
-        settled = self.gate is None and not self.blocked_on_blocks and not len(self.open)
-        return enough and settled
-
-    def _has_room(self, policy_id: int, at: IntArray) -> bool:
-        """Whether one step observes another event of a policy beside those of rows ``at``."""
-        queries = self._triggers[policy_id].plan(self.rows.state(at)).num_scored_queries
-        return int(queries.sum() + queries.max()) <= self._max_observed
-
     def _due(self, at: IntArray) -> IntArray:
         """Those of the rows ``at`` that do not wait for scores."""
         if not self.open.scoring:
@@ -185,43 +151,12 @@ class CompressionScheduler:
         kind, layout = self._kinds[policy_id], self.blocks.layout
         return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
 
-    def _that_pay(
-        self, gate: BreakEvenGate, candidates: list[EventCandidates], entries_that_fit: int
-    ) -> list[EventCandidates]:
-        """Put off optional events that would not earn back what they cost."""
-        rows, passed = self.rows, []
-        for events in candidates:
-            period = events.trigger.optional_period
-            if not period:
-                passed.append(events)
-                continue
-            at = events.at
-            # The rest of the output is unknown: assume as many tokens as are generated so far.
-            generated = rows.num_tokens[at] - rows.num_prompt[at]
-            left = np.minimum(rows.max_len[at] - rows.num_tokens[at], generated)
-            plan = events.plan
-            pays = gate.pays(plan.evicted, plan.num_scored_queries, left, entries_that_fit)
-            pays |= np.array([self._happened(row) for row in at], bool)
-            rows.next_event[at[~pays]] += period
-            self.skipped += int(np.count_nonzero(~pays))
-            passed.append(events.part(pays))
-        return passed
-
-    def _happened(self, row: int) -> bool:
-        """Whether a row's next event is one that it had before it lost its cache."""
-        recorded = self.rows.owner(row).events
-        return bool(recorded) and recorded[-1] >= self.rows.num_computed[row]
-
     # ---- scoring -----------------------------------------------------------------------------
 
     def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
         """Take in a finished step, with ``scores`` of each of ``output.observations``."""
         for task, answered in zip(output.observations, scores, strict=True):
             self.open.take_scores(task, answered)
-
-    def give_up(self, output: SchedulerOutput) -> None:
-        """Undo a failed step: the events that it was to score or to carry out are due again."""
-        self.open.give_up(output.observations)
 
     def _observation(self, events: EventCandidates) -> ObservationTask:
         """What the runner has to know about events to score them."""
@@ -272,15 +207,16 @@ class CompressionScheduler:
 
     def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
         """Schedule as many events, in order, as find their blocks."""
-        handler = self._handlers[events.kind]
-        taken = handler.take_blocks(events)
-        if handler.holds_back:
-            first = self._rank(events.at[0])
-            if taken is None:
+        taken = self._handlers[events.kind].take_blocks(events)
+        row = events.at[0]
+        first = self._rank(row)
+        if taken is None:
+            if self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
                 self._blocked = min(first, self._blocked or first)
-            elif self._blocked is not None and first <= self._blocked:
-                self._blocked = None
-        return [] if taken is None else [self._scheduled(events, taken)]
+            return []
+        if self._blocked is not None and first <= self._blocked:
+            self._blocked = None
+        return [self._scheduled(events, taken)]
 
     def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
         """Make a task of events that have their blocks, and update their rows' counters."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +39,6 @@ class TakenBlocks:
 
 class HostEvenEvents:
     """Events that leave equally many entries in all lanes; their trigger says how many."""
-
-    holds_back: ClassVar[bool] = False
-    """Whether freed blocks are kept for an event of this kind that finds too few."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -109,8 +106,6 @@ class HostCodedEvents(HostUnevenEvents):
     """Events that write codes. They go before all others, the oldest first: they evict little, so
     an old one might wait forever behind newer events that evict more.
     """
-
-    holds_back: ClassVar[bool] = True
 
     def __init__(self, blocks: BlockManager) -> None:
         super().__init__(blocks)

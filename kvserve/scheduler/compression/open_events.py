@@ -6,7 +6,7 @@ carried out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.scheduler.messages.event import Scores
@@ -67,13 +67,6 @@ class OpenEvents:
         """The scored events are scheduled in this step; those that are not are due again."""
         for seq_id, event in list(self._open.items()):
             if event.scores is not None:
-                del self._open[seq_id]
-
-    def give_up(self, tasks: Iterable[ObservationTask]) -> None:
-        """The step that was to score them has failed: they are due again."""
-        for task in tasks:
-            for seq_id, _ in _events(task):
-                assert self.is_scoring(seq_id)
                 del self._open[seq_id]
 
 

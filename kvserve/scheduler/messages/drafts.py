@@ -11,30 +11,15 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 
 T = TypeVar("T")
-NEWEST = 4
-"""Tokens that a row may get while its draft model sits out a step or two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """What n decoding rows compute in a step that verifies guesses: a chunk each, of its newest
-    token and the tokens that are guessed to follow. ``lengths [n]`` count both. A guess that a
-    draft model has yet to make is 0."""
+    token and the tokens that are guessed to follow. ``lengths [n]`` count both."""
 
     lengths: IntArray
     token_ids: IntArray
-
-    @property
-    def places(self) -> IntArray:
-        """Where guesses are among ``token_ids``."""
-        places: IntArray = np.flatnonzero(ragged_arange(self.lengths))
-        return places
-
-    def with_guesses(self, guesses: IntArray) -> Drafts:
-        """The same chunks with these ``guesses [G]``, row by row, which a draft model has made."""
-        token_ids = self.token_ids.copy()
-        token_ids[self.places] = guesses
-        return Drafts(self.lengths, token_ids)
 
     @property
     def starts(self) -> IntArray:
@@ -65,46 +50,6 @@ class Drafts:
         missed = np.flatnonzero(sampled != self.guesses)
         confirmed: IntArray = missed[np.searchsorted(missed, self.starts)] - self.starts + 1
         return confirmed
-
-
-@dataclass(frozen=True, slots=True)
-class DraftChunks:
-    """What a draft model computes in a step: of n rows, in order, ``lengths [n]`` tokens from the
-    logical positions ``starts [n]`` on, which it has not read yet; entries of ``dropped [n]``
-    tokens before them are no longer held. Then it guesses ``guesses [n]`` tokens to follow; 0 if
-    more chunks of that row come first."""
-
-    rows: IntArray
-    starts: IntArray
-    dropped: IntArray
-    lengths: IntArray
-    token_ids: IntArray
-    guesses: IntArray
-
-    def part(self, at: IntArray) -> DraftChunks:
-        """The chunks ``at [m]``, in this order."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        lengths = self.lengths[at]
-        tokens = self.token_ids[np.repeat(starts[at], lengths) + ragged_arange(lengths)]
-        rows, begins, dropped = self.rows[at], self.starts[at], self.dropped[at]
-        return DraftChunks(rows, begins, dropped, lengths, tokens, self.guesses[at])
-
-    @property
-    def catches_up(self) -> bool:
-        """Whether it reads more than what a row has got since its last guesses."""
-        return bool((self.lengths > NEWEST).any())
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What a step does about guesses: the ``drafts`` that it verifies, and what a draft model
-    computes for them first."""
-
-    drafts: Drafts | None = None
-    chunks: DraftChunks | None = None
-
-
-NO_GUESSES = Proposal()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.drafts import DraftChunks, Drafts
+from kvserve.scheduler.messages.drafts import Drafts
 from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import EvictionSpec
@@ -274,8 +274,6 @@ class SchedulerOutput:
     to_rebuild: tuple[int, ...]
     """Entries of the scheduled rows to be rebuilt, by layer; empty if there are none."""
     num_decoding: int
-    draft_chunks: DraftChunks | None
-    """What a draft model computes: it makes the guesses of ``drafts``."""
     drafts: Drafts | None
     """Guesses that this step verifies. Each of a chunk's tokens is sampled from."""
     prefill: PrefillBatch
@@ -295,11 +293,6 @@ class SchedulerOutput:
     while the runner works."""
     sampled_at: IntArray
     """Logical positions of those tokens, the first of each sequence."""
-
-    def with_guesses(self, guesses: IntArray) -> SchedulerOutput:
-        """The same step, with the ``guesses [G]`` that the draft model has made."""
-        assert self.drafts is not None
-        return replace(self, drafts=self.drafts.with_guesses(guesses))
 
     @property
     def num_decoding_tokens(self) -> int:

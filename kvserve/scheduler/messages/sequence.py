@@ -54,7 +54,7 @@ class Sequence:
     guesses_refused: str | None = None
     """Why they may not, if the engine guesses at all."""
     drafter: Any = None
-    """What guesses them (``scheduler/speculation/drafter.py``), once anything has."""
+    """What guesses them (a ``Drafter``), once anything has."""
     num_drafted: int = 0
     num_accepted: int = 0
     priority: int = 0
@@ -76,8 +76,6 @@ class Sequence:
     """Logical positions of its events so far, those of earlier turns among them."""
     replay_until: int = 0
     """Tokens computed when it lost its cache; up to there recomputation repeats ``events``."""
-    put_off: int = 0
-    """A gate had put its next event off to here when what it recomputes was dropped."""
     awaits_token: bool = False
     """It lost its row while its newest token was being sampled; the token is not known yet."""
     row: int = -1
@@ -119,7 +117,7 @@ class Sequence:
         """
         if done < len(self.events):
             return self.events[done]
-        return max(due, self.replay_until if position < self.replay_until else self.put_off)
+        return max(due, self.replay_until) if position < self.replay_until else due
 
     def next_stop(self, event: int, turn: int = 0) -> int:
         """Where a row that has begun ``turn`` turns stops next: at its event, or the next turn."""

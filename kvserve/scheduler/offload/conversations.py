@@ -123,8 +123,6 @@ class Conversations:
         num_prompt, first = seq.trigger.next_turn(state, end)
         state = RowState(num_prompt, state.num_computed, state.kv_len, first, state.block_size)
         due = seq.trigger.next_event(state)
-        if seq.trigger.optional_period:  # the gate may have put the event off
-            due = np.maximum(due, known.counters["next_event"])
         due[0] = seq.next_event(computed, int(due[0]), len(known.events))
         target = max(min(seq.num_tokens, int(due[0])), computed)
         log_from = int(seq.trigger.log_from(state, due)[0])
@@ -158,8 +156,6 @@ class Conversations:
             self.count_miss(seq)
             _take_history(seq, gone)
             seq.replay_until = gone.num_tokens
-            if seq.trigger.optional_period:
-                seq.put_off = int(gone.continuation.counters["next_event"])
 
     def count_miss(self, seq: Sequence) -> None:
         """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""

@@ -28,7 +28,6 @@ class SavedRows:
     def save(self, row: int, computed: int, remainder: int) -> SavedRow:
         """Save what a row of ``computed`` tokens holds; its remainder has gone to a place."""
         blocks = self._blocks
-        blocks.drop_spare(np.array([row]))
         blocks.give_back_unused(np.array([row]), np.array([computed]))
         return SavedRow(blocks.save(row), remainder)
 

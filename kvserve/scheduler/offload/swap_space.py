@@ -63,7 +63,6 @@ class SwapSpace:
         leaves = rows.has_remainder(row)
         if leaves and not blocks.remainders.have_free(preempted=True):
             return False
-        blocks.drop_spare(np.array([row]))
         blocks.give_back_unused(np.array([row]), rows.num_computed[row : row + 1])
         device = blocks.named(row)
         if not self._hosted.have_free(len(device)):
@@ -106,6 +105,11 @@ class SwapSpace:
         self._discarded.append(int(parked.host_blocks[0]))
         self._blocks.remainders.release(parked.remainder)
         self.pool.release(parked.host_blocks)
+
+    def discard_all_of(self, gone: SwapSpace) -> None:
+        """Let the device forget what it keeps of the rows in another space, which is given up."""
+        self._discarded += gone._discarded
+        self._discarded += [int(parked.host_blocks[0]) for parked in gone._parked.values()]
 
     def take_tasks(self) -> tuple[tuple[int, ...], tuple[SwapTask, ...], tuple[SwapTask, ...]]:
         """Places discarded, rows swapped out and rows swapped in since the last call."""

@@ -17,11 +17,12 @@ _BULK = 16
 @dataclass(frozen=True)
 class NgramSettings:
     """At most ``num_tokens`` are guessed from what followed the newest ``longest`` to ``shortest``
-    tokens before."""
+    tokens before, while at most ``most_rows`` decode."""
 
     num_tokens: int
     shortest: int
     longest: int
+    most_rows: int = 4
 
 
 class NgramIndex:

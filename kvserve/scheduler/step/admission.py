@@ -123,11 +123,6 @@ class Admission:
             return max(min(length, budget.chunked), 0)
         return length if length <= budget.tokens else 0
 
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether a sequence found too few blocks in the last step."""
-        return self._lacks_blocks is not None
-
     def take_lacking(self) -> Sequence | None:
         """The sequence that found too few blocks in the last step, if one did."""
         seq, self._lacks_blocks = self._lacks_blocks, None

@@ -11,21 +11,7 @@ from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_place
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.offload.hosted_rows import HostedRows
-from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings, DraftModelSpeculation
-from kvserve.scheduler.speculation.lookup import Lookup
-from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.settings import SchedulerSettings
-
-
-def make_speculation(
-    rows: RowTable, blocks: BlockManager, settings: SchedulerSettings
-) -> Speculation | None:
-    """What guesses next tokens, if anything does."""
-    how, budget = settings.speculation, settings.max_num_batched_tokens
-    if isinstance(how, DraftModelSettings):
-        return DraftModelSpeculation(rows, blocks, how, budget)
-    return None if how is None else Lookup(rows, blocks, how, budget)
 
 
 def make_host_memory(settings: SchedulerSettings) -> HostedRows:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.parts import Parts
 from kvserve.scheduler.triggers.trigger import NO_EVENT
@@ -67,10 +65,7 @@ class Departures:
         self._finished.clear()
 
     def preempt(self) -> None:
-        """Preempt a sequence, unless something comes free that no answer needs; end it if it is the
-        only one."""
-        if self._blocks.drop_spare(np.arange(self._rows.num_rows)):
-            return
+        """Preempt a sequence, or end it if it is the only one."""
         rows, n, seq = self._rows, self._rows.num_rows, self._victim()
         if n == 1 and rows.num_unknown[seq.row]:
             rows.num_decoding = 0  # skip it in this step: its unknown token may be its last
@@ -105,10 +100,6 @@ class Departures:
         leaves = self._rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
         if leaves and self._swap.park(seq):
             self.num_swaps += 1
-        self.begin_anew(seq)
-
-    def begin_anew(self, seq: Sequence) -> None:
-        """Send a sequence back to the queue, and free its row and its blocks."""
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
         self._empty_row(seq)

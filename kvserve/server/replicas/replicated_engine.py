@@ -81,6 +81,7 @@ class ReplicatedEngine:
             model.model,
             model.revision,
             model.download_dir,
+            load_format=model.load_format,
             weights=False,
             code=model.trust_remote_code,
         )

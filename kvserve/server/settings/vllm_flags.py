@@ -1,4 +1,4 @@
-"""vLLM's flags that this server does not have, and what to do instead."""
+"""Flags that are not here, and what to do instead: vLLM's, and those that this server had."""
 
 from __future__ import annotations
 
@@ -42,9 +42,13 @@ ABSENT = {
     "--disable-log-stats": "see --log-level",
     "--enable-request-id-headers": "every answer has X-Request-Id",
 }
+REMOVED = {
+    "--gate": "each event runs when it is due; a longer --policy.period has fewer",
+}
 
 
 def why_absent(flag: str) -> str:
-    """What to say behind the name of a flag of vLLM that is not here; nothing of others."""
-    reason = ABSENT.get(flag)
-    return "" if reason is None else f" of vLLM is not here: {reason}"
+    """What to say behind the name of a flag that is not here; nothing of unknown ones."""
+    if flag in REMOVED:
+        return f" was removed: {REMOVED[flag]}"
+    return f" of vLLM is not here: {ABSENT[flag]}" if flag in ABSENT else ""

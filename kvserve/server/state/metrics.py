@@ -224,8 +224,6 @@ class Metrics:
         yield gauge("kv_held_bytes", "Bytes of blocks that requests hold", lambda s: s.bytes_held)
         help = "Bytes of blocks that running requests hold in layers with sliding windows"
         yield gauge("kv_window_bytes", help, lambda s: s.window_bytes)
-        help = "Bytes of blocks that a draft model's entries hold (--speculative-config)"
-        yield gauge("kv_draft_bytes", help, lambda s: s.draft_bytes)
         yield gauge(
             "kv_admission_headroom_blocks",
             "Blocks that new requests can have",

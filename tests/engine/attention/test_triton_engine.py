@@ -60,7 +60,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         launch(kernel, *args, **options)
 
     monkeypatch.setattr(Kernel, "launch", record)
-    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
     fill = decode_inputs.decode_inputs_triton
     monkeypatch.setattr(rank_plan, "select_decode_inputs", lambda: fill)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)

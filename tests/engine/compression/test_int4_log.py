@@ -20,8 +20,7 @@ _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absol
 CASES = [
     Case("kara", {**_KARA, "remainder": "off"}, [(57, 48), (77, 59)]),
     Case("kara", _KARA, []),
-    Case("kara", {**_KARA, "values": "fitted", "remainder": "off", "chunk_budget": 0}, []),
-    Case("kara", {**_KARA, "values": "fitted", "group_aggregate": "max"}, []),
+    Case("kara", {**_KARA, "remainder": "off", "chunk_budget": 0, "group_aggregate": "max"}, []),
     Case("kara", {**_KARA, "group_aggregate": "rms", "query_stride": 2, "buffer": 0}, []),
     Case("snapkv", {"budget": 14, "threshold": 22, "window": 4, **_THRESHOLD}, []),
     Case("snapkv", {"budget": 18, "window": 5, "query_dtype": "int4"}, []),

@@ -19,6 +19,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.models import storage
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.gguf_files import Kind, write_gguf
 
 
 def generate(directory: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -227,14 +228,19 @@ GIGABYTES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", GIGABYTES)
+@pytest.mark.parametrize("kind", [*GIGABYTES, "gguf"])
 def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
     """One gigabyte in one file, as bfloat16; peak resident memory above what was there before."""
-    model_class, sizes = GIGABYTES[kind]
+    model_class, sizes = GIGABYTES["llama" if kind == "gguf" else kind]
     config = model_class.config_class(**SIZES | sizes, architectures=[model_class.__name__])
     model = model_class._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="8GB")
     del model
+    path, size = tmp_path, (tmp_path / "model.safetensors").stat().st_size
+    assert size > 1e9
+    if kind == "gguf":  # a quarter of the size, widened
+        kinds = dict.fromkeys(("q_proj", "k_proj", "gate_proj", "down_proj", "lm_head"), Kind.Q4_0)
+        path = write_gguf(tmp_path, tmp_path / "model.gguf", "llama", kinds)
     script = """
         import sys, torch
         from pathlib import Path
@@ -246,16 +252,14 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
             lines = Path("/proc/self/status").read_text().splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
-        directory = Path(sys.argv[1])
-        spec = read_spec(directory)
+        path = Path(sys.argv[1])
+        spec = read_spec(path)
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = status("VmRSS")
-        model = load_model(directory, ModelConfig(), spec, torch.bfloat16, "cpu")
+        model = load_model(path, ModelConfig(), spec, torch.bfloat16, "cpu")
         print(status("VmHWM") - before)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    assert size > 1e9
     print(f"peak / size: {int(done.stdout) / size:.3f}")
     assert 0.95 * size < int(done.stdout) < 1.1 * size

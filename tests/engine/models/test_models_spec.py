@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.spec import ModelSpec, RopeSpec, parse_spec
+from kvserve.engine.models.spec import ModelSpec, RopeSpec, architecture_of, parse_spec
 
 LLAMA2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -328,3 +328,24 @@ def test_rope(raw: dict[str, Any], expected: RopeSpec) -> None:
 def test_what_dynamic_rope_lets_prompts_share(prompt: int, shareable: int) -> None:
     spec: ModelSpec = parse_spec(INTERNLM25, "config.json")
     assert spec.num_shareable(prompt) == shareable
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),
+        ("internlm2", "InternLM2ForCausalLM"),
+        ("nothing", "(none)"),
+    ],
+)
+def test_a_model_type_stands_for_architectures(model_type: str, architecture: str) -> None:
+    """As configs have it that transformers made of a GGUF file."""
+    assert architecture_of({"model_type": model_type}) == architecture
+    assert architecture_of({"model_type": model_type, "architectures": ["A"]}) == "A"
+
+
+def test_a_config_without_architectures_is_read() -> None:
+    raw = {**LLAMA31, "architectures": None, "model_type": "llama"}
+    assert parse_spec(raw, "x") == parse_spec(LLAMA31, "x")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.policies import registry
-from kvserve.engine.policies.base import Policy, PolicyError, UnevenPolicy, argument, integers
-from kvserve.engine.policies.budgeted import BudgetedPolicy, WindowVotes
+from kvserve.engine.policies.base import Policy, PolicyError, argument, integers
+from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
@@ -75,10 +75,11 @@ class Recent(BudgetedPolicy):
 
 
 @dataclass(frozen=True)
-class Votes(WindowVotes, BudgetedPolicy, UnevenPolicy):
-    """Put together from the mixins that there were."""
+class Votes(BudgetedPolicy):
+    """Scores by the newest queries."""
 
     name: ClassVar[str] = "votes"
+    protects: ClassVar[str] = "window"
 
     window: int = argument(4, "newest entries", least=1)
     query_reduce: str = argument("heads", "logged", choices=("heads", "group_mean"))

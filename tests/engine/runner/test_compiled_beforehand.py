@@ -18,8 +18,8 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.dispatch import UNALIGNED, VARYING, Kernel
 from kvserve.scheduler.layout import Granularity
-from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.guesses import always_guess
+from tests.checkpoints import random_prompts
+from tests.engine.guesses import LOOKUP, always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
 
 WINDOW = {"budget": 16, "window": 4}
@@ -99,20 +99,16 @@ def test_nothing_is_compiled_for_a_request(
 def test_nothing_is_compiled_for_guesses(
     policy: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of any lengths, and forwards of a draft model of another shape."""
+    """Chunks of any lengths."""
     launched = noted(monkeypatch)
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    draft = write_checkpoint("llama", tmp_path / "draft", **shape)
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     how = {"num_gpu_blocks_override": 2000, "cudagraph_capture_sizes": sizes}
-    llm = small_engine(tmp_path, CASES[policy], speculative_config=config, **how)
+    lookup = LOOKUP | {"prompt_lookup_min": 1}
+    llm = small_engine(tmp_path, CASES[policy], speculative_config=lookup, **how)
     core = llm.engine.core
-    drafts = core.runner.draft
-    assert drafts is not None
-    for graphs in (core.runner.graphs, drafts.steps):
-        if isinstance(graphs, DecodeGraphs):  # as a capture does
-            for captured in [*graphs._steps.values(), *graphs._chunks.values()]:
-                captured.run()
+    if isinstance(core.runner.graphs, DecodeGraphs):  # as a capture does
+        graphs = core.runner.graphs
+        for captured in [*graphs._steps.values(), *graphs._chunks.values()]:
+            captured.run()
     prepared = make_policy(CASES[policy]).for_model(3, 4)
     warm_up(core.runner, prepared, core.info.max_model_len, max_tokens=32)
     before = set(launched)

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError
-from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.guesses import always_guess
+from tests.checkpoints import random_prompts
+from tests.engine.guesses import LOOKUP, always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 
 ATEN = torch.ops.aten
@@ -126,24 +126,22 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
 
 @pytest.mark.usefixtures("on_a_device")
 @pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "captured"])
-def test_a_draft_model_waits_for_nothing(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    """Its guesses stay on the device until the step's tokens come, and are checked there."""
-    draft = write_checkpoint("llama", tmp_path / "draft", num_hidden_layers=2)
-    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    how = {"speculative_config": config, "cudagraph_capture_sizes": sizes}
+def test_guesses_are_checked_without_waits(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """The device sees for itself how many were right."""
+    how = {
+        "speculative_config": LOOKUP | {"prompt_lookup_min": 1},
+        "cudagraph_capture_sizes": sizes,
+    }
     llm = small_engine(tmp_path, KARA, **how)
     always_guess(llm)
     with nothing_is_waited_for():
         llm.generate(
             random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN, GREEDY, GREEDY], use_tqdm=False
         )
-    assert llm.stats().draft_tokens_total > llm.stats().accepted_tokens_total > 0
-    runner = llm.engine.core.runner
-    assert runner.draft is not None
-    graphs, steps = runner.graphs, runner.draft.steps
-    assert (graphs is None) == (steps is None) == (not sizes)
-    if graphs is not None and steps is not None:
-        assert min(graphs.chunk_replays, steps.chunk_replays, steps.replays) > 2
+    assert llm.stats().draft_tokens_total >= llm.stats().accepted_tokens_total > 0
+    graphs = llm.engine.core.runner.graphs
+    assert (graphs is None) == (not sizes)
+    assert graphs is None or graphs.chunk_replays > 2
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")

@@ -3,7 +3,7 @@ happened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.core import engine_core
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.step.recovery import start_over
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
 from tests.engine.test_pressure import POISON
@@ -72,7 +74,7 @@ PLACES: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_the_newest_ends_and_the_others_go_on(
-    llama_dir: Path, place: str, policy: Any, overlaps: bool
+    llama_dir: Path, place: str, policy: Any, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if policy == "none" and place in ("an event", "a swap"):
         pytest.skip("none has no events, and swaps nothing")
@@ -85,13 +87,12 @@ def test_the_newest_ends_and_the_others_go_on(
     if place == "a swap":
         preempt_in_step(llm, 45)
     failed = fail_once(operator(core.runner), name, lambda: when(steps[-1]))
-    give_up = core.scheduler.give_up
 
-    def spoil(output: SchedulerOutput, among: Collection[int] | None = None) -> Any:
+    def spoil(*args: Any) -> Any:
         core.runner.cache.kv[1:] = POISON  # nothing of it may be relied on
-        return give_up(output, among)
+        return start_over(*args)
 
-    core.scheduler.give_up = spoil  # type: ignore[method-assign]
+    monkeypatch.setattr(engine_core, "start_over", spoil)
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert failed
     reasons = [output.outputs[0].finish_reason for output in found]

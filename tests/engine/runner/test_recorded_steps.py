@@ -200,7 +200,7 @@ def test_guesses_are_verified_by_tapes(llama_dir: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_tapes_of_chunks_are_recorded_at_the_start(llama_dir: Path) -> None:
+def test_few_tapes_hold_chunks_of_any_lengths(llama_dir: Path) -> None:
     """Whose chunks they are, and how long each is, is told when it is played."""
     params = [
         SamplingParams(temperature=0.0, max_tokens=150 + i, ignore_eos=True) for i in range(4)
@@ -208,7 +208,6 @@ def test_tapes_of_chunks_are_recorded_at_the_start(llama_dir: Path) -> None:
     plain = answers(run(make_plain(llama_dir, KARA), params))
     llm, _ = guessing(llama_dir, KARA, plain)
     steps, seen = recorded_steps(llm), set()
-    recorded = set(steps._tapes)
     forward = steps.chunks
 
     def noted(
@@ -219,11 +218,8 @@ def test_tapes_of_chunks_are_recorded_at_the_start(llama_dir: Path) -> None:
 
     steps.chunks = noted  # type: ignore[method-assign]
     assert answers(run(llm, params)) == plain
-    assert steps.chunk_replays > 5 and steps._tapes.keys() == recorded
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "recorded steps"]
-    assert row[1] == f"decodes, {len(recorded)} shapes, at the start"
     shapes = {(*steps._padded(len(each) - 1, sum(each[:-1])), each[-1]) for each in seen}
-    assert len(shapes) < len(seen) / 2
+    assert shapes <= steps._tapes.keys() and len(shapes) < len(seen) / 2
 
 
 @pytest.mark.parametrize("lengths", [[6, 1, 1, 1], [9], [1, 2, 7, 1, 3], [8] * 4, [5] * 8], ids=str)

@@ -21,13 +21,12 @@ from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.guesses import SPECULATIVE, Oracle, always_guess
+from tests.engine.guesses import LOOKUP, SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
-LOOKUP = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -117,9 +116,11 @@ def test_a_grammar_beside_guesses() -> None:
         SamplingParams(max_tokens=40, seed=7, structured_outputs=wanted),
         SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=["zzz"]),
     ]
+    guesses = LLM("kvserve/tiny", speculative_config={**LOOKUP, "prompt_lookup_min": 1})
+    always_guess(guesses)
     plain, found = (
-        LLM("kvserve/tiny", speculative_config=config).generate(["a a", "b " * 9], params)
-        for config in ({}, {**LOOKUP, "prompt_lookup_min": 1})
+        llm.generate(["a a", "b " * 9], params, use_tqdm=False)
+        for llm in (LLM("kvserve/tiny"), guesses)
     )
     for one, other in zip(found, plain, strict=True):
         same(one, other)
@@ -201,9 +202,9 @@ def test_chunks_are_captured_too(
     batch, steps = llm.engine.core.runner.batch, list[SchedulerOutput]()
     build = batch.build
 
-    def noted(output: SchedulerOutput, guesses: Any = None) -> Any:
+    def noted(output: SchedulerOutput) -> Any:
         steps.append(output)
-        return build(output, guesses)
+        return build(output)
 
     batch.build = noted  # type: ignore[method-assign]
     found = run(llm, params)
@@ -223,6 +224,7 @@ def test_a_step_that_fails_or_finds_no_memory(llama_dir: Path) -> None:
 
     def failing(output: Any) -> Any:
         steps[0] += 1
+        oracle.attach()
         if steps[0] in (9, 14):
             assert output.drafts is not None
             launch(output)
@@ -258,8 +260,8 @@ def test_guesses_leave_room_for_prompts(llama_dir: Path) -> None:
 
 def test_settings_are_named(llama_dir: Path) -> None:
     for given, named in (
-        ({"method": "eagle"}, "method: must be ngram or draft_model"),
-        ({"method": "ngram", "model": "x"}, "model: belongs to the method draft_model"),
+        ({"method": "draft_model", "model": "x"}, "method: must be ngram, got 'draft_model'"),
+        ({"method": "ngram", "model": "x"}, "model: is unknown"),
         ({"method": "ngram"}, "num_speculative_tokens: must be a whole number from 1"),
         ({**SPECULATIVE, "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({**SPECULATIVE, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min: 4"),

@@ -187,24 +187,6 @@ def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def test_addresses_are_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSERVE_CHECK_ADDRESSES", "1")
-    case = Case(2, 1, 2, 16, 16, torch.float32, [40, 40], [3, 1])
-    case.assert_same()
-    freed = case.tables.clone()
-    freed[case.rows[1], 1, 2] = 0
-    freed, case.tables = case.tables, freed
-    with pytest.raises(IndexError, match=r"block 0 in tables \[3, 2, 3\] .* a cache \[40, 16, 1, "):
-        case.triton()
-    case.tables = freed
-    case.last[0, 0] = 48
-    with pytest.raises(IndexError, match=r"entry 48 is not in tables \[3, 2, 3\] of blocks of 16"):
-        case.triton()
-    case.rows = torch.tensor([1, 3])
-    with pytest.raises(IndexError, match=r"rows \[1, 3\] are not all in tables \[3, 2, 3\]"):
-        case.triton()
-
-
 def test_refusals() -> None:
     case = Case(1, 2, 2, 16, 16, torch.float32, [40, 40])
     with pytest.raises(ValueError, match=r"shape \[2, 4, 8\]"):

@@ -8,9 +8,9 @@ import torch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.int4_log import quantize
-from kvserve.kernels.scores.fitted_remainder import probs_of
+from kvserve.kernels.scores.fitted_remainder import log_probs_of
 from kvserve.kernels.scores.window_scores import window_scores_torch
-from kvserve.kernels.scores.window_scores_triton import given_triton, window_scores_triton
+from kvserve.kernels.scores.window_scores_triton import log_given_triton, window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from tests.kernels.on_triton.test_triton_paged_attention import TOLERANCE, Case
 from tests.kernels.test_remainder import random_remainder
@@ -56,6 +56,8 @@ def test_what_scoring_finds_on_its_way() -> None:
     scores, expected = window_scores_triton(*how, ours), window_scores_torch(*how, theirs)
     for found, wanted in zip((scores, *ours), (expected, *theirs), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    given = given_triton(log, keys[..., :1, :], theirs.log_sums, 0.3)
-    probs = probs_of(log, keys[..., :1, :], theirs.log_sums, 0.3)
-    torch.testing.assert_close(given, probs.sum(dim=(-3, -2)), rtol=1e-4, atol=1e-5)
+    for sharp in (1.0, 300.0):  # the sum itself is then less than any float
+        one = keys[..., :1, :] * -sharp
+        given = log_given_triton(log, one, theirs.log_sums, 0.3)
+        logits = log_probs_of(log, one, theirs.log_sums, 0.3)
+        torch.testing.assert_close(given, logits.logsumexp(dim=(-3, -2)), rtol=1e-4, atol=1e-4)

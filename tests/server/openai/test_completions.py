@@ -141,7 +141,6 @@ def test_kv_cache_details(server: RunningServer) -> None:
         "held_bytes": 0,
         "window_bytes": 0,
         "log_bytes": 0,
-        "draft_bytes": 0,
         "coded_entries": 0,
         "codebook_entries": 0,
         "resumed_tokens": 0,

