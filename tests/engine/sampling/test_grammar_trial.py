@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,9 @@ import pytest
 
 from bench.soak.bombs import CHAINS, nested, references, rules
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.sampling import grammar_trial
 from kvserve.engine.sampling.grammar_backends import BackendSource
+from kvserve.engine.sampling.grammar_helper import WALL_SECONDS
 from kvserve.engine.sampling.grammar_trial import GrammarTrial
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -104,3 +107,24 @@ def test_a_helper_that_was_killed_is_started_again(trial: GrammarTrial) -> None:
     trial._process.kill()
     trial._process.wait()
     trial.check(StructuredOutput("regex", "b+"))
+
+
+def test_a_helper_that_stands_still_is_replaced(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with a grammar waited without end."""
+    trial.check(StructuredOutput("regex", "c+"))
+    stopped, start = trial._process, GrammarTrial._running
+    assert stopped is not None
+    stopped.send_signal(signal.SIGSTOP)
+
+    def running(own: GrammarTrial) -> subprocess.Popen[str]:
+        process = start(own)
+        monkeypatch.setattr(
+            grammar_trial, "REPLY_SECONDS", 0.1 if process is stopped else 3 * WALL_SECONDS
+        )
+        return process
+
+    monkeypatch.setattr(GrammarTrial, "_running", running)
+    trial.check(StructuredOutput("regex", "d+"))
+    assert trial._process is not stopped and stopped.poll() is not None
