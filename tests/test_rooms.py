@@ -24,7 +24,7 @@ FLOORS = {
         ("settings", "parsers"),
         ("state",),
         ("openai",),
-        ("ui",),
+        ("anthropic", "ui"),
         ("http",),
         ("replicas",),
         ("cli",),

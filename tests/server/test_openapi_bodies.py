@@ -23,6 +23,7 @@ QUICK = settings(
 WHOLE = settings(QUICK, max_examples=3000)
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/abort_requests"),
 )
 ANYTHING = st.recursive(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import thread_time
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,9 @@ _LIMITS: Any = {
 }
 """What llguidance may spend on one grammar: some 50 MiB, and some 0.1 s in a step."""
 _TRIAL_TOKENS = 8
+_SLOW, _SLOW_IN_A_ROW = 0.01, 6
+"""CPU seconds for a mask from which on it is slow, and how many masks in a row may not be. Those of
+ordinary grammars take .0004 in the middle, and some take .02 once; all rows of a step wait."""
 _STOPPED = dict.fromkeys(
     ("NoExtension", "NoExtensionBias"), "no text matches it: no token may come next"
 )
@@ -127,11 +131,40 @@ def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> M
 def compile_and_try(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
     """Compile a grammar and follow it for a few tokens, with masks of ``words`` numbers.
 
-    So a grammar that would fail or take long in a step, which all sequences share, fails here.
+    So a grammar that would fail or take long in a step, which all sequences share, fails here. One
+    whose masks become slow later fails then.
     """
-    make = compile(wanted)
-    _walk(make(), words)
-    return make
+    make, meter = compile(wanted), _Meter()
+    _walk(_Metered(make(), meter), words)
+    return lambda: _Metered(make(), meter)
+
+
+class _Meter:
+    """How many masks of one grammar were slow in a row, for whatever sequences."""
+
+    in_a_row = 0
+
+    def add(self, seconds: float) -> None:
+        self.in_a_row = self.in_a_row + 1 if seconds > _SLOW else 0
+        self.check()
+
+    def check(self) -> None:
+        if self.in_a_row >= _SLOW_IN_A_ROW:
+            raise ValueError(f"it takes more than {1000 * _SLOW:g} ms for each token; shorten it")
+
+
+class _Metered:
+    """A matcher that fails where its grammar is too slow."""
+
+    def __init__(self, matcher: Matcher, meter: _Meter) -> None:
+        self._matcher, self._meter = matcher, meter
+        self.accept = matcher.accept
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        self._meter.check()
+        started = thread_time()
+        self._matcher.fill(mask)
+        self._meter.add(thread_time() - started)
 
 
 def _walk(matcher: Matcher, words: int) -> None:

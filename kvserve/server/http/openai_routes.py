@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -25,7 +25,7 @@ from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
 from kvserve.server.openai.logprobs import Echo, chat_logprobs, leave_prompt_only, prompt_logprobs
 from kvserve.server.openai.prompts import decode, encode, truncate
-from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest, log_once
 from kvserve.server.openai.response_items import ResponseWriter, response_head
 from kvserve.server.openai.responses import (
     Json,
@@ -45,11 +45,14 @@ from kvserve.server.state.server_state import ServerState
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
+_HEADER_MOST = 1000
+_Answer = TypeVar("_Answer", bound=Response)
+
 
 @router.post("/completions", responses=streamed(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
-    state, model = _admit(body, request)
+    state, model = admit(body, request)
     params = body.sampling_params(state.default_sampling, client=CLIENT.get())
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
@@ -87,7 +90,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 @router.post("/chat/completions", responses=streamed(ChatCompletion))
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    state, model = _admit(body, request)
+    state, model = admit(body, request)
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
@@ -117,7 +120,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             param="kv_trace",
             code="unsupported_field",
         )
-    state, model = _admit(chat, request)
+    state, model = admit(chat, request)
     request_id = name_request(chat, request, "resp")
     try:
         plan = await plan_chat(state, chat)
@@ -129,13 +132,14 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
     if body.stream:
-        return await stream_response(
+        stream = await stream_response(
             generation, writer, request.receive, state.options.ping_interval
         )
+        return say_skipped(body.skipped(), stream)
 
     def answer(outputs: list[RequestOutput]) -> Response:
         writer.advance(outputs[0])
-        return json_response(writer.body(outputs[0]))
+        return say_skipped(body.skipped(), json_response(writer.body(outputs[0])))
 
     return await generation.finish(request.receive, answer)
 
@@ -161,7 +165,7 @@ async def get_model(name: str, request: Request) -> Response:
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
+def admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
     """Refuse what can be refused without looking at the prompt."""
     state: ServerState = request.app.state.server
     state.check_health()
@@ -169,6 +173,15 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state.check_allowed(body.kv_policy)
     state.check_trace(body.kv_trace)
     return state, model
+
+
+def say_skipped(skipped: Sequence[str], answer: _Answer) -> _Answer:
+    """The answer, with a header that names what of the request this server does not do."""
+    if skipped:
+        names = ", ".join(skipped)[:_HEADER_MOST].encode("ascii", "replace").decode()
+        answer.headers["X-Kvserve-Skipped"] = names
+        log_once(f"requests ask for what this server does not do, and is skipped: {names}")
+    return answer
 
 
 def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:

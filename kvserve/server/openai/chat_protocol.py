@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvserve.log import RequestError
 from kvserve.sampling_params import MAX_LOGPROBS
 from kvserve.server.openai.fields import Content, FirstFault
-from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.openai.protocol import GenerationRequest, parse
 from kvserve.server.openai.structured import GUIDED
 
 
@@ -163,6 +165,21 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse_chat(given: dict[str, Any], own_names: Mapping[Any, str]) -> ChatCompletionRequest:
+    """The chat request that another API's request stands for; fields that are ``None`` are left
+    out. Errors name the other API's fields (``own_names``)."""
+    try:
+        return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+    except RequestValidationError as exc:
+        first, *_ = exc.errors()
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError) and cause.param in own_names:
+            raise cause.renamed(own_names) from None
+        body, *path = first["loc"]
+        renamed = {**first, "loc": (body, *(own_names.get(part, part) for part in path))}
+        raise RequestValidationError([renamed]) from None
 
 
 class TokenizeChatRequest(ChatPrompt):

@@ -73,7 +73,7 @@ _SAMPLING_FIELDS = (
     "speculation",
 )
 
-_unknown_fields: set[str] = set()
+_logged: set[str] = set()
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -141,7 +141,7 @@ class GenerationRequest(BaseModel):
                     f"{name} is not supported; leave it out", param=name, code="unsupported_field"
                 )
             if name not in _REFUSED and name not in _IGNORED:
-                _log_once(name)
+                log_once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
         self.answer_form  # noqa: B018  # read here, beside the event loop if the body is large
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
@@ -242,10 +242,10 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-def _log_once(name: str) -> None:
-    if name not in _unknown_fields and len(_unknown_fields) < 1000:
-        _unknown_fields.add(name)
-        logger.warning("requests carry the unknown field %.100r, which is ignored", name)
+def log_once(message: str) -> None:
+    if message not in _logged and len(_logged) < 1000:
+        _logged.add(message)
+        logger.warning("%s", message)
 
 
 def parse(kind: type[_Model], body: dict[str, Any]) -> _Model:
