@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -46,6 +47,7 @@ from kvserve.server.state.server_state import ServerState
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
 _HEADER_MOST = 1000
+_NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
 _Answer = TypeVar("_Answer", bound=Response)
 
 
@@ -178,7 +180,7 @@ def admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
 def say_skipped(skipped: Sequence[str], answer: _Answer) -> _Answer:
     """The answer, with a header that names what of the request this server does not do."""
     if skipped:
-        names = ", ".join(skipped)[:_HEADER_MOST].encode("ascii", "replace").decode()
+        names = _NOT_IN_HEADERS.sub("?", ", ".join(skipped)[:_HEADER_MOST])
         answer.headers["X-Kvserve-Skipped"] = names
         log_once(f"requests ask for what this server does not do, and is skipped: {names}")
     return answer

@@ -163,6 +163,14 @@ def test_codex_and_its_tools(server: RunningServer) -> None:
         assert '"function_call"' in answer.text
 
 
+def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> None:
+    tools = [{"type": "a\r\nX-Evil: 1\u00e9"}, {"type": "b" * 9000}]
+    answer = server.http.post("/v1/responses", json={"input": "SAY[x]", "tools": tools})
+    assert answer.status_code == 200 and "X-Evil" not in answer.headers
+    said = answer.headers["X-Kvserve-Skipped"]
+    assert said.startswith("tools[0] (a??X-Evil: 1?), tools[1] (bbb") and len(said) == 1000
+
+
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
