@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvserve.json_schema import COMPACT
+from kvserve.json_schema import COMPACT, ignored_by_xgrammar
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
 
@@ -268,6 +268,8 @@ def xgrammar(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     def compiled(wanted: StructuredOutput) -> Any:
         if wanted.kind in ("json", "json_object"):
             schema = wanted.value or '{"type": "object"}'
+            if ignored := ignored_by_xgrammar(json.loads(schema)):
+                raise ValueError(f"Unimplemented keys: {json.dumps(ignored)}")
             separators = (COMPACT["item_separator"], COMPACT["key_separator"])
             return compiler.compile_json_schema(
                 schema, any_whitespace=False, separators=separators, strict_mode=False
@@ -277,6 +279,8 @@ def xgrammar(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
         if wanted.kind == "choice":
             options = " | ".join(map(json.dumps, json.loads(wanted.value)))
             return compiler.compile_grammar(f"root ::= {options}")
+        if wanted.kind == COMPOSED:
+            raise ValueError("tools beside an answer's form need --grammar-backend llguidance")
         return compiler.compile_grammar(wanted.value)
 
     def compile(wanted: StructuredOutput) -> MakeMatcher:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.fields import FirstFault
+from kvserve.server.openai.fields import FirstFault, Strings
 
 OWN_NAMES: dict[Any, str] = {
     "max_completion_tokens": "max_tokens",
@@ -26,12 +26,14 @@ _BILLING = "x-anthropic-billing-header:"
 """Begins a part of Claude Code's system prompt that is for Anthropic's accounts. It differs in each
 request, and no prefix would be found again."""
 
+Blocks = Annotated[list[dict[str, Any]], FirstFault()]
+
 
 class MessageParam(BaseModel):
     """One message; ``content`` is a text or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[dict[str, Any]], FirstFault()]
+    content: str | Blocks
 
 
 class MessagesTool(BaseModel):
@@ -74,12 +76,12 @@ class MessagesRequest(BaseModel):
     model: str | None = None
     messages: Annotated[list[MessageParam], FirstFault()]
     max_tokens: int | None = Field(default=None, ge=1)
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Blocks | None = None
     tools: Annotated[list[MessagesTool], FirstFault()] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
