@@ -34,9 +34,10 @@ SITE := .venv-docs
 # Kernels compile with the installed Triton, and with the one of CUDA builds of torch 2.11.
 OTHER_TRITON := .triton-3.6.0
 INSTALL = $(PIP) install $(addprefix -c ,$(CONSTRAINTS))
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS)
+# A module's tests run in one process, so that what they share is made once.
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadscope
 
-.PHONY: help venv install dev run model test test-long soak acceptance lint format docs docs-site bench gpu-check bench-gpu peers clean distclean
+.PHONY: help venv install dev run model test test-long soak acceptance lint format docs-site bench gpu-check bench-gpu peers clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
@@ -62,28 +63,23 @@ test-long: $(DEV_DONE) $(OTHER_TRITON)/triton $(SITE)/.installed ## run all test
 	$(PYTEST) -m "" $(ARGS)
 
 soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json --page build/soak.md $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
 acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
 	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
 
-lint: $(DEV_DONE) ## ruff, its formatter's check, mypy
-	@status=0; for tool in "ruff check ." "ruff format --check ." mypy; do \
+lint: $(DEV_DONE) ## ruff, its formatter's check, mypy, and who imports whom
+	@status=0; for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \
 		echo "$$tool"; $(BIN)/$$tool || status=1; done; exit $$status
 
 format: $(DEV_DONE) ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(RUN_DONE) ## write docs/policies.md, docs/compatibility.md and docs/reference
-	$(BIN)/kvserve policies --markdown > docs/policies.md.new
-	mv docs/policies.md.new docs/policies.md
-	$(BIN)/kvserve policies --compatibility > docs/compatibility.md.new
-	mv docs/compatibility.md.new docs/compatibility.md
-	$(BIN)/python -m kvserve.server.reference docs/reference
-
 # In an environment of its own: what builds pages has no business beside torch.
-docs-site: $(SITE)/.installed ## build the docs as a site in build/site, strict and offline (ARGS)
+docs-site: $(RUN_DONE) $(SITE)/.installed ## build the docs as a site in build/site, strict and offline (ARGS)
+	rm -rf build/pages
+	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
 # With matplotlib there, a plot too.
@@ -102,7 +98,7 @@ peers: $(RUN_DONE) ## install what kvserve is measured against, in .peers (6 GB)
 	$(BIN)/python -m bench.peers.install $(ARGS)
 
 clean: ## remove caches and build outputs
-	rm -rf build dist kvserve.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist kvserve.egg-info .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find kvserve tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and the virtual environments

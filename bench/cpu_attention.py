@@ -1,11 +1,14 @@
-"""How fast decode attention reads a CPU's blocks, beside a plain sum of the same memory.
+"""How fast a CPU attends, does the parts of an event, and multiplies matrices.
 
     python -m bench.cpu_attention --save-result bench/results/DATE-cpu-attention.json
+    python -m bench.cpu_attention --part events --save-result bench/results/DATE-cpu-events.json
+    python -m bench.cpu_attention --part products --save-result bench/results/DATE-cpu-products.json
 
-Each case has a pool of blocks that rows hold in random order, larger than a CPU's caches. Its
-layers are read one after another, as a step reads them: by attention, by a sum of the blocks in
-the same order (``block_sum.cpp``), and from end to end by torch's sum. A figure is the median
-turn's, and a ratio that of a turn.
+Attention reads blocks that rows hold in random order, in a pool larger than a CPU's caches, beside
+a sum of the same blocks in the same order (``block_sum.cpp``) and torch's sum from end to end. Of
+each row in turn an event gathers keys, scores a window of 128 queries from the 4-bit log, and moves
+half of the entries, beside a copy of as many bytes. Products are those of all layers of a model,
+compiled, oneDNN's and torch's. Everything takes turns; a figure is the median turn's.
 """
 
 from __future__ import annotations
@@ -15,32 +18,42 @@ import ctypes
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
-from itertools import pairwise, product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.device.pages import use_large_pages
+from kvserve.engine.models.linear import linear, packed
+from kvserve.entry_format import FORMATS, EntryFormat, entry_format
+from kvserve.kernels.cpu.move_kv import gather_keys, move_kv
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
-from kvserve.kernels.entry_format import FORMATS, EntryFormat, entry_format
+from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
+from kvserve.kernels.scores.window_scores import window_scores
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
 HEADS = {"32x2": (32, 2, 4), "64x3": (64, 3, 4), "64x7": (64, 7, 2), "128x4": (128, 4, 8)}
 """Of the shapes 4m, 79m, Qwen2.5-0.5B and Llama-3-8B: dimension, queries a KV head, KV heads."""
 ROWS = {"16x2048": (16, 2048), "64x1024": (64, 1024), "1x8192": (1, 8192)}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LENGTH, WINDOW, LAYERS = 2048, 128, 4  # of a row that has an event
+PRODUCTS = ("compiled", "oneDNN", "torch")
 COLUMNS = (
-    Column("heads", "heads", left=True),
-    Column("rows", "rows", left=True),
-    Column("form", "form", left=True),
+    *(Column(name, name, left=True) for name in ("heads", "rows", "form", "shape", "dtype")),
+    *(Column("part", "part", left=True), Column("tokens", "tokens", ",d")),
+    Column("ms", "ms", ".2f"),
+    *(Column(f"{name} ms", f"{name}_ms", ",.2f") for name in PRODUCTS),
     Column("GB/s", "gb_s", ".1f"),
     Column("blocks GB/s", "blocks_gb_s", ".1f"),
     Column("of blocks", "of_blocks", ".2f"),
@@ -49,7 +62,26 @@ COLUMNS = (
     Column("spread", "spread", left=True),
     Column("million entries/s", "entries_m_s", ".1f"),
     Column("of bfloat16's", "of_bfloat16", ".2f"),
+    Column("copy GB/s", "copy_gb_s", ".1f"),
+    Column("of a copy", "of_copy", ".2f"),
+    *(Column("GFLOP/s", "gflop_s", ".0f"), Column("compiled GFLOP/s", "gflops", ",.0f")),
+    Column("oneDNN / compiled", "vs_onednn", ".2f"),
+    Column("torch / compiled", "vs_torch", ".2f"),
 )
+Figures = dict[str, Any]
+
+
+def seconds_of(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of each, one after the other."""
+    found = []
+    for run in runs:
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return found
+
+
+# ---- attention --------------------------------------------------------------------------------
 
 
 def compiled_block_sum() -> Any:
@@ -78,7 +110,7 @@ def filled_pool(shape: tuple[int, ...], form: EntryFormat, dim: int, dtype: torc
     return pool
 
 
-class Case:
+class Reads:
     """One pool, and what reads it."""
 
     def __init__(self, heads: str, rows: str, form: str, mib: int, block_sum: Any) -> None:
@@ -89,17 +121,15 @@ class Case:
         num_blocks = batch * columns + 1
         lane = self.form.lane_bytes(BLOCK, dim)
         layers = max(1, round(mib * 2**20 / (lane * kv_heads * num_blocks)))
-        quantized = self.form.quantized
-        block = (lane * kv_heads,) if quantized else (2, BLOCK, kv_heads, dim)
-        pool = filled_pool((num_blocks, layers, *block), self.form, dim, dtype)
-        if quantized:
-            blocks = QuantizedBlocks(pool, self.form, BLOCK, dim)
+        block = (lane * kv_heads,) if self.form.quantized else (2, BLOCK, kv_heads, dim)
+        self.pool = filled_pool((num_blocks, layers, *block), self.form, dim, dtype)
+        if self.form.quantized:
+            blocks = QuantizedBlocks(self.pool, self.form, BLOCK, dim)
             self.layers: list[Any] = [blocks.layer(layer) for layer in range(layers)]
         else:
-            self.layers = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(layers)]
-        self._block_sum = block_sum
-        self._pool = pool
-        self.words = pool.view(-1).view(torch.uint8).view(torch.int64)
+            self.layers = [(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(layers)]
+        self.block_sum = block_sum
+        self.words = self.pool.view(-1).view(torch.uint8).view(torch.int64)
         self.query = torch.randn(batch, kv_heads * group, dim).to(dtype)
         self.tables = (torch.randperm(num_blocks - 1) + 1).int().view(1, batch, 1, columns)
         last = torch.full((1, 1, batch), context - 1)
@@ -114,94 +144,189 @@ class Case:
 
     def sum_blocks(self) -> None:
         """Read what attention reads, in its order."""
-        pool, blocks = self._pool, self.tables.view(-1)
-        stride, size = (pool.stride(at) * pool.itemsize for at in (0, 1))
-        for layer in range(pool.shape[1]):
-            start = pool.data_ptr() + layer * size
-            self._block_sum(start, blocks.data_ptr(), len(blocks), stride, size)
+        blocks = self.tables.view(-1)
+        stride, size = (self.pool.stride(at) * self.pool.itemsize for at in (0, 1))
+        for layer in range(self.pool.shape[1]):
+            start = self.pool.data_ptr() + layer * size
+            self.block_sum(start, blocks.data_ptr(), len(blocks), stride, size)
 
-    def turn(self) -> tuple[float, ...]:
-        """Seconds of attention, of a sum of blocks and of a sum, in turns."""
-        times = [time.perf_counter()]
-        for read in (self.attend, self.sum_blocks, self.words.sum):
-            read()
-            times.append(time.perf_counter())
-        return tuple(end - start for start, end in pairwise(times))
+    def figures(self, repeat: int) -> Figures:
+        runs = (self.attend, self.sum_blocks, self.words.sum)
+        turns = [seconds_of(runs) for _ in range(repeat + 1)][1:]
+        own, blocks, summed = (median(seconds) for seconds in zip(*turns, strict=True))
+        ratios = [self.bytes / self.words.nbytes * end / start for start, _, end in turns]
+        return {
+            **{"gb_s": 1e-9 * self.bytes / own, "blocks_gb_s": 1e-9 * self.bytes / blocks},
+            "of_blocks": median(blocks_s / own_s for own_s, blocks_s, _ in turns),
+            **{"sum_gb_s": 1e-9 * self.words.nbytes / summed, "of_sum": median(ratios)},
+            "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
+            "entries_m_s": 1e-6 * self.entries / own,
+        }
 
 
-class Reading:
-    """The runs of one command."""
+def attention(args: argparse.Namespace) -> Iterator[Figures]:
+    block_sum = compiled_block_sum()
+    for heads, rows in product(args.heads, args.rows):
+        plain = 0.0
+        for form in args.forms:
+            torch.manual_seed(0)
+            row = Reads(heads, rows, form, args.mib, block_sum).figures(args.repeat)
+            plain = row["entries_m_s"] if form == "bfloat16" else plain
+            row["of_bfloat16"] = row["entries_m_s"] / plain if plain else None
+            yield {"heads": heads, "rows": rows, "form": form, **row}
+
+
+# ---- events -----------------------------------------------------------------------------------
+
+
+def events(args: argparse.Namespace) -> Iterator[Figures]:
+    for heads, dtype in product(args.heads, args.dtypes):
+        torch.manual_seed(0)
+        for row in _event_parts(heads, DTYPES[dtype], args.mib, args.repeat):
+            yield {"heads": heads, "dtype": dtype, **row}
+
+
+def _event_parts(heads: str, dtype: torch.dtype, mib: int, repeat: int) -> Iterator[Figures]:
+    dim, group, kv_heads = HEADS[heads]
+    rows = max(1, mib * 2**20 // (LENGTH * LAYERS * 2 * kv_heads * dim * dtype.itemsize))
+    blocks, lanes = rows * LENGTH // BLOCK, (LAYERS, kv_heads, LENGTH)
+    shape = blocks + 1, LAYERS, 2, BLOCK, kv_heads, dim
+    pool = filled_pool(shape, entry_format("auto", dtype.itemsize), dim, dtype)
+    order = (torch.randperm(blocks) + 1).view(rows, -1, 1) * BLOCK
+    every = (order + torch.arange(BLOCK)).view(rows, 1, 1, LENGTH)
+    slots = every.expand(rows, *lanes).contiguous()
+    kept = torch.rand(lanes).topk(LENGTH // 2, dim=-1).indices.sort(dim=-1).values
+    kept_slots = torch.stack([each.gather(-1, kept) for each in slots])
+    front = slots[..., : LENGTH // 2].contiguous()
+    queries = torch.randn(LAYERS, kv_heads * group, WINDOW, dim)
+    logged = quantize_queries(queries, torch.zeros(queries.shape[:-1]))
+    keys = gather_keys(pool, slots[0])
+    numbers, copied = pool.view(-1), torch.empty_like(keys).view(-1)
+
+    def copy(row: int) -> None:
+        first = (row * 2 + 1) * copied.numel() % (numbers.numel() - copied.numel() + 1)
+        copied.copy_(numbers[first : first + copied.numel()])
+
+    flops = 2.0 * dim * WINDOW * LENGTH * LAYERS * kv_heads * group
+    parts: dict[str, Callable[[int], Any]] = {
+        "gather keys": lambda row: gather_keys(pool, slots[row]),
+        "score a window": lambda row: window_scores(logged, keys, dim**-0.5),
+        "move half": lambda row: move_kv(pool, kept_slots[row], front[row]),
+    }
+    for part, run in parts.items():
+        turns = []
+        for row in [0, *(row for _ in range(repeat) for row in range(rows))]:
+            turns.append(seconds_of((partial(run, row), partial(copy, row))))
+        own, copy_s = (median(each) for each in zip(*turns[1:], strict=True))
+        yield {
+            **{"part": part, "ms": 1e3 * own, "gb_s": 1e-9 * keys.nbytes / own},
+            "copy_gb_s": 1e-9 * keys.nbytes / copy_s,
+            "of_copy": median(other / mine for mine, other in turns[1:]),
+            "gflop_s": 1e-9 * flops / own if part == "score a window" else None,
+        }
+
+
+# ---- products ---------------------------------------------------------------------------------
+
+
+def matrices(shape: str, dtype: torch.dtype) -> list[nn.Parameter]:
+    """A model's weights, layer after layer: qkv, out, gate and up, down."""
+    spec = SHAPES[shape]
+    hidden, inner, heads = (
+        spec[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    qkv = hidden * (heads + 2 * spec["num_key_value_heads"]) // heads
+    sizes = [(qkv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+    weights = (torch.randn(size).to(dtype) / size[1] ** 0.5 for size in sizes)
+    return [
+        nn.Parameter(weight.clone(), requires_grad=False)
+        for weight in list(weights) * spec["num_hidden_layers"]
+    ]
+
+
+def multiply(weights: Sequence[nn.Parameter], xs: Sequence[Tensor]) -> None:
+    for x, weight in zip(xs, weights, strict=True):
+        linear(x, weight)
+
+
+def products(args: argparse.Namespace) -> Iterator[Figures]:
+    for shape, name in product(args.shapes, args.dtypes):
+        plain = matrices(shape, DTYPES[name])
+        ways = {"torch": plain}
+        for way in PRODUCTS[:2]:
+            clones = (nn.Parameter(each.data.clone(), requires_grad=False) for each in plain)
+            ways[way] = [packed(each, way) for each in clones]
+        numbers = sum(weight.numel() for weight in plain)
+        for tokens in args.tokens:
+            widths = {weight.shape[1] for weight in plain}
+            inputs = {n: torch.randn(tokens, n).to(DTYPES[name]) for n in widths}
+            xs = [inputs[weight.shape[1]] for weight in plain]
+
+            runs = [partial(multiply, ways[way], xs) for way in PRODUCTS]
+            turns = [seconds_of(runs) for _ in range(args.repeat + 1)][1:]
+            seconds = dict(zip(PRODUCTS, map(median, zip(*turns, strict=True)), strict=True))
+            best = seconds["compiled"]
+            yield {
+                **{"shape": shape, "dtype": name, "tokens": tokens},
+                **{f"{way}_ms": 1e3 * seconds[way] for way in PRODUCTS},
+                "gflops": 2e-9 * numbers * tokens / best,
+                "gb_s": 1e-9 * numbers * DTYPES[name].itemsize / best,
+                "vs_onednn": seconds["oneDNN"] / best,
+                "vs_torch": seconds["torch"] / best,
+            }
+
+
+PARTS = {"attention": attention, "events": events, "products": products}
+
+
+class CpuSpeed:
+    """The rows of one command."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._rows: list[dict[str, Any]] = []
+        self._args, self._rows = args, list[Figures]()
 
     def measure(self) -> None:
-        args = self._args
-        shapes = list(product(args.heads, args.rows))
-        block_sum = compiled_block_sum()
-        silent = True if args.disable_tqdm else None
-        with tqdm(total=len(shapes) * len(args.forms), disable=silent, unit="case") as bar:
-            for heads, rows in shapes:
-                plain = 0.0
-                for form in args.forms:
-                    torch.manual_seed(0)
-                    row = self._row(Case(heads, rows, form, args.mib, block_sum))
-                    plain = row["entries_m_s"] if form == "bfloat16" else plain
-                    row["of_bfloat16"] = row["entries_m_s"] / plain if plain else None
-                    self._rows.append({"heads": heads, "rows": rows, "form": form, **row})
-                    bar.update()
-
-    def _row(self, case: Case) -> dict[str, Any]:
-        turns = [case.turn() for _ in range(self._args.repeat + 1)][1:]
-        ratios = [case.bytes / case.words.nbytes * sum_s / own_s for own_s, _, sum_s in turns]
-        own, blocks, summed = (median(seconds) for seconds in zip(*turns, strict=True))
-        return {
-            "gb_s": 1e-9 * case.bytes / own,
-            "blocks_gb_s": 1e-9 * case.bytes / blocks,
-            "of_blocks": median(blocks_s / own_s for own_s, blocks_s, _ in turns),
-            "sum_gb_s": 1e-9 * case.words.nbytes / summed,
-            "of_sum": median(ratios),
-            "spread": f"{min(ratios):.2f}–{max(ratios):.2f}",
-            "entries_m_s": 1e-6 * case.entries / own,
-        }
+        silent = True if self._args.disable_tqdm else None
+        for row in tqdm(PARTS[self._args.part](self._args), disable=silent, unit="row"):
+            self._rows.append(row)
 
     def report(self) -> Report:
         args = self._args
         about = [
             "an entry: key and value of one token and KV head; heads: dimension x queries of each",
-            "blocks: a sum of the same blocks in the same order; sum: of the pool, end to end",
             f"pools of {args.mib} MiB in random order; medians of {args.repeat} turns",
         ]
-        settings = {"repeat": args.repeat, "threads": args.threads, "mib": args.mib}
-        program = "python -m bench.cpu_attention"
-        return Report("cpu_attention", about, COLUMNS, self._rows, settings, program=program)
+        settings = {name: getattr(args, name) for name in ("part", "repeat", "threads", "mib")}
+        name, program = f"cpu_{args.part}", "python -m bench.cpu_attention"
+        return Report(name, about, COLUMNS, self._rows, settings, program=program)
 
 
-def pool_parser(description: str, **axes: Iterable[str]) -> argparse.ArgumentParser:
-    """Create a command's parser, with a flag for each of the ``axes``: which of its values."""
-    parser = argparse.ArgumentParser(description=description)
+def make_parser() -> argparse.ArgumentParser:
+    """Create the parser of the command's flags."""
+    parser = argparse.ArgumentParser(description="how fast a CPU attends, compacts and multiplies")
     add_report_arguments(parser)
-    for name, choices in axes.items():
-        known = list(choices)
-        parser.add_argument(f"--{name}", nargs="+", choices=known, default=known)
-    count = at_least(1)
+    parser.add_argument("--part", choices=PARTS, default="attention", help="default: attention")
+    some: dict[str, Iterable[str]] = {
+        "heads": HEADS,
+        "rows": ROWS,
+        "forms": FORMS,
+        "dtypes": DTYPES,
+    }
+    for name, known in some.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=list(known), default=list(known))
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["4m", "79m"])
+    count, sizes = at_least(1), [1, 4, 16, 64, 256, 1024]
+    parser.add_argument("--tokens", nargs="+", type=count, default=sizes, help="of a product")
     parser.add_argument("--mib", type=count, default=256, help="of a pool (default: 256)")
     parser.add_argument("--repeat", type=count, default=5, help="turns (default: 5)")
     parser.add_argument("--threads", type=count, default=1, help="default: 1")
     return parser
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Create the parser of the command's flags."""
-    words = "how fast attention reads a CPU's blocks"
-    return pool_parser(words, heads=HEADS, rows=ROWS, forms=FORMS)
-
-
 def main() -> int:
     args = make_parser().parse_args()
     torch.set_num_threads(args.threads)
-    return measure_and_publish(Reading(args), args)
+    return measure_and_publish(CpuSpeed(args), args)
 
 
 if __name__ == "__main__":

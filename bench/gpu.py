@@ -69,7 +69,7 @@ class Results:
 
     def add(self, job: Job, row: dict[str, Any]) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.rows[job.name] = {"policy": job.policy, "traffic": job.traffic, "date": now, **row}
+        self.rows[job.name] = {"policy": job.label, "traffic": job.traffic, "date": now, **row}
         base = {row["traffic"]: row for row in self.rows.values() if row["policy"] == NONE}
         for row in self.rows.values():
             first = base.get(row["traffic"], {})

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_runs.jobs import JOBS
+from bench.gpu_runs.jobs import JOBS, Job
 from bench.machine import ROOT, Ended, machine, run_apart, write_json
 
 VARIANTS = ROOT / "build" / "lease" / "variants.json"
@@ -67,17 +67,17 @@ def stages(part: int, smoke: bool, row_seconds: float) -> list[Stage]:
             Stage("check", 280, check, ("--seconds", "270"), _wrong),
             Stage("sdpa", 90, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
         ]
-    none, kara, snapkv = (
-        _row(job.small().name if smoke else job.name, row_seconds, small) for job in JOBS[:3]
-    )
+    jobs = (job.small() if smoke else job for job in JOBS[:6])
+    none, kara, snapkv, *by_form = (_row(job, row_seconds, small) for job in jobs)
     profile = ("-m", "bench.gpu_runs.profile", "--save-result")
-    return [none, kara, Stage("profile", 110, profile, small), snapkv]
+    return [none, kara, *by_form, Stage("profile", 110, profile, small), snapkv]
 
 
-def _row(job: str, seconds: float, small: tuple[str, ...]) -> Stage:
+def _row(job: Job, seconds: float, small: tuple[str, ...]) -> Stage:
     """A row of bench/gpu.py, whatever was right."""
-    name = f"row-{job.partition(' ')[0].partition(':')[0]}"
-    arguments = ("-m", "bench.gpu_runs.row", job)
+    form = "" if job.form == "auto" else f"@{job.form}"
+    name = f"row-{job.policy.partition(':')[0]}{form}"
+    arguments = ("-m", "bench.gpu_runs.row", job.name)
     options = (f"--row-seconds={seconds}", *small)
     return Stage(name, seconds + 80, arguments, options, _figures)
 

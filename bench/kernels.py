@@ -28,6 +28,7 @@ from torch import Tensor
 from bench.kernel_rows.cases import SHAPES, Case, Setting, Sizes, cases
 from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.peers import PEERS, peer_case
+from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import targets
 from kvserve.scheduler.layout import Granularity
 
@@ -118,7 +119,7 @@ def measure(setting: Setting, copy: float) -> Iterator[dict[str, Any]]:
     """A row for each kernel, and for each peer that is installed."""
     peers = [case for name in PEERS if (case := peer_case(name, setting)) is not None]
     agreed = {case.kernel: _difference(case, case.torch(), setting).right for case in peers}
-    for case in [*cases(setting), *peers]:
+    for case in [*cases(setting), *level_decodes(setting), *peers]:
         seconds = median_seconds(case.triton)
         yield {
             "right": agreed.get(case.kernel),

@@ -25,7 +25,7 @@ from kvserve.benchmarks.setup.checkpoint import SHAPES, Checkpoint, Engines, ope
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
 from kvserve.config import KV_CACHE_DTYPES
-from kvserve.kernels.entry_format import entry_format
+from kvserve.entry_format import entry_format
 
 CACHES = ("float32", "bfloat16", "int8", "k8v4")
 _TURN_SECONDS = 0.3

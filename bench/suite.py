@@ -1,9 +1,8 @@
-"""The measurements of docs/benchmarks.md.
+"""The measurements behind docs/benchmarks.md.
 
-`python -m bench.suite run` makes them on this machine. `python -m bench.suite document` writes the
-page, its chapters and README.md's table from the newest results in bench/results. `python -m
-bench.suite plots` draws those results again. `python -m bench.suite list` says how long each takes
-on one core of an otherwise idle machine.
+`python -m bench.suite run` makes them on this machine, `show` prints the newest results as
+Markdown, `plots` draws them again. `list` says how long each takes on one core of an otherwise idle
+machine. `make docs-site` builds pages of all of them.
 """
 
 import argparse
@@ -12,36 +11,30 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 
-from bench.report.measurement import PLOTS, RESULTS, ROOT, Measurement
-from bench.report.measurements import SUITE
-from bench.report.page import pages
-from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows, plot_sweep
+from bench.report.measurements import PLOTS, RESULTS, ROOT, SUITE, Measurement
+from bench.report.page import section
+from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows
 
 
 def run(measurement: Measurement) -> int:
+    """Run the command of the newest result once more."""
     date = datetime.now(timezone.utc).date().isoformat()
-    argv = measurement.argv(RESULTS / f"{date}-{measurement.name}.json")
-    sys.stdout.write(f"\n{measurement.name}: {measurement.program} {shlex.join(argv)}\n")
+    result = RESULTS / f"{date}-{measurement.name}.json"
+    words = [*measurement.words, "--save-result", str(result.relative_to(ROOT))]
+    if measurement.plots:
+        words += ["--save-plots", str((PLOTS / measurement.name).relative_to(ROOT))]
+    sys.stdout.write(f"\n{measurement.name}: {shlex.join(words)}\n")
     sys.stdout.flush()
-    command = [sys.executable, "-m", measurement.module or "kvserve", *argv]
-    return subprocess.run(command, cwd=ROOT).returncode
+    program = ["-m", "kvserve"] if words[0] == "kvserve" else []
+    return subprocess.run([sys.executable, *program, *words[1:]], cwd=ROOT).returncode
 
 
 def draw(measurement: Measurement) -> None:
     """Draw the newest result again."""
-    result = measurement.newest()
-    if result is None or not measurement.plots:
-        return
-    folder = PLOTS / measurement.name
-    for old in folder.glob("*.png"):
-        old.unlink()
-    rows = result["rows"]
-    if result["benchmark"] == "sweep":
-        plot_sweep(rows, result["crossovers"], folder)
-    elif result["benchmark"] == "eval":
-        plot_evaluation(rows, folder)
-    else:
-        plot_rows(rows, folder)
+    if measurement.plots:
+        result = measurement.newest()
+        plot = plot_evaluation if result["benchmark"] == "eval" else plot_rows
+        plot(result["rows"], PLOTS / measurement.name)
 
 
 def main() -> None:
@@ -50,28 +43,28 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     runner = commands.add_parser("run", help="measure")
     runner.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(names)}")
-    commands.add_parser("document", help="write docs/benchmarks.md and its chapters")
+    shower = commands.add_parser("show", help="print the newest results as Markdown")
+    shower.add_argument("names", nargs="*", metavar="NAME", help="as for run")
     commands.add_parser("plots", help="draw the newest results again")
-    commands.add_parser("list", help="say how long each takes, and whether it was measured")
+    commands.add_parser("list", help="say how long each takes, and when it was measured")
     args = parser.parse_args()
-    if args.command == "document":
-        for path, text in pages().items():
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        return
     if args.command == "plots":
         for each in SUITE:
             draw(each)
         return
     if args.command == "list":
         for each in SUITE:
-            measured = "measured" if each.newest() else "not measured yet"
-            sys.stdout.write(f"{each.name:18} {each.minutes:4g} min  {measured}\n")
+            sys.stdout.write(
+                f"{each.name:28} {each.minutes:4g} min  {each.newest()['date'][:10]}\n"
+            )
         return
     unknown = set(args.names) - set(names)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     chosen = [each for each in SUITE if each.name in (args.names or names)]
+    if args.command == "show":
+        sys.stdout.write("\n\n".join(map(section, chosen)) + "\n")
+        return
     failed = [each.name for each in chosen if run(each)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

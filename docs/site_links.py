@@ -1,7 +1,8 @@
-"""mkdocs hook: links that leave docs/ name their file, since the site has no other files.
+"""mkdocs hook: adds the built pages, and names the files that links outside of docs/ lead to.
 
-On GitHub such links work as they stand. Here ``[charts](../deploy)`` becomes "charts (`deploy`)",
-or a link into ``repo_url`` where mkdocs.yml has one. A missing target fails the strict build.
+Pages of ``build/pages`` (``python -m docs.generate``) join those of docs/; ``<!-- built: x.md -->``
+becomes a link to one. ``[charts](../deploy)``, which works on GitHub as it stands, becomes "charts
+(`deploy`)", or a link into ``repo_url`` where mkdocs.yml has one. A missing target fails the build.
 """
 
 from __future__ import annotations
@@ -16,11 +17,28 @@ log = logging.getLogger("mkdocs.hooks.site_links")
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+_PAGES = _ROOT / "build" / "pages"
+_BUILT = re.compile(r"<!-- built: (\S+) -->")
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the built pages. Raises where nobody has built them."""
+    from mkdocs.exceptions import PluginError
+    from mkdocs.structure.files import File
+
+    found = sorted(_PAGES.rglob("*.md"))
+    if not found:
+        raise PluginError(f"no pages in {_PAGES}: `make docs-site` writes them first")
+    for path in found:
+        name = path.relative_to(_PAGES).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Rewrite the links of one page; text in fences stays."""
+    markdown = _BUILT.sub(r"\n[The page](\1)", markdown)
     parts, at = [], 0
     for fence in _FENCE.finditer(markdown):
         parts += [_rewritten(markdown[at : fence.start()], page, config), fence[0]]

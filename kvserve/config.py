@@ -53,17 +53,10 @@ class EngineConfig:
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
-    code_attention: str = setting(
-        "auto",
-        "how attention reads the entries that spindlekv holds as codes: as codes (direct), or "
-        "rebuilt in scratch blocks layer by layer (rebuild); auto is direct where the attention "
-        "backend can",
-        choices=("auto", "direct", "rebuild"),
-    )
     grammar_backend: str = setting(
-        "llguidance",
-        "library that compiles JSON schemas and grammars for structured output",
-        choices=("llguidance", "xgrammar"),
+        "auto",
+        "library that compiles JSON schemas and grammars for structured output: llguidance, the "
+        "only one",
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(

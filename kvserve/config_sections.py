@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvserve.entry_format import FORMATS
 from kvserve.speculative_config import SpeculativeConfig
 
-KV_CACHE_DTYPES = ("auto", "int8", "k8v4", "fp8")
+KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 
 Checks: TypeAlias = Sequence[tuple[bool, str]]
@@ -139,9 +140,8 @@ class CacheConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "how keys and values are stored: as numbers of the model's dtype (auto), or quantised with "
-        "a scale for each token and head: 8 bits (int8, or e4m3 as fp8), or 8 bits for keys and 4 "
-        "for values (k8v4)",
+        "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
+        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
         choices=KV_CACHE_DTYPES,
     )
 
@@ -296,8 +296,8 @@ class CompressionConfig:
     )
     task_classifier: str | None = setting(
         None,
-        "directory of a sequence classifier that tells windowkv the task of a prompt; label 0 is "
-        "localization (default: the small one that ships)",
+        "directory or hub id of a sequence classifier that tells windowkv with task auto the task "
+        "of a prompt; label 0 is localization",
     )
 
     def checks(self) -> Checks:

@@ -24,12 +24,6 @@ _FORMATS = frozenset(
     )
 )
 """Those of strings that llguidance enforces. Others are annotations (2020-12, section 7.2.1)."""
-_IGNORED_BY_XGRAMMAR = frozenset(
-    (
-        *("uniqueItems", "not", "multipleOf", "contains", "if", "dependencies", "dependentSchemas"),
-        *("dependentRequired", "unevaluatedItems", "unevaluatedProperties"),
-    )
-)
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose values are no schemas."""
 _MAPS = frozenset(
@@ -76,22 +70,6 @@ def within(schema: Any, name: str) -> Any:
         return node
 
     return _each(schema, moved)
-
-
-def ignored_by_xgrammar(schema: Any) -> list[str]:
-    """Keywords that xgrammar accepts and does not enforce."""
-    found: set[str] = set()
-
-    def look(node: dict[str, Any]) -> dict[str, Any]:
-        found.update(_IGNORED_BY_XGRAMMAR & node.keys())
-        if node.keys() & {"pattern", "format"}:
-            found.update({"minLength", "maxLength"} & node.keys())
-        if len(node.get("allOf") or ()) > 1:
-            found.add("allOf")
-        return node
-
-    _each(schema, look)
-    return sorted(found)
 
 
 def _without_unknown_format(node: dict[str, Any]) -> dict[str, Any]:

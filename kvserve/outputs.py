@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,67 +246,156 @@ class CompactionCounts:
     blocks_released: int
 
 
+class Stat(NamedTuple):
+    """Where a field of ``EngineStats`` is shown: as a series of ``/metrics``, and under ``shown``
+    in ``/v1/kv/stats`` and the page's events.
+
+    ``vllm``: vLLM has the series too. ``for_page``: only the page's events have it.
+    """
+
+    metric: str = ""
+    help: str = ""
+    counts: bool = False
+    shown: str = ""
+    vllm: bool = False
+    for_page: bool = False
+
+
+def _gauge(metric: str = "", help: str = "", **where: Any) -> Any:
+    return field(default=0, metadata={"stat": Stat(metric, help, **where)})
+
+
+def _counter(metric: str = "", help: str = "", **where: Any) -> Any:
+    return field(default=0, metadata={"stat": Stat(metric, help, counts=True, **where)})
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's state now, and its counters since start.
+    """The engine's state now, and its counters since start (``..._total``).
 
     ``num_running``, ``num_waiting`` and ``requests`` are about sequences: a request with ``n=3``
-    counts three times.
-
-    ``blocks_cached`` blocks are held only by the prefix cache and by continuations, and are freed
-    when needed. The pool has ``bytes_total`` bytes on all ranks; ``bytes_held`` of them are held by
-    running sequences. ``tokens_logical`` and ``tokens_held`` are sums over running sequences. Of
-    their entries ``coded_entries`` are held as codes, with ``codebook_entries`` codebook vectors
-    for the keys and values. ``window_bytes`` are held for layers with sliding windows.
-
-    The pool holds ``continuations`` continuations in ``continuation_blocks`` blocks, shared ones
-    included; ``hosted_continuations`` more are in host memory. ``resumed_total`` sequences resumed
-    one, ``resumed_from_host_total`` of them from host memory, and took over
-    ``resumed_tokens_total`` tokens. ``continuation_misses`` counts those that resumed none, by
-    cause.
-
-    ``swaps_total`` of the preemptions moved blocks to host memory. ``early_compactions_total`` of
-    the compactions came before they were due, because blocks ran out. Of ``draft_tokens_total``
-    tokens that were guessed in ``drafts_total`` chunks, ``accepted_tokens_total`` were right.
-    ``iterations[i]`` counts the steps with at most
+    counts three times. ``blocks_cached`` blocks are held only by the prefix cache and by
+    continuations, and are freed when needed. Tokens and bytes are sums over running sequences;
+    bytes are those of all ranks. ``iterations[i]`` counts the steps with at most
     ``ITERATION_TOKENS[i]`` tokens and more than the bound before; the last item counts larger
     steps.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
-    bytes_total: int = 0
-    bytes_held: int = 0
-    window_bytes: int = 0
-    tokens_logical: int = 0
-    tokens_held: int = 0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    preemptions_total: int = 0
-    swaps_total: int = 0
-    compactions_total: int = 0
+    num_running: int = _gauge(
+        "num_requests_running", "Requests in the batch", shown="num_running", vllm=True
+    )
+    num_waiting: int = _gauge(
+        "num_requests_waiting", "Requests in the queue", shown="num_waiting", vllm=True
+    )
+    blocks_total: int = _gauge(shown="blocks_total")
+    blocks_free: int = _gauge(shown="blocks_free")
+    blocks_cached: int = _gauge(shown="blocks_cached")
+    bytes_total: int = _gauge(
+        "kv_pool_bytes", "Bytes of all blocks, as --kv-cache-dtype stores them", shown="bytes_total"
+    )
+    bytes_held: int = _gauge(
+        "kv_held_bytes", "Bytes of blocks that requests hold", shown="bytes_held"
+    )
+    window_bytes: int = _gauge(
+        "kv_window_bytes",
+        "Bytes of blocks that running requests hold in layers with sliding windows",
+    )
+    tokens_logical: int = _gauge(
+        "kv_tokens_logical", "Tokens of running requests", shown="tokens_logical"
+    )
+    tokens_held: int = _gauge(
+        "kv_tokens_held",
+        "Those of them that the cache still holds, mean over layers and KV heads",
+        shown="tokens_held",
+    )
+    prompt_tokens_total: int = _counter(
+        "prompt_tokens",
+        "Prompt tokens of requests that arrived",
+        shown="prompt_tokens_total",
+        vllm=True,
+        for_page=True,
+    )
+    generation_tokens_total: int = _counter(
+        "generation_tokens",
+        "Tokens made",
+        shown="generation_tokens_total",
+        vllm=True,
+        for_page=True,
+    )
+    preemptions_total: int = _counter(
+        "num_preemptions",
+        "Times a running sequence was preempted",
+        shown="preemptions_total",
+        vllm=True,
+    )
+    swaps_total: int = _counter(
+        "kv_swaps",
+        "Preempted sequences whose blocks went to host memory",
+        shown="swaps_total",
+        for_page=True,
+    )
+    compactions_total: int = _counter(shown="compactions_total")
     early_compactions_total: int = 0
-    blocks_released_total: int = 0
-    tokens_evicted_total: int = 0
-    compaction_seconds_total: float = 0.0
-    steps_total: int = 0
-    scoring_workspace_bytes: int = 0
-    coded_entries: int = 0
-    codebook_entries: int = 0
+    blocks_released_total: int = _counter(shown="blocks_released_total")
+    tokens_evicted_total: int = _counter(
+        "kv_tokens_evicted", "Tokens that compactions dropped", shown="tokens_evicted_total"
+    )
+    compaction_seconds_total: float = _counter(
+        "kv_compaction_seconds", "Seconds that compactions took"
+    )
+    steps_total: int = _counter(shown="steps_total", for_page=True)
+    scoring_workspace_bytes: int = _gauge(
+        "kv_scoring_workspace_bytes", "Most bytes that scoring needs outside the pool"
+    )
+    coded_entries: int = _gauge(
+        "kv_coded_entries", "Entries of running requests that are held as codes"
+    )
+    codebook_entries: int = _gauge(
+        "kv_codebook_entries", "Codebook vectors that stand for their keys and values"
+    )
     compaction_counts: tuple[CompactionCounts, ...] = ()
-    continuations: int = 0
-    continuation_blocks: int = 0
-    hosted_continuations: int = 0
-    resumed_total: int = 0
-    resumed_from_host_total: int = 0
-    resumed_tokens_total: int = 0
+    continuations: int = _gauge(
+        "kv_continuations", "Rows kept for conversations that go on", shown="continuations.count"
+    )
+    continuation_blocks: int = _gauge(
+        "kv_continuation_blocks",
+        "Blocks that continuations hold, shared ones included",
+        shown="continuations.blocks",
+    )
+    hosted_continuations: int = _gauge(
+        "kv_hosted_continuations",
+        "Continuations that have moved to host memory",
+        shown="continuations.in_host_memory",
+    )
+    resumed_total: int = _counter(
+        "kv_resumed",
+        "Sequences that went on from a kept row",
+        shown="continuations.resumed_total",
+    )
+    resumed_from_host_total: int = _counter(
+        "kv_resumed_from_host",
+        "Sequences that resumed a continuation from host memory",
+        shown="continuations.resumed_from_host_total",
+    )
+    resumed_tokens_total: int = _counter(
+        "kv_resumed_tokens",
+        "Tokens of the continuations that sequences resumed",
+        shown="continuations.resumed_tokens_total",
+    )
     continuation_misses: tuple[tuple[str, int], ...] = ()
-    drafts_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_tokens_total: int = 0
+    drafts_total: int = _counter("spec_decode_num_drafts", "Chunks of guesses", vllm=True)
+    draft_tokens_total: int = _counter(
+        "spec_decode_num_draft_tokens",
+        "Tokens that were guessed and verified",
+        shown="speculation.drafted_tokens_total",
+        vllm=True,
+    )
+    accepted_tokens_total: int = _counter(
+        "spec_decode_num_accepted_tokens",
+        "Guessed tokens that were right",
+        shown="speculation.accepted_tokens_total",
+        vllm=True,
+    )
     iterations: tuple[int, ...] = ()
     iteration_tokens_total: int = 0
     requests: tuple[RequestStats, ...] = ()
@@ -317,6 +406,12 @@ class EngineStats:
         if not self.blocks_total:
             return 0.0
         return 1.0 - (self.blocks_free + self.blocks_cached) / self.blocks_total
+
+
+STATS: dict[str, Stat] = {
+    each.name: each.metadata["stat"] for each in fields(EngineStats) if "stat" in each.metadata
+}
+"""Where each field is shown."""
 
 
 @dataclass(frozen=True, slots=True)

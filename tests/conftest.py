@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import socket
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     be refused as unknown (``--strict-config``), and nothing that runs there needs them."""
     settings = {
         "asyncio": ("asyncio_mode", "asyncio_default_fixture_loop_scope"),
-        "timeout": ("timeout",),
+        "timeout": ("timeout", "timeout_func_only"),
     }
     for plugin, names in settings.items():
         if not pluginmanager.hasplugin(plugin):
@@ -41,6 +49,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported and collected is no garbage: collections need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_end_with_their_module() -> Iterator[None]:
+    """Ranks and helpers of its engines would live on, and their pools stay in memory."""
+    llm = sys.modules.get("kvserve.engine.frontend.llm")
+    if llm is None:
+        yield
+        return
+    made, begin = list[weakref.ref[Any]](), llm.LLM.__init__
+
+    @wraps(begin)
+    def remember(self: Any, *args: Any, **settings: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.LLM, "__init__", remember)
+        yield
+    left = [each for each in (ref() for ref in made) if each is not None]
+    for each in left:
+        if hasattr(each, "engine"):  # it has started
+            each.close()
+    if made:
+        left.clear()
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama checkpoint: 3 layers, 8 query and 2 KV heads of 16, 128 words."""
@@ -51,6 +91,25 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen3_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 checkpoint: q/k norm, head_dim apart from hidden / heads."""
     return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """A URL at which nobody listens: its port is taken, and refuses."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.fixture(autouse=True)
+def the_log_is_as_libraries_have_it() -> Iterator[None]:
+    """A program that a test runs in its own process sends the package's log to stderr from then on,
+    and pytest would hear later messages twice."""
+    yield
+    log = logging.getLogger("kvserve")
+    log.handlers.clear()
+    log.propagate = True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

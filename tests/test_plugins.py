@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.waiting import WAIT
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_pytest_alone_is_enough() -> None:
     """``--strict-config`` refuses settings of plugins that are not there."""
     without = [f"-pno:{name}" for name in ("asyncio", "timeout", "xdist", "cacheprovider")]
@@ -18,7 +23,7 @@ def test_pytest_alone_is_enough() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=WAIT,
     )
     assert done.returncode == 0, done.stderr
     assert "test_pooling" in done.stdout

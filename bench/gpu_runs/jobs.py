@@ -32,7 +32,8 @@ _SMOKE = {
 @dataclass(frozen=True)
 class Job:
     """A row: ``requests`` prompts of ``prompt`` tokens, answers log-normal around ``mean`` (all
-    equal without ``sigma``) and cut at ``cap``; the pool holds ``pool`` tokens, or all if ``None``.
+    equal without ``sigma``) and cut at ``cap``; the pool has the bytes of ``pool`` tokens as they
+    are computed, or of all if ``None``. ``form``: --kv-cache-dtype.
     """
 
     policy: str
@@ -46,6 +47,12 @@ class Job:
     cap: int = 8192
     eager: bool = False
     overlaps: bool = True
+    form: str = "auto"
+
+    @property
+    def label(self) -> str:
+        """The policy, and the form of its cache."""
+        return self.policy if self.form == "auto" else f"{self.policy}@{self.form}"
 
     @property
     def traffic(self) -> str:
@@ -57,7 +64,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.policy} | {self.traffic}"
+        return f"{self.label} | {self.traffic}"
 
     def small(self) -> Job:
         """The same job on a model that a CPU runs in a second."""
@@ -86,6 +93,8 @@ def long_traces(policy: str) -> Job:
 
 JOBS = (
     *(Job(policy) for policy in (NONE, KARA, THRESHOLD)),
+    *(Job(policy, form="k4v4") for policy in (NONE, KARA)),
+    Job(NONE, form="k8v4"),
     *(steps(seqs) for seqs in (1, 64)),
     *(Job(policy) for policy in (SMALL_WINDOW, AGAIN)),
     *(long_traces(policy) for policy in (NONE, KARA)),

@@ -79,6 +79,7 @@ def note_kernels() -> None:
     from bench.gpu_runs.tile import decoding, prefilling
     from bench.kernel_rows.cases import Setting, Sizes, cases
     from bench.kernel_rows.model_cases import all_cases
+    from bench.kernel_rows.stored_cases import level_decodes
     from kvserve.kernels.tiles import TILES
     from kvserve.scheduler.layout import Granularity
 
@@ -92,7 +93,8 @@ def note_kernels() -> None:
     ):
         # As many rows as there, since splits follow them, and of one layer.
         rows = 131_072 // context
-        _launch(cases(Setting(shape, layout, context, rows, torch.bfloat16, "cpu", Sizes(1))))
+        setting = Setting(shape, layout, context, rows, torch.bfloat16, "cpu", Sizes(1))
+        _launch((*cases(setting), *level_decodes(setting)))
     size, table = ("llama-8b", "meta", Sizes(layers=1)), TILES[9, 0]
     tile = table["decode"]
     for longest in (0, 1024, 2048, 4096):
@@ -168,7 +170,7 @@ def note_engines() -> None:
         CONFIGS / "llama-3.1-8b", parts.POLICIES["none"], "bfloat16", **BOTH, **eight
     )
     play(engine, parts.POLICIES["none"], 256, [100], 20)
-    for job in JOBS[:3]:
+    for job in JOBS[:6]:
         given = settings_of(job, "cuda") | {
             "num_gpu_blocks_override": 5234,
             "swap_space": 0.001,

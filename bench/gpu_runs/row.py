@@ -25,6 +25,7 @@ from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer
+from kvserve.entry_format import entry_format
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
@@ -96,6 +97,7 @@ def settings_of(job: Job, device: str) -> dict[str, Any]:
         "enforce_eager": job.eager,
         "async_scheduling": job.overlaps,
         "enable_prefix_caching": False,
+        "kv_cache_dtype": job.form,
     }
     if device == "cpu" and not job.eager:
         settings["cudagraph_capture_sizes"] = _SMOKE_SIZES
@@ -109,12 +111,13 @@ def build(job: Job, device: str) -> LLMEngine:
     return LLMEngine(EngineConfig.from_flat(**settings_of(job, device)))
 
 
-def bytes_per_token(model: str, device: str) -> int:
-    """Bytes of a token's keys and values, in the dtype that ``device`` uses."""
+def bytes_per_token(model: str, device: str, form: str = "auto") -> int:
+    """Bytes of a token's keys and values, in ``form`` or the dtype that ``device`` uses."""
     raw = json.loads((CONFIGS / model / "config.json").read_text())
     head_dim = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
     itemsize = 2 if device == "cuda" else 4
-    return int(2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * head_dim * itemsize)
+    entry = entry_format(form, itemsize).entry_bytes(head_dim)
+    return int(raw["num_hidden_layers"] * raw["num_key_value_heads"] * entry)
 
 
 def step_bytes(model: Transformer) -> int:
@@ -141,7 +144,7 @@ def measure(job: Job, device: str, seconds: float) -> dict[str, Any]:
     with EngineErrors() as errors:
         figures = play(until, workload, job.name).figures
     finished = sum(n for reason, n in figures["finish_reasons"].items() if reason is not None)
-    held = figures["mean_held_tokens"] * bytes_per_token(job.model, device)
+    held = figures["mean_held_tokens"] * bytes_per_token(job.model, device, job.form)
     graphs, copy = core.runner.graphs, copy_bandwidth(device)
     if errors.newest is not None:  # the engine went on, but its figures mean nothing
         figures["error"] = errors.newest

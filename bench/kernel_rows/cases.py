@@ -13,7 +13,7 @@ from torch import Tensor
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.coded_entries import ALL_HEADS, CODE_WORDS, Codes, Slots, turns_of
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.gather_kv import (
@@ -181,8 +181,7 @@ def coded_case(setting: Setting) -> Case:
     scales = torch.rand(2, *shape, device=device) + 0.5
     place = torch.randint(0, setting.context, (2, *shape), device=device)
     distance = place[0] - place[1]
-    everybody = torch.full_like(distance, ALL_HEADS)
-    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance, everybody).packed()
+    words = Slots(refs[0], refs[1], scales[0], scales[1], place[0], distance).packed()
     slots[index.flatten().long()] = words
     inv_freq = 1e4 ** -(torch.arange(0, dim, 2, device=device) / dim)
     codes = Codes(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import elementwise
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
@@ -24,7 +25,6 @@ from kvserve.kernels.decode_inputs import (
     decode_inputs_triton,
 )
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import (
     Int4Queries,
     gather_int4_torch,
@@ -49,8 +49,8 @@ def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Ca
     the inputs of a captured step."""
     yield from share_cases(setting, cache, tables)
     yield from log_cases(setting)
-    for name in FORMATS if setting.dtype is not torch.float16 else ():  # each is compiled anew
-        if name != "fp8" or capability(torch.device(setting.device)) >= (8, 9):
+    if setting.dtype is not torch.float16:  # each is compiled anew
+        for name in forms_of(setting):
             yield from level_cases(setting, name, tables)
     yield from elementwise_cases(setting)
     yield from rotated_cases(setting, cache, tables)
@@ -158,8 +158,34 @@ def log_cases(setting: Setting) -> Iterator[Case]:
     )
 
 
-def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
-    """A cache of levels: stored, attended to, gathered, moved."""
+def forms_of(setting: Setting) -> list[str]:
+    """Those that the device can read."""
+    e4m3 = capability(torch.device(setting.device)) >= (8, 9)
+    return [name for name in FORMATS if name != "fp8" or e4m3]
+
+
+def level_decodes(setting: Setting) -> Iterator[Case]:
+    """Decoding over a cache of each form, whose time is to be seen beside numbers'."""
+    q_heads, kv_heads, dim = SHAPES[setting.shape]
+    _, tables = setting.cache()
+    left, entries = remainder_of(setting), setting.rows * setting.context
+    for name in forms_of(setting):
+        blocks, _, _, _ = level_blocks(setting, name, tables)
+        q, chunks = chunks_of(setting, 1)
+        inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
+        yield Case(
+            f"decode of {name}",
+            partial(paged_attention_triton, *inputs, remainder=left),
+            partial(paged_attention_torch, *inputs, remainder=left),
+            entries * kv_heads * FORMATS[name].entry_bytes(dim) + 2 * q.nbytes,
+            4 * q_heads * dim * entries,
+        )
+
+
+def level_blocks(
+    setting: Setting, name: str, tables: Tensor
+) -> tuple[QuantizedBlocks, Tensor, Tensor, Tensor]:
+    """A cache whose first layer is full, the slots of its entries, and their keys and values."""
     layout, form = setting.layout, FORMATS[name]
     _, kv_heads, dim = SHAPES[setting.shape]
     lane = form.lane_bytes(layout.block_size, dim)
@@ -172,6 +198,13 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     slots = slot_mapping(tables[:1], rows, at, layout.block_size)[0]
     key, value = (setting.random(len(rows), kv_heads, dim) for _ in range(2))
     TORCH.store(blocks, 0, slots, key, value)
+    return blocks, slots, key, value
+
+
+def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
+    """A cache of levels: stored, attended to, gathered, moved."""
+    _, kv_heads, dim = SHAPES[setting.shape]
+    blocks, slots, key, value = level_blocks(setting, name, tables)
     lanes = slots.expand(kv_heads, -1)[None]
     for kind, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)

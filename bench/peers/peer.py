@@ -66,7 +66,6 @@ PEERS = {
             needs_torch=False,
         ),
         Peer("transformers", "transformers", ("transformers==5.23.0",)),
-        Peer("kvpress", "kvpress", ("kvpress==0.5.5",)),
     )
 }
 

@@ -1,7 +1,7 @@
 """An hour of mixed traffic and faults: `make soak`, or `python -m bench.soak --minutes 3`.
 
 A server of the shipped model gets every kind of request, and faults are injected. Writes the
-results as JSON and as one page of Markdown; the exit status is 1 if a check fails.
+results as JSON; the exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -305,7 +305,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-guests", action="store_true", help="leave out servers of their own")
     parser.add_argument("--save-result", type=Path, help="JSON file")
-    parser.add_argument("--page", type=Path, help="one page of Markdown")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvserve-soak-") as folder:
         soak = Soak(args.minutes, args.clients, args.seed, Path(folder))
@@ -317,7 +316,7 @@ def main() -> int:
     attacks = [] if args.no_guests else run_attacks()
     checks += attack_checks(attacks) if attacks else []
     found = {**soak.findings(), "guests": guests, "attacks": attacks}
-    write_report(checks, found, args.save_result, args.page)
+    write_report(checks, found, args.save_result)
     sys.stdout.write(json.dumps([check.row() for check in checks], indent=2) + "\n")
     return 0 if all(check.holds for check in checks) else 1
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 ROUTES = (
     "/v1/completions",
@@ -84,6 +86,19 @@ def raw(seed: int) -> bytes:
     end = rng.choice((b"\r\n\r\n", b"\n\n", b"\r\n", b""))
     message = b"\r\n".join(lines) + end + body
     return message[: rng.randint(0, len(message))] if rng.random() < 0.3 else message
+
+
+def answer_to(url: str, message: bytes) -> str:
+    """The status of the server's answer to these bytes, or how the connection ended without one."""
+    where = urlsplit(url)
+    try:
+        with socket.create_connection((where.hostname, where.port), timeout=10) as door:
+            door.sendall(message)
+            door.shutdown(socket.SHUT_WR)
+            found = door.recv(4096)
+    except OSError as error:
+        return type(error).__name__
+    return found.split(b" ")[1].decode("latin-1") if found.startswith(b"HTTP/1.1 ") else "closed"
 
 
 _HEADERS = (

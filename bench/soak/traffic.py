@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections import Counter
@@ -269,8 +268,3 @@ _KINDS: tuple[_Kind, ...] = (
 )
 _WEIGHTS = (20, 15, 25, 6, 3, 5, 4, 25, 2, 0.5, 0.5)
 _BOMBS = [*grammar_bombs(), *scored_bombs(1024)[2:]]
-
-
-def shown(answers: Counter[str]) -> str:
-    """Counts on one line."""
-    return json.dumps(dict(sorted(answers.items())))

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 CODE_WORDS = 8
-"""16-bit words of a slot."""
-ALL_HEADS = -1
-"""``Slots.heads`` of an entry that every query head attends to."""
-MAX_GROUP = 32
-"""Query heads of a KV head that ``Slots.heads`` can tell apart."""
+"""16-bit words of a slot; the last two are not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +23,8 @@ class Slots:
     """What is stored of each entry; all fields have one shape. References and places are int64.
 
     Stored in ``CODE_WORDS``: both references, both scales (float16), the token's position (below
-    65,536, as are references: the engine's ``check_codes`` refuses longer sequences), its distance
-    from the position of its key's vector, and (two words) which query heads of the KV head's group
-    attend to the entry, a bit for each.
+    65,536, as are references: the engine's ``check_codes`` refuses longer sequences), and its
+    distance from the position of its key's vector.
     """
 
     ref_k: Tensor
@@ -38,27 +33,20 @@ class Slots:
     scale_v: Tensor
     position: Tensor
     distance: Tensor
-    heads: Tensor
 
     def packed(self) -> Tensor:
         """int16 [..., CODE_WORDS]."""
         refs = torch.stack([self.ref_k, self.ref_v], dim=-1).to(torch.int16)
         scales = torch.stack([self.scale_k, self.scale_v], dim=-1).half().view(torch.int16)
         places = torch.stack([self.position, self.distance], dim=-1).to(torch.int16)
-        heads = self.heads[..., None].int().view(torch.int16)
-        return torch.cat([refs, scales, places, heads], dim=-1)
+        return torch.cat([refs, scales, places, torch.zeros_like(places)], dim=-1)
 
     @classmethod
     def unpacked(cls, words: Tensor) -> Slots:
         """From int16 [..., CODE_WORDS]."""
         ref_k, ref_v, position = (words[..., at].long() & 0xFFFF for at in (0, 1, 4))
         scale_k, scale_v = (words[..., at].view(torch.float16).float() for at in (2, 3))
-        heads = words[..., 6:].contiguous().view(torch.int32)[..., 0].long()
-        return cls(ref_k, ref_v, scale_k, scale_v, position, words[..., 5].long(), heads)
-
-    def seen_by(self, group: int) -> Tensor:
-        """Whether each of a KV head's query heads attends: bool [..., group]."""
-        return (self.heads[..., None] >> torch.arange(group, device=self.heads.device) & 1).bool()
+        return cls(ref_k, ref_v, scale_k, scale_v, position, words[..., 5].long())
 
 
 class Codes(NamedTuple):
@@ -92,14 +80,10 @@ def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
-def read_slots(codes: Codes, lane: Tensor, entry: Tensor) -> Slots:
-    """Slots [P] of coded entries ``entry [P]`` of lanes ``lane [P]``, numbered row by row."""
-    return Slots.unpacked(_take(codes.slots, codes.slot_tables, lane, entry))
-
-
 def read_codes(codes: Codes, lane: Tensor, entry: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, float32 [P, D], of the same entries."""
-    slots = read_slots(codes, lane, entry)
+    """Keys and values, float32 [P, D], of coded entries ``entry [P]`` of lanes ``lane [P]``, which
+    are numbered row by row."""
+    slots = Slots.unpacked(_take(codes.slots, codes.slot_tables, lane, entry))
     key, value = (
         _take(codes.vectors, codes.vector_tables, lane, ref).float()
         for ref in (slots.ref_k, slots.ref_v)

@@ -1,11 +1,15 @@
 """Keys and values held as levels: how a vector is rounded, once, and which numbers it stands for.
 
-``int8`` and ``fp8``: number = level * scale, where the scale is the vector's largest magnitude over
-the largest level. ``int4``: number = low + level * scale, over the vector's range. Scale and low
-are bfloat16, rounded outwards before anything is divided by them, so no number is cut off, and a
-number and what it is held as differ by at most half a step: of int8 by 0.51 / 127 of the vector's
-largest magnitude, of int4 by 0.52 / 15 of its range (widened to hold its rounded ends), of fp8 by
-1/16 of the number itself or, below 2 ** -6, by 2 ** -10 scales.
+The channels of a vector are rounded in groups (``VectorForm``), each for itself: number = low +
+step * level, over the group's range; without a low, number = step * level, where the step is the
+group's largest magnitude over the largest level. Step and low are bfloat16, rounded outwards before
+anything is divided by them, so no number is cut off. All of it is float32 arithmetic; levels are
+rounded to nearest, ties to even. A number and what it is held as differ by at most half a step: of
+int8 by 0.51 / 127 of the largest magnitude, of 4 bits by 0.52 / 15 of the range (widened to hold
+its rounded ends), of fp8 by 1/16 of the number itself or, below 2 ** -6, by 2 ** -10 steps.
+
+Levels of fewer than 8 bits share bytes: of D channels byte j holds number j, above it number j + D
+/ 2 (4 bits), or numbers j + D / 4, j + D / 2 and j + 3 D / 4 (2 bits).
 """
 
 from __future__ import annotations
@@ -17,20 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.entry_format import FP8, INT4, INT8, EntryFormat, VectorForm
-
-LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 15.0}
-"""The largest level of each form."""
+from kvserve.entry_format import EntryFormat, VectorForm
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedVectors:
-    """Keys or values: ``levels`` uint8 [..., C], C bytes a vector; ``scale`` and, of int4, ``low``:
-    bfloat16 [...]. Indices are of the leading dimensions."""
+    """Keys or values: ``levels`` uint8 [..., C], C bytes a vector; ``step`` and, if the form has
+    them, ``low``: bfloat16 [..., G], of G groups. Indices are of the leading dimensions."""
 
     form: VectorForm
     levels: Tensor
-    scale: Tensor
+    step: Tensor
     low: Tensor | None = None
 
     @property
@@ -42,18 +43,16 @@ class QuantizedVectors:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """All that is stored: a copy of each is a copy of the vectors, bit for bit."""
-        return (
-            (self.levels, self.scale) if self.low is None else (self.levels, self.scale, self.low)
-        )
+        return (self.levels, self.step) if self.low is None else (self.levels, self.step, self.low)
 
     def __getitem__(self, at: Any) -> QuantizedVectors:
         low = None if self.low is None else self.low[at]
-        return replace(self, levels=self.levels[at], scale=self.scale[at], low=low)
+        return replace(self, levels=self.levels[at], step=self.step[at], low=low)
 
     def select(self, dim: int, blocks: Tensor) -> QuantizedVectors:
         """``index_select`` of every part."""
-        levels, scale, *low = (part.index_select(dim, blocks) for part in self.parts)
-        return QuantizedVectors(self.form, levels, scale, *low)
+        levels, step, *low = (part.index_select(dim, blocks) for part in self.parts)
+        return QuantizedVectors(self.form, levels, step, *low)
 
     def set(self, at: Any, new: QuantizedVectors) -> None:
         """Write ``new`` over the vectors ``at``."""
@@ -62,16 +61,19 @@ class QuantizedVectors:
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers: [..., D]."""
-        if self.form is INT8:
-            numbers = self.levels.view(torch.int8).float()
-        elif self.form is FP8:
-            numbers = self.levels.view(torch.float8_e4m3fn).float()
+        form, groups = self.form, self.step.shape[-1]
+        if form.e4m3:
+            levels = self.levels.view(torch.float8_e4m3fn).float()
+        elif form.low:
+            shifts = range(0, 8, form.bits)
+            parts = [self.levels >> shift & form.most for shift in shifts]
+            levels = torch.cat(parts, dim=-1).float()
         else:
-            numbers = torch.cat([self.levels & 15, self.levels >> 4], dim=-1).float()
-        numbers = numbers * self.scale[..., None].float()
+            levels = self.levels.view(torch.int8).float()
+        numbers = levels.unflatten(-1, (groups, -1)) * self.step[..., None].float()
         if self.low is not None:
             numbers = numbers + self.low[..., None].float()
-        return numbers.to(dtype)
+        return numbers.flatten(-2).to(dtype)
 
 
 def numbers(x: Tensor | QuantizedVectors) -> Tensor:
@@ -80,23 +82,26 @@ def numbers(x: Tensor | QuantizedVectors) -> Tensor:
 
 
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
-    """Round vectors [..., D], to nearest and ties to even. Equal numbers give equal levels."""
-    x = x.float()
+    """Round vectors [..., D]. Equal numbers of a group give equal levels."""
+    x = x.float().unflatten(-1, (form.groups(x.shape[-1]), -1))
     # A tensor: torch multiplies by the inverse of a number on CUDA, which rounds otherwise.
-    most = x.new_full((), LARGEST[form.name])
-    if form is INT4:
+    most = x.new_full((), form.most)
+    if form.low:
         low = -_above(-x.amin(dim=-1))
-        scale = _above((x.amax(dim=-1) - low.float()) / most)
-        levels = (x - low[..., None].float()) / _divisor(scale)
-        halves = levels.round().clamp(x.new_zeros(()), most).to(torch.uint8).unflatten(-1, (2, -1))
-        return QuantizedVectors(form, halves[..., 0, :] | halves[..., 1, :] << 4, scale, low)
-    scale = _above(x.abs().amax(dim=-1) / most)
-    levels = x / _divisor(scale)
-    if form is FP8:
+        step = _above((x.amax(dim=-1) - low.float()) / most)
+        levels = (x - low[..., None].float()) / _divisor(step)
+        levels = levels.round().clamp(x.new_zeros(()), most).flatten(-2).to(torch.uint8)
+        first, *others = levels.unflatten(-1, (8 // form.bits, -1)).unbind(-2)
+        for number, more in enumerate(others, 1):
+            first = first | more << number * form.bits
+        return QuantizedVectors(form, first, step, low)
+    step = _above(x.abs().amax(dim=-1) / most)
+    levels = (x / _divisor(step)).flatten(-2)
+    if form.e4m3:
         stored = levels.clamp(-most, most).to(torch.float8_e4m3fn)
     else:
         stored = levels.round().clamp(-most, most).to(torch.int8)
-    return QuantizedVectors(form, stored.view(torch.uint8), scale)
+    return QuantizedVectors(form, stored.view(torch.uint8), step)
 
 
 def _above(x: Tensor) -> Tensor:
@@ -106,9 +111,9 @@ def _above(x: Tensor) -> Tensor:
     return (up >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _divisor(scale: Tensor) -> Tensor:
-    scale = scale[..., None].float()
-    return torch.where(scale > 0, scale, 1.0)
+def _divisor(step: Tensor) -> Tensor:
+    step = step[..., None].float()
+    return torch.where(step > 0, step, 1.0)
 
 
 class QuantizedBlocks:
@@ -121,34 +126,29 @@ class QuantizedBlocks:
     def __init__(self, pool: Tensor, form: EntryFormat, block_size: int, dim: int) -> None:
         self.pool = pool
         self.lane_bytes = form.lane_bytes(block_size, dim)
-        self._lead = *pool.shape[:2], block_size, pool.shape[2] // self.lane_bytes
-        self._strides = pool.stride(0), pool.stride(1), self.lane_bytes
-        at, parts = 0, []
+        lead = *pool.shape[:2], block_size, pool.shape[2] // self.lane_bytes
+        block, layer, head = pool.stride(0), pool.stride(1), self.lane_bytes
+        numbers = pool.view(torch.bfloat16)
+        at, levels = 0, []
         for vector in (form.key, form.value):
-            parts.append(self._bytes(at, vector.levels(dim)))
-            at += block_size * vector.levels(dim)
+            width = vector.levels(dim)
+            strides = block, layer, width, head, 1
+            levels.append(pool.as_strided((*lead, width), strides, pool.storage_offset() + at))
+            at += block_size * width
         held = []
-        for vector, levels in zip((form.key, form.value), parts, strict=True):
-            extras = [self._numbers(at + i * 2 * block_size) for i in range(vector.extras)]
-            at += 2 * block_size * vector.extras
-            held.append(QuantizedVectors(vector, levels, *extras))
+        for vector, own in zip((form.key, form.value), levels, strict=True):
+            groups, parts = vector.groups(dim), []
+            for _ in range(1 + vector.low):  # group by group, entry by entry
+                strides = block // 2, layer // 2, 1, head // 2, block_size
+                offset = (pool.storage_offset() + at) // 2
+                parts.append(numbers.as_strided((*lead, groups), strides, offset))
+                at += 2 * groups * block_size
+            held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held
 
     def layer(self, place: int) -> tuple[QuantizedVectors, QuantizedVectors]:
         """Keys and values of one layer of each block: [num_blocks, B, Hb, D] twice."""
         return self.keys[:, place], self.values[:, place]
-
-    def _bytes(self, at: int, width: int) -> Tensor:
-        """Runs of ``width`` bytes an entry, from byte ``at`` of each lane's part on."""
-        block, layer, head = self._strides
-        strides = block, layer, width, head, 1
-        return self.pool.as_strided((*self._lead, width), strides, self.pool.storage_offset() + at)
-
-    def _numbers(self, at: int) -> Tensor:
-        """bfloat16 numbers, one an entry."""
-        block, layer, head = (stride // 2 for stride in self._strides)
-        pool = self.pool.view(torch.bfloat16)
-        return pool.as_strided(self._lead, (block, layer, 1, head), pool.storage_offset() + at // 2)
 
 
 def store_quantized_torch(

@@ -1,7 +1,7 @@
 """Entries held as levels, on a GPU: rounded and stored, read as numbers, moved as they are.
 
-The references are in ``quantized_entries.py``. Scales and lows are handled as 16-bit integers, so
-that every device rounds them as the references do.
+The references are in ``quantized_entries.py``. Steps and lows are handled as 16-bit integers, so
+that every device rounds them as the references do. ``VectorForm.code`` is a constant of kernels.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels,
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORMS = {"int8": 1, "int4": 2, "fp8": 3}
-"""The constant ``FORM`` of kernels, for each form."""
 
-
-def form_of(held: Tensor | QuantizedVectors) -> int:
-    """``FORM`` of keys or values; 0 of numbers."""
-    return 0 if isinstance(held, Tensor) else FORMS[held.form.name]
+def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
+    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
+    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
 
 
 def parts_of(held: QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, and scales and lows as int16; without lows, the scales again."""
-    levels = held.levels.view(torch.int8) if held.form.name == "int8" else held.levels
-    scale = held.scale.view(torch.int16)
-    return levels, scale, scale if held.low is None else held.low.view(torch.int16)
+    """Levels, and steps and lows as int16; without lows, the steps again."""
+    step = held.step.view(torch.int16)
+    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
 
 
 def store_quantized_triton(
@@ -64,10 +60,15 @@ def store_quantized_triton(
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        KEY=form_of(keys),
-        VALUE=form_of(values),
+        **_forms_of(blocks),
         num_warps=1,
     )
+
+
+def _forms_of(blocks: QuantizedBlocks) -> dict[str, int]:
+    """Constants of both forms."""
+    (key, key_groups), (value, value_groups) = map(form_of, (blocks.keys, blocks.values))
+    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
 
 
 def gather_quantized_triton(
@@ -84,7 +85,7 @@ def gather_quantized_triton(
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
     check_head_dim(out)
-    tile = max(16, 4096 // dim)
+    tile, (form, groups) = max(16, 4096 // dim), form_of(held)
     _gather_levels.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
         out,
@@ -101,7 +102,8 @@ def gather_quantized_triton(
         HEADS=heads,
         DIM=dim,
         TILE=tile,
-        FORM=form_of(held),
+        FORM=form,
+        GROUPS=groups,
         num_warps=4,
     )
     return out
@@ -112,7 +114,6 @@ def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, run
     num_blocks, layers, block, heads, dim = blocks.keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    widths = (held.levels.shape[-1] for held in (blocks.keys, blocks.values))
     _move_levels.launch(
         (src.shape[0] * src.shape[1], runs),
         *parts_of(blocks.keys),
@@ -127,9 +128,9 @@ def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, run
         blocks.lane_bytes,
         BLOCK=block,
         HEADS=heads,
+        DIM=dim,
         TILE=max(16, 4096 // dim),
-        LOW=blocks.values.low is not None,
-        **dict(zip(("KEY", "VALUE"), widths, strict=True)),
+        **_forms_of(blocks),
         num_warps=4,
     )
 
@@ -138,26 +139,128 @@ TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_
 
 
 @Helper
-def levels_as_floats(levels, FORM: tl.constexpr, upper):
-    """Levels of a byte each as float16; of int4 the upper ones of bytes where ``upper`` is 1."""
-    if FORM == 2:
-        digits = ((levels.to(tl.int16) >> (upper * 4)) & 15) | 0x6400
-        floats = digits.to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
-    elif FORM == 3:
-        floats = levels.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def numbers_at(
+    levels,
+    byte,
+    steps,
+    lows,
+    at,
+    known,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The vectors at ``byte [N]`` of ``levels``, with steps and lows from ``at [N]`` on.
+
+    Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
+    each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
+    """
+    BITS: tl.constexpr = FORM % 16
+    WORDS: tl.constexpr = DIM * BITS // 32
+    if FORM >= 32:  # e4m3, the only levels that may be nan
+        dims = tl.arange(0, DIM)
+        found = tl.load(levels + byte[:, None] + dims[None, :], mask=known[:, None], other=0)
+        found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
+        unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
     else:
-        digits = levels.to(tl.int16) + 0x6480
-        floats = digits.to(tl.float16, bitcast=True) - 1152.0
-    return floats
+        words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
+        words = tl.load(words + tl.arange(0, WORDS)[None, :])
+        if FORM < 16:  # without lows
+            unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
+            # Two numbers are made at once: small ones stand in the last bits of 1024.
+            even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
+            found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
+            found = found.to(dtype)
+        else:
+            found, unit = with_lows(words, steps, lows, at, known, BITS, GROUPS, BLOCK, dtype)
+        found = found.reshape(byte.shape[0], DIM)
+    return found, unit
+
+
+@Helper
+def channels_of(DIM: tl.constexpr, FORM: tl.constexpr):
+    """Which channel each number of ``numbers_at`` is: int32 [DIM]."""
+    number = tl.arange(0, DIM)
+    if (FORM > 0) & (FORM < 32):
+        PLANES: tl.constexpr = 8 // (FORM % 16)
+        word, plane = number // (4 * PLANES), number // 4 % PLANES
+        number = plane * (DIM // PLANES) + word * 4 + number // 2 % 2 + number % 2 * 2
+    return number
+
+
+@Helper
+def with_lows(
+    words,
+    steps,
+    lows,
+    at,
+    known,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """low + step * level of each number, and what each vector's are multiplied by.
+
+    A level's own bits are 2 ** 24 times less as float16. Numbers are in units of a 512th of a power
+    of two that is near the largest of an entry's, so that neither they nor steps leave float16.
+    """
+    MOST: tl.constexpr = (1 << BITS) - 1
+    J: tl.constexpr = words.shape[1]
+    # Never one alone, and more in large tiles: Triton would have each thread find all that its
+    # numbers need by itself.
+    PARTS: tl.constexpr = max(GROUPS, 2, words.shape[0] // 16)
+    group = at[:, None] + (tl.arange(0, PARTS) * GROUPS // PARTS * BLOCK)[None, :]
+    step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
+    low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
+    most = tl.max(tl.maximum(tl.abs(low), tl.abs(low + MOST * step)), axis=1)
+    unit, per_unit = power_of_two(most)
+    step = spread((step * (per_unit * 32768.0)[:, None]).to(dtype), J, BITS)
+    low = spread((low * (per_unit * 0.001953125)[:, None]).to(dtype), J, BITS)
+    return halves_of(shifted(words, BITS)).to(dtype) * step + low, unit * 512.0
+
+
+@Helper
+def shifted(words, BITS: tl.constexpr):
+    """Words [N, J] -> [N, J, 16 / BITS], of each plane the levels of bytes 0 and 2, 1 and 3."""
+    LEVEL: tl.constexpr = (1 << BITS) - 1
+    number = tl.arange(0, 16 // BITS)
+    pairs = words[:, :, None] >> (number // 2 * BITS + number % 2 * 8)[None, None, :]
+    return pairs & (LEVEL << 16 | LEVEL)
+
+
+@Helper
+def halves_of(words):
+    """Words as two numbers of float16 each: one more dimension."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+    return both.to(tl.float16, bitcast=True)
+
+
+@Helper
+def spread(x, J: tl.constexpr, BITS: tl.constexpr):
+    """[N, G], of each group -> [N, J, 16 / BITS, 1], for J words as ``shifted``."""
+    N: tl.constexpr = x.shape[0]
+    PLANES: tl.constexpr = min(8 // BITS, x.shape[1])  # that have groups of their own
+    EACH: tl.constexpr = x.shape[1] // PLANES
+    of_word = x.reshape(N, PLANES, EACH).permute(0, 2, 1)[:, :, None, :, None]
+    of_word = tl.broadcast_to(of_word, N, EACH, J // EACH, PLANES, 16 // BITS // PLANES)
+    return of_word.reshape(N, J, 16 // BITS)[:, :, :, None]
+
+
+@Helper
+def power_of_two(x):
+    """The largest powers of two up to ``x``, at least 2 ** -100; and one over these."""
+    bits = tl.maximum(x, 7.888609052210118e-31).to(tl.int32, bitcast=True) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 
 @Helper
 def as_half(x):
     """Vectors [N, D] as float16 (float32 stays), each divided by a power of two; and these [N]."""
-    most = tl.max(tl.abs(x.to(tl.float32)), axis=1)
-    unit = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    unit = tl.where(unit > 0, unit, 1.0)
-    small = x.to(tl.float32) / unit[:, None]
+    unit, per_unit = power_of_two(tl.max(tl.abs(x.to(tl.float32)), axis=1))
+    small = x.to(tl.float32) * per_unit[:, None]
     if x.dtype != tl.float32:
         small = small.to(tl.float16)
     return small, unit
@@ -197,45 +300,51 @@ def e4m3_bits(x):
 def store_vector(
     x,
     levels,
-    scales,
+    steps,
     lows,
     at,
     entry,
     real,
-    WIDTH: tl.constexpr,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Round the vector at ``x`` and write it as entry ``entry`` of the lane ``at`` bytes on."""
-    if FORM == 2:
-        half = tl.arange(0, DIM // 2)
-        lower, upper = tl.load(x + half).to(tl.float32), tl.load(x + DIM // 2 + half).to(tl.float32)
-        least = tl.minimum(tl.min(lower, axis=0), tl.min(upper, axis=0))
+    BITS: tl.constexpr = FORM % 16
+    LOW: tl.constexpr = FORM % 32 >= 16
+    MOST: tl.constexpr = 448.0 if FORM >= 32 else (1 << (BITS if LOW else BITS - 1)) - 1.0
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    group = tl.arange(0, GROUPS)
+    place = at // 2 + group * BLOCK + entry
+    numbers = tl.load(x + tl.arange(0, DIM)).to(tl.float32).reshape(GROUPS, DIM // GROUPS)
+    if LOW:
+        least = tl.min(numbers, axis=1)
         # Negated by its sign bit: Triton's minus makes 0 of 0, not -0.
         opposite = (least.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
         low_bits = bfloat16_above(opposite)
         low = -bfloat16_as_float(low_bits)
-        most = tl.maximum(tl.max(lower, axis=0), tl.max(upper, axis=0))
-        scale_bits = bfloat16_above(tl.div_rn(most - low, 15.0))
-        scale = bfloat16_as_float(scale_bits)
-        divisor = tl.where(scale > 0, scale, 1.0)
-        one = nearest(tl.div_rn(lower - low, divisor), 0.0, 15.0).to(tl.int32)
-        other = nearest(tl.div_rn(upper - low, divisor), 0.0, 15.0).to(tl.int32)
-        tl.store(levels + at + entry * WIDTH + half, (one | other << 4).to(tl.uint8), mask=real)
-        tl.store(lows + at // 2 + entry, (low_bits ^ -32768).to(tl.int16), mask=real)
+        span = tl.max(numbers, axis=1) - low
+        numbers -= low[:, None]
+        tl.store(lows + place, (low_bits ^ -32768).to(tl.int16), mask=real)
     else:
-        dims = tl.arange(0, DIM)
-        numbers = tl.load(x + dims).to(tl.float32)
-        END: tl.constexpr = 448.0 if FORM == 3 else 127.0
-        scale_bits = bfloat16_above(tl.div_rn(tl.max(tl.abs(numbers), axis=0), END))
-        scale = bfloat16_as_float(scale_bits)
-        numbers = tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0))
-        if FORM == 3:
-            rounded = e4m3_bits(numbers).to(tl.uint8)
-        else:
-            rounded = nearest(numbers, -127.0, 127.0).to(tl.int8)
-        tl.store(levels + at + entry * WIDTH + dims, rounded, mask=real)
-    tl.store(scales + at // 2 + entry, scale_bits, mask=real)
+        span = tl.max(tl.abs(numbers), axis=1)
+    step_bits = bfloat16_above(tl.div_rn(span, tl.full([GROUPS], MOST, tl.float32)))
+    tl.store(steps + place, step_bits, mask=real)
+    step = bfloat16_as_float(step_bits)
+    divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], GROUPS, DIM // GROUPS)
+    numbers = tl.div_rn(numbers, divisor)
+    if FORM >= 32:
+        rounded = e4m3_bits(numbers)
+    else:
+        rounded = nearest(numbers, 0.0 if LOW else -MOST, MOST).to(tl.int32)
+    if BITS < 8:
+        plane = rounded.reshape(8 // BITS, WIDTH)
+        rounded = tl.sum(plane << (tl.arange(0, 8 // BITS) * BITS)[:, None], axis=0)
+    else:
+        rounded = rounded.reshape(WIDTH)
+    at_byte = levels + at + entry * WIDTH + tl.arange(0, WIDTH)
+    tl.store(at_byte, rounded.to(tl.uint8), mask=real)
 
 
 @Kernel
@@ -243,10 +352,10 @@ def _store_levels(
     key,
     value,
     key_levels,
-    key_scales,
+    key_steps,
     key_lows,
     value_levels,
-    value_scales,
+    value_steps,
     value_lows,
     slots,
     tokens,
@@ -259,25 +368,24 @@ def _store_levels(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + head // HEADS * tokens + token)
     real = (slot >= 0) & (slot < num_slots)
-    at = slot // BLOCK * block_stride + head % HEADS * lane_stride
-    entry = slot % BLOCK
-    K_WIDTH: tl.constexpr = DIM // 2 if KEY == 2 else DIM
-    V_WIDTH: tl.constexpr = DIM // 2 if VALUE == 2 else DIM
+    at = slot // BLOCK * block_stride + head % HEADS * lane_stride, slot % BLOCK, real
     k, v = key + token * key_stride + head * DIM, value + token * value_stride + head * DIM
-    store_vector(k, key_levels, key_scales, key_lows, at, entry, real, K_WIDTH, DIM, KEY)
-    store_vector(v, value_levels, value_scales, value_lows, at, entry, real, V_WIDTH, DIM, VALUE)
+    store_vector(k, key_levels, key_steps, key_lows, *at, DIM, KEY, KEY_GROUPS, BLOCK)
+    store_vector(v, value_levels, value_steps, value_lows, *at, DIM, VALUE, VALUE_GROUPS, BLOCK)
 
 
 @Kernel
 def _gather_levels(
     out,
     levels,
-    scales,
+    steps,
     lows,
     slots,
     layer_ids,
@@ -293,6 +401,7 @@ def _gather_levels(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     layer = tl.load(layer_ids + lane // kv_heads) % layers
@@ -301,28 +410,55 @@ def _gather_levels(
     first = lane.to(tl.int64) * length
     slot = tl.load(slots + first + place, mask=wanted, other=-1)
     known = (slot >= 0) & (slot < num_slots)
-    dims = tl.arange(0, DIM)
-    WIDTH: tl.constexpr = DIM // 2 if FORM == 2 else DIM
+    slot = tl.where(known, slot, 0)
     base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * lane_stride
     base = slot // BLOCK * block_stride + base
-    byte = (base + slot % BLOCK * WIDTH)[:, None] + (dims % WIDTH)[None, :]
-    held = tl.load(levels + byte, mask=known[:, None], other=0)
-    numbers = levels_as_floats(held, FORM, (dims // WIDTH)[None, :])
-    at = base // 2 + slot % BLOCK
-    numbers *= bfloat16_as_float(tl.load(scales + at, mask=known, other=0))[:, None]
-    if FORM == 2:
-        numbers += bfloat16_as_float(tl.load(lows + at, mask=known, other=0))[:, None]
-    to = out + (first + place)[:, None] * DIM + dims[None, :]
+    entry = slot % BLOCK
+    dims, at = tl.arange(0, DIM)[None, :], (base // 2 + entry)[:, None]
+    BITS: tl.constexpr = FORM % 16
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    held = tl.load(levels + (base + entry * WIDTH)[:, None] + dims % WIDTH)
+    if FORM >= 32:
+        numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORM >= 16:
+        numbers = ((held >> (dims // WIDTH * BITS).to(tl.uint8)) & ((1 << BITS) - 1)).to(tl.float32)
+    else:
+        numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
+    at += dims // (DIM // GROUPS) * BLOCK
+    numbers *= bfloat16_as_float(tl.load(steps + at))
+    if FORM % 32 >= 16:
+        numbers += bfloat16_as_float(tl.load(lows + at))
+    numbers = tl.where(known[:, None], numbers, 0.0)
+    to = out + (first + place)[:, None] * DIM + dims
     tl.store(to, numbers.to(out.dtype.element_ty), mask=wanted[:, None])
+
+
+@Helper
+def part_of(
+    levels,
+    steps,
+    lows,
+    base,
+    entry,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What is stored of the vectors ``entry [N]`` of the lanes ``base [N]`` bytes on."""
+    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8
+    byte = (base + entry * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    return levels + byte, steps + at, lows + at
 
 
 @Kernel
 def _move_levels(
     key_levels,
-    key_scales,
+    key_steps,
     key_lows,
     value_levels,
-    value_scales,
+    value_steps,
     value_lows,
     src,
     dst,
@@ -335,36 +471,50 @@ def _move_levels(
     lane_stride,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    DIM: tl.constexpr,
     TILE: tl.constexpr,
-    LOW: tl.constexpr,
     KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
     base = (lane // kv_heads % layers).to(tl.int64) * layer_stride
     base += lane % kv_heads % HEADS * lane_stride
-    k_byte, v_byte = tl.arange(0, KEY)[None, :], tl.arange(0, VALUE)[None, :]
     for start in range(0, length, TILE):
         place = start + tl.arange(0, TILE)
         source = tl.load(src + first + place, mask=place < length, other=0)
         target = tl.load(dst + first + place, mask=place < length, other=0)
         wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
-        moves = wanted & (source >= 0) & (source < num_slots)
+        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
         old, new = base + source // BLOCK * block_stride, base + target // BLOCK * block_stride
         old_at, new_at = source % BLOCK, target % BLOCK
-        every = moves[:, None]
-        keys = tl.load(key_levels + (old + old_at * KEY)[:, None] + k_byte, mask=every)
-        values = tl.load(value_levels + (old + old_at * VALUE)[:, None] + v_byte, mask=every)
-        k_scale = tl.load(key_scales + old // 2 + old_at, mask=moves)
-        v_scale = tl.load(value_scales + old // 2 + old_at, mask=moves)
-        if LOW:
-            v_low = tl.load(value_lows + old // 2 + old_at, mask=moves)
+        k_old, k_step_old, k_low_old = part_of(
+            key_levels, key_steps, key_lows, old, old_at, DIM, KEY, KEY_GROUPS, BLOCK
+        )
+        v_old, v_step_old, v_low_old = part_of(
+            value_levels, value_steps, value_lows, old, old_at, DIM, VALUE, VALUE_GROUPS, BLOCK
+        )
+        k_new, k_step_new, k_low_new = part_of(
+            key_levels, key_steps, key_lows, new, new_at, DIM, KEY, KEY_GROUPS, BLOCK
+        )
+        v_new, v_step_new, v_low_new = part_of(
+            value_levels, value_steps, value_lows, new, new_at, DIM, VALUE, VALUE_GROUPS, BLOCK
+        )
+        keys, values = tl.load(k_old, mask=every), tl.load(v_old, mask=every)
+        k_step, v_step = tl.load(k_step_old, mask=every), tl.load(v_step_old, mask=every)
+        if KEY % 32 >= 16:
+            k_low = tl.load(k_low_old, mask=every)
+        if VALUE % 32 >= 16:
+            v_low = tl.load(v_low_old, mask=every)
         # A tile may overwrite its own sources (never a later tile's): all of it is read first.
         tl.debug_barrier()
-        tl.store(key_levels + (new + new_at * KEY)[:, None] + k_byte, keys, mask=every)
-        tl.store(value_levels + (new + new_at * VALUE)[:, None] + v_byte, values, mask=every)
-        tl.store(key_scales + new // 2 + new_at, k_scale, mask=moves)
-        tl.store(value_scales + new // 2 + new_at, v_scale, mask=moves)
-        if LOW:
-            tl.store(value_lows + new // 2 + new_at, v_low, mask=moves)
+        tl.store(k_new, keys, mask=every)
+        tl.store(v_new, values, mask=every)
+        tl.store(k_step_new, k_step, mask=every)
+        tl.store(v_step_new, v_step, mask=every)
+        if KEY % 32 >= 16:
+            tl.store(k_low_new, k_low, mask=every)
+        if VALUE % 32 >= 16:
+            tl.store(v_low_new, v_low, mask=every)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.conftest import PYTHON
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 CHECKS = (

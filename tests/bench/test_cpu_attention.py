@@ -1,22 +1,40 @@
-"""The benchmark of attention's reading: each form is read, and compared with bfloat16."""
+"""The benchmark of a CPU's parts: every part is measured on a small case."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
+from typing import Any
 
 import pytest
 
-from bench.cpu_attention import FORMS, Reading
+from bench.cpu_attention import FORMS, CpuSpeed, make_parser
+
+
+def rows(*flags: str) -> list[Any]:
+    small = ("--mib", "1", "--repeat", "1", "--disable-tqdm")
+    speed = CpuSpeed(make_parser().parse_args([*small, *flags]))
+    speed.measure()
+    return list(speed.report().rows)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_each_form_is_read() -> None:
-    which = {"heads": ["64x3"], "rows": ["16x2048"], "forms": list(FORMS)}
-    args = argparse.Namespace(**which, mib=1, repeat=1, threads=1, disable_tqdm=True)
-    reading = Reading(args)
-    reading.measure()
-    rows = {row["form"]: row for row in reading.report().rows}
-    assert list(rows) == list(FORMS)
-    assert rows["bfloat16"]["of_bfloat16"] == 1.0
-    assert all(row["gb_s"] > 0 and row["sum_gb_s"] > 0 for row in rows.values())
+    found = {row["form"]: row for row in rows("--heads", "64x3", "--rows", "16x2048")}
+    assert list(found) == list(FORMS)
+    assert found["bfloat16"]["of_bfloat16"] == 1.0
+    assert all(row["gb_s"] > 0 and row["sum_gb_s"] > 0 for row in found.values())
+
+
+def test_each_part_of_an_event_is_measured() -> None:
+    found = rows("--part", "events", "--heads", "32x2", "--dtypes", "bfloat16")
+    assert [row["part"] for row in found] == ["gather keys", "score a window", "move half"]
+    assert all(row["ms"] > 0 and row["of_copy"] > 0 for row in found)
+    assert [row["gflop_s"] is None for row in found] == [True, False, True]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_each_product_is_measured() -> None:
+    flags = ("--part", "products", "--shapes", "4m", "--dtypes", "float32", "--tokens", "1", "4")
+    found = rows(*flags)
+    assert [row["tokens"] for row in found] == [1, 4]
+    assert all(row["compiled_ms"] > 0 and row["vs_torch"] > 0 for row in found)

@@ -24,6 +24,7 @@ from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
+from tests.waiting import WAIT
 
 ROOT = Path(__file__).resolve().parents[2]
 KARA_SMALL = JOBS[1].small().policy
@@ -69,6 +70,10 @@ def test_the_most_important_rows_come_first() -> None:
     assert [(job.policy, job.seqs, job.pool) for job in JOBS[:3]] == [
         (policy, 256, 335_000) for policy in (NONE, KARA, THRESHOLD)
     ]
+    by_form = [(job.label, job.traffic) for job in JOBS[3:6]]
+    assert by_form == [
+        (label, JOBS[0].traffic) for label in ("none@k4v4", "kara@k4v4", "none@k8v4")
+    ]
     assert len({job.name for job in JOBS}) == len(JOBS)
     for job in JOBS:
         policy_spec(job.policy), policy_spec(job.small().policy)
@@ -92,7 +97,7 @@ def test_it_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out" / "gpu.json"
-    monkeypatch.setattr(gpu, "JOBS", JOBS[:4])
+    monkeypatch.setattr(gpu, "JOBS", (*JOBS[:3], JOBS[6]))
     monkeypatch.setattr(sys, "argv", ["gpu", "--smoke", "--save-result", str(path), "--seconds=0"])
     assert gpu.main() == 0  # one row, however little time there is
     assert "3 rows left: run the same command again" in capsys.readouterr().out
@@ -235,6 +240,7 @@ def test_an_engine_that_survives_a_failed_step_has_no_figures(
     assert "an illegal memory access" in row["error"] and "Traceback" in row["error"]
 
 
+@pytest.mark.slow
 def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     """A part of the check and a row, without the packages that a lent machine does not have."""
     found, row = tmp_path / "part.json", tmp_path / "row.json"
@@ -248,7 +254,7 @@ def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
         "'--smoke']; sys.exit(gpu_row.main())"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     assert json.loads(row.read_text())["compactions"] > 10
     cases = json.loads(found.read_text())["rows"]

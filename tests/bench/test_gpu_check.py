@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from bench.gpu_runs import parts as gpu_parts
 from bench.gpu_runs.parts import PARTS, Findings
 from bench.machine import Ended, run_apart, write_json
 from kvserve.engine.models.transformer import Transformer
+from tests.waiting import wait_until
 
 RIGHT = Ended(1.0, {"rows": [{"case": "a", "right": True}], "left_out": []}, None)
 WRONG = Ended(1.0, {"rows": [{"case": "a", "right": False}], "left_out": []}, None)
@@ -68,7 +69,7 @@ def test_a_part_that_no_time_is_left_for_is_not_right(
     assert not gpu_check.check(["tokens"], tmp_path / "check.json", seconds=0.0)
 
 
-def test_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its errors, its time and its children end with it; what it has written stays."""
     result = tmp_path / "part.json"
     write = f"import pathlib, sys, time; pathlib.Path({str(result)!r}).write_text('[1]'); "
@@ -76,12 +77,32 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     failed = run_apart(["-c", write + "raise ValueError('an illegal access')"], result, 60.0)
     assert failed.found == [1] and failed.error is not None
     assert "ended with status 1" in failed.error and "an illegal access" in failed.error
-    child = "import subprocess; subprocess.run(['sleep', '600'])"
-    began = time.monotonic()
-    cut = run_apart(["-c", write + child], result, 3.0)
+    begun = tmp_path / "child"
+    child = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {begun}; sleep 3600'])"
+
+    class Cut(subprocess.Popen[Any]):
+        """Its time is over once it has written and its child runs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            wait_until(lambda: begun.exists() and begun.read_text().endswith("\n"))
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Cut)
+        cut = run_apart(["-c", write + child], result, 3.0)
     assert cut.error is not None and "took longer than 3 s" in cut.error and cut.found == [1]
-    assert time.monotonic() - began < 60
+    wait_until(lambda: not alive(int(begun.read_text())))
     assert run_apart(["-c", "pass"], result, 60.0).found == {}, "of another run"
+
+
+def alive(pid: int) -> bool:
+    """A process that nobody has waited for is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_results_are_there_whole_or_not_at_all(tmp_path: Path) -> None:

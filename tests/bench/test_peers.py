@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench import cpu_peers, kvpress_accuracy
+from bench import cpu_peers
 from bench.peers import copying, gguf_file
 from bench.peers import peer as peers
 from bench.peers.peer import PEERS, PeerError, PeerProcess
-from bench.repeatability import compared, repeatable, verdict
-from kvserve.engine.policies.registry import make_policy
 
 ECHO = """
 import os, sys
@@ -142,6 +140,7 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("prompts", ["copy", pytest.param("edit", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_guesses_are_found_in_a_text_that_is_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str
 ) -> None:
@@ -199,12 +198,6 @@ def test_every_peer_names_what_pip_needs() -> None:
         assert module.exists()
 
 
-def test_pairs_of_methods_name_policies_that_there_are() -> None:
-    for pairs in kvpress_accuracy.PAIRS.values():
-        for pair in pairs:
-            assert make_policy(pair.spec(128).as_dict)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_as_llama_cpp_has_them(tmp_path: Path, dtype: torch.dtype) -> None:
     """Renamed, and rows of queries and keys so that those that rotate together are neighbours."""
@@ -222,29 +215,6 @@ def test_tensors_as_llama_cpp_has_them(tmp_path: Path, dtype: torch.dtype) -> No
     assert (found["blk.3.attn_q.weight"] == plain[[0, 2, 1, 3, 4, 6, 5, 7]]).all()
     assert (found["blk.3.attn_v.weight"] == plain).all()
     assert (found["token_embd.weight"] == plain).all()
-
-
-# ---- repeatability ------------------------------------------------------------------------------
-
-
-def run_row(**changes: Any) -> dict[str, Any]:
-    row = {"policy": "kara", "exact": 7, "exact_match": 0.7, "output_tokens": 90}
-    return {**row, "ratio_to_first": 1.1, "output_tok_s": 5.0, **changes}
-
-
-def test_what_was_decided_has_to_be_the_same() -> None:
-    rows = [compared([run_row(), run_row(output_tok_s=9.0, ratio_to_first=1.12), run_row()])]
-    assert rows[0]["decisions"] == "identical" and rows[0]["spread"] == pytest.approx(0.02 / 1.1)
-    assert repeatable(rows)
-    other = compared([run_row(), run_row(exact=8)])
-    assert other["decisions"] == "differ: exact" and not repeatable([*rows, other])
-    assert verdict([*rows, other]).startswith("1 of 2 rows decided the same")
-
-
-def test_ratios_may_spread_by_five_percent() -> None:
-    assert repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.04, 1.02)])])
-    assert not repeatable([compared([run_row(ratio_to_first=r) for r in (1.0, 1.06, 1.02)])])
-    assert repeatable([compared([{"policy": "none", "exact": 1}] * 3)])  # eval has no ratios
 
 
 # ---- long answers -------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def test_a_policy_without_a_budget_is_left_alone() -> None:
         matched(PolicySpec("snapkv"), 10.0, 20, lambda spec: 1.0)
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_TRIALS", 1)
     flags = ["eval", "--tasks", "chain", "--num-samples", "2", "--disable-tqdm", "--seed", "3"]

@@ -67,6 +67,7 @@ def test_boxes_may_hold_braces() -> None:
         ("gsm8k", MATH),
         ("gsm8k", {"question": "a", "answer": "no mark"}),
         ("math", {"problem": "a"}),
+        ("math", {"answer": "7"}),
         ("ruler", {"input": "a", "outputs": []}),
         ("ruler", 7),
     ],

@@ -222,10 +222,10 @@ def test_mistakes_are_named_in_one_line(
     assert named in error
 
 
-def test_nobody_there(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    status, saved = serve("--ready-check-timeout-sec", "0", url="http://127.0.0.1:9")
+def test_nobody_there(serve: Serve, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, saved = serve("--ready-check-timeout-sec", "0", url=nobody)
     assert status == 1 and not saved
-    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert f"no server answers at {nobody}" in capsys.readouterr().err
 
 
 def test_a_server_that_wants_a_key_is_named(

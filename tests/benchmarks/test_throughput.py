@@ -20,8 +20,11 @@ from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, Reque
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
-from tests.benchmarks.test_latency import SPECULATION
 
+SPECULATION = (
+    *("--compare-speculation", "--speculative-config"),
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}',
+)
 KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
 SMALL = (
     *("--num-prompts", "16", "--input-len", "16", "--output-len", "128", "--block-size", "4"),
@@ -120,20 +123,6 @@ def test_shared_prefixes_with_caching_off_and_on(bench: Bench) -> None:
     assert saved["settings"]["prefix_repetition_num_prefixes"] == 2
 
 
-def test_codes_that_are_read_and_rebuilt(bench: Bench) -> None:
-    flags = ("--num-prompts", "4", "--input-len", "40", "--output-len", "12", "--block-size", "4")
-    codes = "spindlekv:ratio=1,window=4,flush_every=4,raw_fallback=false"
-    policies = ("--policy", "none", "--policy", codes, "--policy", "spindlekv:codebook=false")
-    status, saved = bench("bench throughput", *flags, *policies, "--compare-code-attention")
-    assert status == 0
-    none, direct, rebuild, plain = saved["rows"]
-    assert "code_attention" not in none | plain
-    assert [direct["code_attention"], rebuild["code_attention"]] == ["direct", "rebuild"]
-    assert direct["compactions"] == rebuild["compactions"] > 4
-    assert direct["allocated_bytes_at_end"] < rebuild["allocated_bytes_at_end"]
-    assert direct["output_tokens"] == rebuild["output_tokens"] == 48
-
-
 def test_speculation_off_and_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "3", "--output-len", "60", "--policy", "none", *SPECULATION)
     status, saved = bench("bench throughput", *flags)
@@ -159,20 +148,45 @@ def test_what_is_printed_can_be_saved(
     assert 4 <= saved["rows"][0]["output_tokens"] <= 12 and saved["settings"]["input_len"] == 64
 
 
-def test_transformers_gives_the_same_tokens(bench: Bench) -> None:
-    flags = ("--num-prompts", "6", "--output-len", "8", "--max-num-seqs", "4")
-    status, saved = bench("bench throughput", *flags, "--policy", "none", "--compare-transformers")
-    none, baseline = saved["rows"]
-    assert status == 0
-    assert baseline["policy"] == "transformers, batch 4" and baseline["policy_args"] is None
-    assert none["output_tokens"] == baseline["output_tokens"] == 48
-    assert baseline["peak_running"] == none["peak_running"] == 4
-    assert baseline["steps"] == 16  # two batches of eight tokens
+def test_several_pools_and_limits(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plots"
+    grid = ("--pool-shares", "1.5", "0.25", "--max-num-seqs", "16", "3", "--num-warmups", "0")
+    policies = ("--policy", "none", "--policy", KARA, "--save-plots", str(folder))
+    status, saved = bench("bench throughput", *SMALL, *grid, *policies)
+    assert status == 0 and saved["complete"] and len(saved["rows"]) == 8
+    cells = {(r["max_num_seqs"], r["pool_blocks"], r["policy"]): r for r in saved["rows"]}
+    small, ample, few = cells[16, 144, KARA], cells[16, 864, KARA], cells[3, 864, KARA]
+    assert small["compactions"] > 0 and small["event_ms"] > 0 and small["pool_share"] == 0.25
+    assert ample["peak_running"] == 16 and few["peak_running"] == 3
+    assert small["preemptions"] + small["early_compactions"] > 0 == ample["preemptions"]
+    for (limit, blocks, _), row in cells.items():  # a ratio is to the first row of its own cell
+        none = cells[limit, blocks, "none"]
+        assert row["ratio_to_first"] == row["output_tok_s"] / none["output_tok_s"]
+    said = capsys.readouterr().out
+    assert f"{KARA}: times the first row of its cell: on a pool of 0.25: " in said
+    assert [path.name for path in folder.iterdir()] == ["throughput.png"]
+
+
+def test_second_names_are_choices_of_flags(bench: Bench) -> None:
+    flags = ("--input-len", "8", "--output-len", "8", "--policy", "none", "--policy", KARA)
+    status, saved = bench("bench latency", *flags, "--repeat", "2", "--num-warmups", "0")
+    none, _ = saved["rows"]
+    assert status == 0 and none["peak_running"] == 8 and len(none["output_tok_s_all"]) == 2
+    few = (*flags, "--num-prompts", "12", "--output-len", "30", "--num-warmups", "0")
+    status, saved = bench("bench sweep", *few)
+    shares = [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]
+    assert status == 0 and [row["pool_share"] for row in saved["rows"][::2]] == pytest.approx(
+        shares, abs=0.02
+    )
+    status, saved = bench("bench policies", *few)
+    assert status == 0 and {row["max_num_seqs"] for row in saved["rows"]} == {1, 16, 64}
 
 
 def test_tasks_are_graded_in_every_row(bench: Bench) -> None:
     flags = ("--dataset", "recall", "--num-prompts", "2", "--max-num-seqs", "2")
-    status, saved = bench("bench throughput", *flags, "--policy", "none", "--compare-transformers")
+    status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", "kara")
     assert status == 0
     for row in saved["rows"]:
         assert row["n"] == 2 and row["exact_match"] == 0.0 and 0 <= row["correct_prefix"] < 1

@@ -9,28 +9,22 @@ _VALUES = {
     "--num-prompts": ["1"],
     "--num-samples": ["1"],
     "--repeat": ["1"],
-    "--pool-share": ["1"],
-    "--pool-shares": ["1"],
+    "--pool-share": ["4"],
+    "--pool-shares": ["4"],
     "--max-num-seqs": ["1"],
     "--output-len": ["40"],
-    "--output-lens": ["24", "40"],
     "--input-len": ["32"],
     "--prefix-repetition-num-prefixes": ["1"],
     "--prefix-repetition-output-len": ["8"],
     "--num-iters": ["1"],
     "--num-iters-warmup": ["0"],
-    "--output-len-mean": ["200"],
-    "--num-requests": ["8"],
     "--max-new-tokens": ["40"],
 }
 _FILES = ("--save-result", "--save-markdown", "--save-plots")
 _LEFT_OUT = ("--minutes",)
 _ADDED = {
     "bench throughput": ["--num-warmups", "0", "--disable-tqdm"],
-    "bench sweep": ["--disable-tqdm"],
-    "bench latency": ["--disable-tqdm"],
     "eval": ["--disable-tqdm", "--grid-lengths", "256", "--grid-depths", "0.5"],
-    "tune": ["--num-requests", "8", "--disable-tqdm"],
 }
 _ONCE = ("--policy",)
 """Flags of which a measurement has dozens, one setting each."""

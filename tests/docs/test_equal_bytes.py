@@ -55,25 +55,6 @@ def test_long_chains() -> None:
             assert cell == [round(results[task][task, policy]["exact_match"] + 1e-9, 2)]
 
 
-def test_readme() -> None:
-    """Its sentence on other lengths; its table is generated (tests/bench/test_suite.py)."""
-    said = {"snapkv": (0.99, 0.10), "kara": (0.98, 0.98)}
-    for policy, figures in said.items():
-        for (name, task), figure in zip((LONG[0], LONG[2]), figures, strict=True):
-            assert round(measured(name)[task, policy]["exact_match"] + 1e-9, 2) == figure
-    words = "SnapKV answers .99 at Kara's bytes, Kara .98; on 4,000 they are .10 and .98 of .98"
-    assert words in (ROOT / "README.md").read_text()
-
-
-def test_kara_is_first_at_equal_bytes_and_beyond_the_next_interval() -> None:
-    path = ROOT / "bench/results/2026-11-24-equal-bytes-turns.json"
-    full, kara, *others = json.loads(path.read_text())["rows"]
-    assert all(row["mean_held_bytes"] > 0.99 * kara["mean_held_bytes"] for row in others)
-    assert max(row["exact_match"] for row in others) < kara["interval_95"][0]
-    held = 1 - kara["mean_held_bytes"] / full["mean_held_bytes"]
-    assert f"holds {held:.0%} fewer bytes".replace("%", " %") in (ROOT / "README.md").read_text()
-
-
 def test_short_chains() -> None:
     tiny, tiny_long = measured("chains-tiny"), measured("chains-tiny-long")
     page = table("docs/triattention.md", "| | chain | redundant chain |\n")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.docs.pages import ALL_FENCES, ROOT, SERVED, Fence
 from tests.server.real_server import Server
+from tests.waiting import WAIT
 
 PYTHON = [fence for fence in ALL_FENCES if fence.language == "python"]
 WHOLE = [f for f in PYTHON if "import" in f.body and f.mark != SERVED]
@@ -60,7 +61,7 @@ def test_what_asks_the_server_is_answered(fence: Fence, server: Server) -> None:
 
 
 def run(words: list[str]) -> str:
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

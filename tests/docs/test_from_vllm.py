@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvserve.server.reference.command_line import parser_of
+from kvserve.server.cli.commands import parser_of
 from kvserve.server.settings.args import UsageError
 from kvserve.server.settings.vllm_flags import ABSENT, REMOVED
 from tests.docs.pages import ROOT

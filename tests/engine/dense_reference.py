@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
-from kvserve.kernels.entry_format import EntryFormat, VectorForm
+from kvserve.entry_format import EntryFormat, VectorForm
 from kvserve.kernels.quantized_entries import quantize
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
-from kvserve.kernels.entry_format import EntryFormat
+from kvserve.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import quantize
 
 _NAME = "evicting"

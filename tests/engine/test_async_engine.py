@@ -18,6 +18,7 @@ from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.waiting import WAIT, until
 
 Mode = Literal["thread", "process"]
 
@@ -48,11 +49,7 @@ async def collect(engine: AsyncEngine, name: str, **params: object) -> tuple[lis
 
 
 async def all_free(engine: AsyncEngine) -> None:
-    for _ in range(100):
-        if engine.stats.kv_cache_usage == 0.0 and not engine.stats.num_running:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(engine.stats)
+    await until(lambda: engine.stats.kv_cache_usage == 0.0 and not engine.stats.num_running)
 
 
 async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None:
@@ -97,18 +94,12 @@ async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> Non
     engine.watch_pool(True)
     stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "b")
     await anext(stream)
-    for _ in range(200):
-        if engine.pool is not None and engine.pool.stats.num_running:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: engine.pool is not None and engine.pool.stats.num_running > 0)
     view = engine.pool
     assert view is not None and [r.request_id for r in view.stats.requests] == ["b"]
     assert sum(view.cells[1::2]) == view.stats.blocks_total == 60
     await stream.aclose()
-    for _ in range(200):
-        if engine.pool is not None and not engine.pool.stats.num_running:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: engine.pool is not None and not engine.pool.stats.num_running)
     assert engine.pool is not None and not engine.pool.stats.requests, "rest is not told"
     engine.watch_pool(False)
     await collect(engine, "c")
@@ -144,7 +135,7 @@ async def test_a_slow_grammar_stalls_nobody(
     compile_now, may_go = GrammarCompiler.compile, threading.Event()
 
     def compile_slowly(self: GrammarCompiler, wanted: StructuredOutput) -> Matcher:
-        assert may_go.wait(30)
+        assert may_go.wait(WAIT)
         return compile_now(self, wanted)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
@@ -160,7 +151,7 @@ async def test_a_slow_grammar_stalls_nobody(
     try:
         slow, wrong = ask("slow", {"choice": ["yes"]}), ask("wrong", {"regex": "("})
         gone = ask("gone", {"choice": ["no"]})
-        await asyncio.sleep(0.05)
+        await until(lambda: len(engine._queues) == 3)
         gone.cancel()
         lengths, _ = await collect(engine, "free")
         assert lengths[-1] == 30 and not slow.done()

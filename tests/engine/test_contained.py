@@ -28,6 +28,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
+from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -114,9 +115,14 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._entries(), "faulty", entry)
 
 
-@pytest.mark.parametrize("fault", ["score", "memory", "next_event", "plan", "log_from", "greedy"])
-@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
-@pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
+@thinned(
+    {
+        "fault": ["score", "memory", "next_event", "plan", "log_from", "greedy"],
+        "overlaps": [False, True],
+        "policy": ["none", KARA],
+    },
+    together=2,
+)
 def test_a_policy_that_fails_ends_its_own_request(
     llama_dir: Path, plug_in: None, fault: str, overlaps: bool, policy: Any
 ) -> None:

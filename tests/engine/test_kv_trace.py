@@ -16,6 +16,7 @@ from kvserve.outputs import KVTraceEvent, RequestOutput
 from kvserve.scheduler.arrays import IntArray
 from tests.checkpoints import random_prompts
 from tests.engine.policies.cases import UNEVEN_BLOCK, UNEVEN_CASES
+from tests.thinning import thinned
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
 POLICIES: dict[str, Any] = {
@@ -64,8 +65,7 @@ def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("name", POLICIES)
+@thinned({"name": list(POLICIES), "overlapped": [False, True]})
 def test_what_is_left_is_what_is_counted(llama_dir: Path, name: str, overlapped: bool) -> None:
     policy = POLICIES[name]
     llm = make_llm(llama_dir, policy, async_scheduling=overlapped, block_size=UNEVEN_BLOCK)

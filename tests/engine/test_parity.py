@@ -13,6 +13,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.policies.kara import Kara
 from kvserve.engine.policies.scoring import Observation
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.thinning import slow
 
 TOKENS = 140
 PROMPTS = random_prompts([5, 17, 33, 1, 90, 64])
@@ -45,11 +46,7 @@ def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LL
     "kind",
     [
         "llama",
-        "qwen3",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("llama-mha-tied", "mistral", "internlm2", "qwen2")
-        ),
+        *slow("qwen3", "llama-mha-tied", "mistral", "internlm2", "qwen2"),
     ],
 )
 def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
@@ -95,13 +92,15 @@ def test_keeping_everything_is_none(llama_dir: Path, monkeypatch: pytest.MonkeyP
     "fields",
     [
         {},
-        pytest.param({"query_reduce": "heads"}, marks=pytest.mark.slow),
-        {"query_dtype": "fp8"},
-        pytest.param({"query_source": "recompute"}, marks=pytest.mark.slow),
         {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},
-        pytest.param({"queries": "buffer"}, marks=pytest.mark.slow),
-        pytest.param({"protect_prompt": False}, marks=pytest.mark.slow),
-        {"protect_prompt": False, "query_source": "recompute", "query_reduce": "heads"},
+        *slow(
+            {"query_reduce": "heads"},
+            {"query_dtype": "fp8"},
+            {"query_source": "recompute"},
+            {"queries": "buffer"},
+            {"protect_prompt": False},
+            {"protect_prompt": False, "query_source": "recompute", "query_reduce": "heads"},
+        ),
     ],
 )
 def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import ALL_HEADS, Codes, Slots, turns_of
+from kvserve.kernels.coded_entries import Codes, Slots, turns_of
 
 DISTANCES = 50
 
@@ -93,12 +93,9 @@ def coded_case(
 
 
 def random_slots(count: int, num_vectors: int) -> Slots:
-    """A third of them as a vector's own token has them; a third hidden from some query heads."""
+    """A third of them as a vector's own token has them."""
     own = torch.rand(count) < 1 / 3
     refs = torch.randint(0, num_vectors, (2, count))
     scales = torch.where(own, 1.0, torch.rand(2, count) + 0.5)
     distance = torch.randint(1 - DISTANCES, DISTANCES, (count,)).masked_fill(own, 0)
-    heads = torch.randint(-(1 << 31), 1 << 31, (count,)).masked_fill(
-        torch.rand(count) < 2 / 3, ALL_HEADS
-    )
-    return Slots(refs[0], refs[1], scales[0], scales[1], torch.arange(count), distance, heads)
+    return Slots(refs[0], refs[1], scales[0], scales[1], torch.arange(count), distance)

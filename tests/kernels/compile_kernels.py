@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Codes
@@ -39,7 +40,6 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
@@ -277,7 +277,15 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/k8v4": lambda: attend(form="k8v4"),
     "decode/k8v4_split": lambda: attend(form="k8v4", splits=8),
     "decode/k8v4_dim64": lambda: attend(form="k8v4", dim=64),
+    "decode/k4v4": lambda: attend(form="k4v4"),
+    "decode/k4v4_split": lambda: attend(form="k4v4", splits=8),
+    "decode/k4v4_dim64": lambda: attend(form="k4v4", dim=64),
+    "decode/k4v4_dim256": lambda: attend(form="k4v4", dim=256),
+    "decode/k4v2": lambda: attend(form="k4v2"),
+    "decode/k4v2_remainder": lambda: attend(form="k4v2", remainder=True),
     "decode/fp8": lambda: attend(form="fp8"),
+    "prefill/k4v4": lambda: attend(chunk=512, form="k4v4"),
+    "prefill/k4v2": lambda: attend(chunk=512, form="k4v2"),
     "prefill/int8": lambda: attend(chunk=512, form="int8"),
     "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
     "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
@@ -286,6 +294,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
     ),
     "store_levels/k8v4": lambda: store_quantized_triton(
         levels("k8v4"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+    ),
+    "store_levels/k4v2": lambda: store_quantized_triton(
+        levels("k4v2"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
     ),
     "store_levels/fp8": lambda: store_quantized_triton(
         levels("fp8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
@@ -296,6 +307,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "gather_levels/fp8": lambda: gather_quantized_triton(
         levels("fp8"), slots(32, 8, 4096), None, BF16
     ),
+    "gather_levels/k4v4": lambda: gather_quantized_triton(
+        levels("k4v4"), slots(32, 8, 4096), None, BF16
+    ),
+    "gather_levels/k4v2": lambda: gather_quantized_triton(
+        levels("k4v2"), slots(32, 8, 4096), None, BF16, values=True
+    ),
     "gather_levels/int4": lambda: gather_quantized_triton(
         levels("k8v4"), slots(32, 8, 4096), None, BF16, values=True
     ),
@@ -304,6 +321,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
     ),
     "move_levels/k8v4": lambda: move_quantized_triton(
         levels("k8v4"), slots(32, 8, 4096), slots(32, 8, 4096), 8
+    ),
+    "move_levels/k4v2": lambda: move_quantized_triton(
+        levels("k4v2"), slots(32, 8, 4096), slots(32, 8, 4096), 8
     ),
     "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
@@ -337,10 +357,10 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 SPILLING = {
     80: ("decode/few", "decode/many", "prefill/dim256"),
-    90: ("decode/remainder_split",),
+    90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
     100: ("prefill/dim64", "prefill/float32", "prefill/window"),
 }
-"""Variants of numbers that spill 8 to 32 bytes under one of the Tritons."""
+"""Variants that spill 8 to 32 bytes under one of the Tritons."""
 
 
 def is_budgeted(name: str, arch: int) -> bool:

@@ -157,7 +157,11 @@ def test_threads_change_nothing() -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("aggregate", "group_aggregate", "shape"),
-    [*((*how, SHAPES[0]) for how in COMBINATIONS), ("sum_squares", "mean", SHAPES[1])],
+    [
+        *(("sum", "max", SHAPES[0]), ("sum_squares", "mean", SHAPES[0]), ("max", "rms", SHAPES[0])),
+        *(pytest.param(*how, SHAPES[0], marks=pytest.mark.slow) for how in COMBINATIONS),
+        pytest.param("sum_squares", "mean", SHAPES[1], marks=pytest.mark.slow),
+    ],
 )
 def test_triton(
     aggregate: str, group_aggregate: str, shape: tuple[int, int, int, int, int]

@@ -21,29 +21,28 @@ from bench.kernel_rows import peers as kernel_peers
 from bench.kernel_rows.cases import Setting
 from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.peers import Run
+from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import EVENT, targets
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import warm_up
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine
+from tests.thinning import slow
+from tests.waiting import WAIT
 
 __all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    [
-        Granularity.MODEL,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (Granularity.LAYER, Granularity.HEAD)),
-    ],
-)
+@pytest.mark.device
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", Granularity)
 def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
     setting = tiny(granularity, device)
     codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
@@ -77,8 +76,9 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
     }
 
 
+@pytest.mark.device
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", *FORMATS])
+@pytest.mark.parametrize("form", ["auto", *slow(*FORMATS)])
 def test_what_kara_launches_is_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +111,10 @@ def test_what_kara_launches_is_checked(
     assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
 
 
+@pytest.mark.device
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", "int8", "k8v4"])
+@pytest.mark.parametrize("form", ["auto", "int8", "k8v4", "k4v4"])
 def test_all_tiles_of_a_model_are_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,17 @@ def test_all_tiles_of_a_model_are_checked(
             case.triton()
     assert len(by_engines) > 10
     assert not by_engines - launched, f"not among the cases: {by_engines - launched}"
+
+
+def test_decodes_over_levels_agree(device: str) -> None:
+    """Those that are timed beside numbers, with the bytes of their form."""
+    setting = tiny(Granularity.MODEL, device)
+    found = {case.kernel: case for case in level_decodes(setting)}
+    assert set(found) == {f"decode of {form}" for form in FORMATS}
+    for case in found.values():
+        torch.testing.assert_close(case.triton(), case.torch(), atol=1e-4, rtol=1e-4)
+    eight, four = (found[f"decode of {form}"].num_bytes for form in ("k8v4", "k4v4"))
+    assert four < eight
 
 
 def tiny(granularity: Granularity, device: str) -> Setting:
@@ -242,7 +255,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
     settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
-    for limit, new, left in (("-1", 0, 2), ("480", 28, 0), ("480", 0, 0)):
+    for limit, new, left in (("-1", 0, 2), ("480", 38, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
         monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
@@ -250,7 +263,7 @@ def test_a_run_goes_on_where_it_stopped(
         assert len(timed) == new
         assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
     found = json.loads(path.read_text())
-    assert len(found["rows"]) == 28 and len(found["parity"]) == 1
+    assert len(found["rows"]) == 38 and len(found["parity"]) == 1
     assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 
@@ -263,6 +276,6 @@ def test_without_a_gpu_there_is_no_figure() -> None:
         f"{absent}; sys.argv = ['kernels.py']; from bench.kernels import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
     assert done.returncode == 2 and "no CUDA device" in done.stderr
     assert not done.stdout

@@ -14,7 +14,6 @@ from kvserve.kernels.scores.codebook import (
     build,
     directions,
     extend,
-    greedy_cover,
     match,
     reconstruct,
     scales,
@@ -137,19 +136,6 @@ def test_a_cover_keeps_its_promises(theta: float) -> None:
         assert (rebuilt[centres] == x[stream, centres]).all(), "an entry is not its own vector"
         error = (rebuilt - x[stream]).norm(dim=-1)
         assert (error <= math.sqrt(2 * (1 - theta)) * lengths[stream, :, 0]).all()
-
-
-def test_a_vector_that_counts_twice_is_two_vectors() -> None:
-    x = clustered(1, 24, 8, seed=3)
-    times = torch.randint(1, 4, (24,), generator=torch.Generator().manual_seed(4))
-    unit, _ = directions(x)
-    similar = unit @ unit.transpose(1, 2) > 0.9
-    similar.diagonal(dim1=1, dim2=2).fill_(True)
-    cover = greedy_cover(similar, times[None])
-    copies = torch.arange(24).repeat_interleave(times)
-    ref, centres = naive_cover(similar[0][copies][:, copies])
-    assert [ref[at] for at in torch.cumsum(times, 0) - times] == cover.ref[0].tolist()
-    assert [copies[at].item() for at in centres] == of_stream(cover)[1]
 
 
 def test_equal_vectors_are_one_entry_and_orthogonal_ones_stay_exact() -> None:

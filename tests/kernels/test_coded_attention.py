@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.coded_entries import ALL_HEADS, Slots
+from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.query_segments import QuerySegments
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
@@ -87,8 +87,6 @@ def test_reference_against_loops() -> None:
             slot = Slots.unpacked(
                 codes.slots[codes.slot_tables[p, r, entry // per_block], entry % per_block]
             )
-            if not slot.heads >> h % 2 & 1:
-                continue
             key, value = (
                 codes.vectors[codes.vector_tables[p, r, int(ref) // 8], int(ref) % 8]
                 for ref in (slot.ref_k, slot.ref_v)
@@ -151,7 +149,7 @@ def test_unmerged_codes_give_the_bits_of_the_entries(attend: Attention) -> None:
     case = coded_case([[24]], [[24]], [2], num_vectors=48)
     codes, number = case.codes, torch.arange(24)
     one, zero = torch.ones(24), torch.zeros_like(number)
-    own = Slots(2 * number, 2 * number + 1, one, one, number, zero, zero + ALL_HEADS)
+    own = Slots(2 * number, 2 * number + 1, one, one, number, zero)
     per_block = codes.slots.shape[1]
     codes.slots[codes.slot_tables[0, 0, number // per_block].long(), number % per_block] = (
         own.packed()

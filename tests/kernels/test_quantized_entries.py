@@ -9,21 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS, EntryFormat, VectorForm
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.cpu.quantized_entries import COMPILED
-from kvserve.kernels.entry_format import FORMATS, FP8, INT4, INT8, EntryFormat, VectorForm
-from kvserve.kernels.quantized_entries import (
-    LARGEST,
-    TORCH,
-    QuantizedBlocks,
-    QuantizedKernels,
-    quantize,
-)
+from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels, quantize
 from kvserve.kernels.query_segments import QuerySegments
+from tests.thinning import thinned
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+FORMS = sorted({form for each in FORMATS.values() for form in (each.key, each.value)}, key=str)
+EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.code}-{form.group}")
 BLOCK = 16
 SCALE = 0.3
 
@@ -42,26 +39,68 @@ def vectors(*shape: int, seed: int = 0) -> Tensor:
 
 def bound(x: Tensor, form: VectorForm) -> Tensor:
     """As the module's docstring states it: [..., D]."""
-    scale = quantize(x, form).scale.float()[..., None]
-    if form is FP8:
-        return torch.maximum(x.abs() / 16, scale * 2**-10)
-    return scale / 2
+    step = quantize(x, form).step.float()
+    step = step.repeat_interleave(x.shape[-1] // step.shape[-1], dim=-1)
+    return torch.maximum(x.abs() / 16, step * 2**-10) if form.e4m3 else step / 2
 
 
-@pytest.mark.parametrize("form", [INT8, INT4, FP8], ids=lambda form: form.name)
-def test_numbers_are_held_within_half_a_step(form: VectorForm) -> None:
-    x = vectors(500, 3, 32)
-    held = quantize(x, form)
-    assert held.levels.dtype is torch.uint8 and held.levels.shape[-1] == form.levels(32)
-    # In the last bits float32 rounds the product of level and scale, and the sum with low.
+@EVERY_FORM
+@pytest.mark.parametrize("dim", [16, 48, 64])
+def test_numbers_are_held_within_half_a_step(form: VectorForm, dim: int) -> None:
+    x = vectors(500, 3, dim)
+    held, groups = quantize(x, form), form.groups(dim)
+    assert held.levels.dtype is torch.uint8 and held.levels.shape[-1] == form.levels(dim)
+    assert groups == (2 if form.group and dim == 64 else 1)
+    # In the last bits float32 rounds the sum with low.
     assert ((held.widened() - x).abs() <= bound(x, form) * (1 + 1e-6) + x.abs() * 1e-6).all()
-    span = x.amax(-1) - x.amin(-1) if form is INT4 else x.abs().amax(-1)
-    if form is INT4:  # its low, rounded down to bfloat16, adds to the range
-        span = span + 2**-7 * x.abs().amax(-1)
-    assert (held.scale.float() <= span / LARGEST[form.name] * (1 + 2**-7)).all()
+    x = x.unflatten(-1, (groups, -1))
+    span = x.abs().amax(-1)
+    if form.low:  # rounded down to bfloat16, it adds to the range
+        span = x.amax(-1) - x.amin(-1) + 2**-7 * span
+    assert (held.step.float() <= span / form.most * (1 + 2**-7)).all()
 
 
-@pytest.mark.parametrize("form", [INT8, INT4, FP8], ids=lambda form: form.name)
+@EVERY_FORM
+def test_stored_numbers_are_those_of_the_rule_in_float64(form: VectorForm) -> None:
+    """Written down again, number by number: every operation in float64, then rounded to float32.
+    Numbers of bfloat16 lie in the middle of two levels now and then; those go to the even one."""
+    x = torch.cat([vectors(60, 64), vectors(300, 64, seed=1).bfloat16().float()])
+    held, groups, ties = quantize(x, form), form.groups(64), 0
+    for row, vector in enumerate(x.double().view(len(x), groups, -1).tolist()):
+        for g, group in enumerate(vector):
+            low = -upwards(-min(group)) if form.low else 0.0
+            span = max(group) - low if form.low else max(map(abs, group))
+            step = upwards(float32(float32(span) / form.most))
+            assert held.step[row, g] == step
+            assert held.low is None or held.low[row, g] == low
+            for i, number in enumerate(group):
+                exact = float32(float32(number - low) / (step or 1.0))
+                ties += abs(exact) % 1 == 0.5
+                least = 0 if form.low else -form.most
+                level = round(max(least, min(form.most, exact)))  # Python's ties go to even, too
+                assert form.e4m3 or level_of(held.levels[row], g * len(group) + i, form) == level
+    assert form.e4m3 or ties > 10
+
+
+def float32(x: float) -> float:
+    return float(torch.tensor(x, dtype=torch.float32))
+
+
+def upwards(x: float) -> float:
+    """The least bfloat16 number that is not below ``x``."""
+    near = torch.tensor(x, dtype=torch.float32).bfloat16()
+    more = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16))
+    return float(near if float(near) >= x else more)
+
+
+def level_of(levels: Tensor, channel: int, form: VectorForm) -> int:
+    if not form.low:
+        return int(levels[channel].view(torch.int8))
+    plane, byte = divmod(channel, len(levels))
+    return int(levels[byte]) >> plane * form.bits & form.most
+
+
+@EVERY_FORM
 def test_special_vectors(form: VectorForm) -> None:
     zeros = quantize(torch.zeros(2, 16), form)
     assert not zeros.widened().any()
@@ -71,18 +110,23 @@ def test_special_vectors(form: VectorForm) -> None:
     assert (equal == equal[0]).all() and abs(equal[0] - 0.7) < 0.7 / 16
 
 
-def test_int4_keeps_the_order_of_dimensions() -> None:
-    x = torch.arange(16.0)
-    assert torch.equal(quantize(x, INT4).widened(), x)
+@EVERY_FORM
+def test_channels_keep_their_order(form: VectorForm) -> None:
+    x = torch.arange(64.0) % (form.most + 1)
+    x[::32] = form.most  # so that every group has steps of 1
+    if not form.e4m3:
+        assert torch.equal(quantize(x, form).widened(), x)
 
 
 def test_bytes() -> None:
-    """At D = 128: int8 260, k8v4 198 of bfloat16's 512."""
-    assert [FORMATS[name].entry_bytes(128) for name in ("int8", "k8v4", "fp8")] == [260, 198, 260]
+    """At D = 128, of bfloat16's 512."""
+    sizes = {name: form.entry_bytes(128) for name, form in FORMATS.items()}
+    assert sizes == {"int8": 260, "k8v4": 198, "k4v4": 160, "k4v2": 128, "fp8": 260}
     for form in FORMATS.values():
         assert form.lane_bytes(16, 32) == 16 * form.entry_bytes(32)
         assert form.lane_bytes(1, 16) % 16 == 0
-        assert form.refusal(24) is None or form.multiple == 16
+        assert (form.refusal(24) is None) == (min(form.key.bits, form.value.bits) == 8)
+        assert form.refusal(48) is None
 
 
 # ---- blocks ------------------------------------------------------------------------------------
@@ -215,10 +259,15 @@ class Rows:
 
 
 @compiled
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 32, 48, 128])
-def test_attention_widens_levels(form: EntryFormat, dtype: torch.dtype, dim: int) -> None:
+@thinned(
+    {
+        "name": list(FORMATS),
+        "dtype": [torch.float32, torch.bfloat16],
+        "dim": [16, 32, 48, 128],
+    }
+)
+def test_attention_widens_levels(name: str, dtype: torch.dtype, dim: int) -> None:
+    form = FORMATS[name]
     within = 1e-5 if dtype is torch.float32 else 1e-2
     for tables in (1, 2):
         rows = Rows(form, dim, dtype, tables)
@@ -238,7 +287,7 @@ def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
     expected = numbers.view(torch.float8_e4m3fn).float()
     one = torch.ones(()).to(torch.float8_e4m3fn).view(torch.uint8)
     for held in (keys, values):
-        held.scale[1] = 1.0
+        held.step[1] = 1.0
         held.levels[1] = 0
     tables = torch.ones(1, 1, 1, 1, dtype=torch.int32)
     starts = torch.tensor([0, tokens])
@@ -284,5 +333,5 @@ def test_attention_refuses_what_it_was_not_built_for() -> None:
     with pytest.raises(ValueError, match="keys and values are not both levels"):
         paged_attention(rows.q[:1], k, v.widened(), rows.tables, chunks, 0, SCALE)
     fp8, _ = Rows(FORMATS["fp8"], 16, torch.float32).blocks.layer(1)
-    with pytest.raises(ValueError, match="no keys of int8 beside values of fp8"):
+    with pytest.raises(ValueError, match=r"no keys of .* beside values of .*e4m3=True"):
         paged_attention(rows.q[:1], k, fp8, rows.tables, chunks, 0, SCALE)

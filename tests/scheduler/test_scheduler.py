@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -33,16 +37,28 @@ def run_alone(
     return seq, shadow.events[0]
 
 
-ALONE = [
-    (layout, i)
-    for layout in LAYOUTS
-    for i in policies_of(layout)
-    if i and not isinstance(TRIGGERS[i], EngineWide)
-]
+def crowds() -> Iterator[Any]:
+    """Layout, policy, blocks of host memory. All of them are slow; else each policy is met once, by
+    turns with and without host memory, and each kind of trigger once in each layout."""
+    kinds, met = set[tuple[KVLayout, type]](), set[int]()
+    for at, layout in enumerate(LAYOUTS):
+        for i in policies_of(layout):
+            if not i or isinstance(TRIGGERS[i], EngineWide):
+                continue
+            kind = layout, type(TRIGGERS[i])
+            first = i not in met or kind not in kinds
+            kinds.add(kind)
+            met.add(i)
+            for host in (0, 200):
+                marks = () if first and (i + at) % 2 == host // 200 else pytest.mark.slow
+                name = f"{layout.granularity.name}-{i}-{host}"
+                yield pytest.param(layout, i, host, marks=marks, id=name)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 200])
-@pytest.mark.parametrize(("layout", "policy"), ALONE)
+alone = cache(run_alone)
+
+
+@pytest.mark.parametrize(("layout", "policy", "num_host_blocks"), list(crowds()))
 def test_tokens_and_events_do_not_depend_on_the_crowd(
     layout: KVLayout, policy: int, num_host_blocks: int
 ) -> None:
@@ -61,10 +77,10 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     assert scheduler.events.early_compactions == 0
     assert num_host_blocks or not scheduler.num_swaps
     for seq_id, (prompt, output) in enumerate(shapes):
-        alone, events = run_alone(prompt, output, policy, layout)
+        single, events = alone(prompt, output, policy, layout)
         assert shadow.events[seq_id] == events
-        assert crowd[seq_id].logical_tokens == alone.logical_tokens
-        assert crowd[seq_id].held_tokens == alone.held_tokens
+        assert crowd[seq_id].logical_tokens == single.logical_tokens
+        assert crowd[seq_id].held_tokens == single.held_tokens
         assert crowd[seq_id].compactions == shadow.compactions[seq_id] <= len(events)
 
 

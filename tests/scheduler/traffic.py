@@ -119,11 +119,10 @@ def make_scheduler(
         "max_model_len": 128,
         "log_block_tokens": 8,
         "admission_reserve": 4,
-        "code_scratch": True,
     }
     merged: dict[str, Any] = {**defaults, **settings}
     host = merged.pop("num_host_blocks", 0) * layout.groups
-    codes = CodeSpec(24, scratch=merged.pop("code_scratch"))
+    codes = CodeSpec(24)
     if layout.granularity is Granularity.HEAD:
         merged["further_groups"] = codes, *merged.get("further_groups", ())
     blocks = {"num_blocks": num_blocks * layout.groups, "num_host_blocks": host}
@@ -317,7 +316,6 @@ class Traffic:
             prefix_caching=bool(seed % 4),
             num_host_blocks=int(rng.choice([0, 15, 80])),
             max_observed_tokens=int(rng.choice([1, 20, 200])),
-            code_scratch=bool(seed % 2),
             continuations=continuations,
             max_continuation_blocks=None if seed % 3 else 80,
             further_groups=groups,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from kvserve.config import EngineConfig
 from kvserve.server.http.app import create_app
 from kvserve.server.state.server_state import ServerOptions, ServerState
 from tests.server.fake_engine import FakeEngine
+from tests.server.real_server import Server
+from tests.waiting import WAIT, wait_until
 
 MODEL = "org/fake"
 
@@ -28,13 +31,16 @@ class RunningServer:
     state: ServerState
     url: str
     loop: asyncio.AbstractEventLoop
+    uvicorn: uvicorn.Server
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT)
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=10)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=WAIT
+        )
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -46,23 +52,30 @@ class RunningServer:
         messages = [{"role": "user", "content": content}]
         return self.post("/v1/chat/completions", model=MODEL, messages=messages, **body)
 
-    def call(self, function: Callable[[], Any]) -> None:
-        """Run ``function`` on the server's loop."""
+    def call(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns on the server's loop."""
 
         async def run() -> Any:
             return function()
 
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
+
+
+def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
+    """A connection with little room for its answer, whose request for a completion is sent."""
+    content = json.dumps(body)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    url = httpx.URL(base_url)
+    client = socket.create_connection((url.host, url.port or 80))
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.sendall((head + content).encode())
+    return client
 
 
 StartServer = Callable[..., RunningServer]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.01)
 
 
 def run_server(
@@ -92,14 +105,42 @@ def run_server(
     thread.start()
     wait_until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0])
+    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0], server)
     try:
         yield running
     finally:
         running.http.close()
         server.should_exit = True
         server.force_exit = True
-        thread.join(5)
+        thread.join(WAIT)
+
+
+REAL = (
+    *("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8"),
+    *("--policy.chunk-budget", "4", "--continuations", "on", "--allow-kv-trace"),
+    *("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
+    # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
+    *("--max-num-batched-tokens", "1024"),
+    *("--read-timeout", "5", "--write-timeout", "5"),
+    *("--max-connections", "300", "--max-body-size", "8MiB"),
+)
+"""Flags of the real server: it takes seconds to start, so all tests of a worker share one."""
+
+
+@pytest.fixture(scope="session")
+def real_servers() -> Iterator[list[Server]]:
+    running: list[Server] = []
+    yield running
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def real_server(real_servers: list[Server]) -> Server:
+    """A process with the shipped model and ``REAL``; another one if a test has ended it."""
+    if not real_servers or real_servers[-1].process.poll() is not None:
+        real_servers.append(Server(*REAL))
+    return real_servers[-1]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """An engine without a model: it answers ``0 1 2 ...`` and remembers what was aborted.
 
 Words in the prompt steer it: SAY[...] is what it says instead, SLOW steps slowly, STUCK never
-answers, DIE kills the engine after two tokens, BUG raises something unforeseen. Tokens are
+answers, HALF says two tokens and then nothing, UNTIL[path] says two and goes on once there is such
+a file, DIE kills the engine after two tokens, BUG raises something unforeseen. Tokens are
 characters.
 """
 
@@ -13,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from kvserve.engine.core.request_policies import read_policy
@@ -197,11 +199,14 @@ class FakeEngine:
         limit = params.max_tokens or self.max_model_len - len(output.prompt_token_ids)
         said = re.search(r"SAY\[(.*)\]", prompt, re.DOTALL)
         script = None if said is None else said[1]
+        go = re.search(r"UNTIL\[(.*)\]", prompt)
         limit = limit if script is None else min(limit, len(script))
         for step in range(limit):
             await asyncio.sleep(0.02 if "SLOW" in prompt else 0)
-            if "STUCK" in prompt:
+            if "STUCK" in prompt or ("HALF" in prompt and step == 2):
                 await asyncio.sleep(3600)
+            while step == 2 and go is not None and not Path(go[1]).exists():
+                await asyncio.sleep(0.01)
             if "BUG" in prompt:
                 raise KeyError("a secret of the server")
             if "DIE" in prompt and step == 2:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 
-from tests.server.conftest import wait_until
+from tests.waiting import WAIT, wait_until
 
 MODEL = "kvserve/tiny"
 
@@ -36,13 +36,13 @@ class Server:
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
         threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
-        wait_until(lambda: "http://" in self.text or self.process.poll() is not None, 300)
-        match = re.search(r"http://[^\s]+", self.text)
+        wait_until(lambda: "http://" in self.text or self.process.poll() is not None)
+        match = re.search(r"http://\S+", self.text)
         assert match, self.text
         self.url = match[0]
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT)
         self.openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT
         )
 
     @property

@@ -1,4 +1,7 @@
-"""Requests that once ended the server, filled its memory or made others wait, beside a stream."""
+"""Requests that once ended the server, filled its memory or made others wait, beside a stream.
+
+How long others wait is measured by `python -m bench.soak.attacks`, alone on a machine.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,21 @@ import pytest
 
 from bench.soak.bombs import CHAINS, grammar_bombs
 from bench.soak.bystander import Bystander
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
-
-GAP, PLAIN = 2.5, 5.0
-"""Seconds that a stream, and a plain request, may wait beside an attack.
-
-The faults took 2.9 s and more. `python -m bench.soak.attacks` measures against 0.5 and 2, alone on
-a machine; here other tests run on the same two cores, and 1.0 s has been seen.
-"""
+from tests.thinning import slow
+from tests.waiting import WAIT, wait_until
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    pool = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
-    # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
-    running = Server(*pool, "--write-timeout", "1.5", "--max-num-batched-tokens", "1024")
-    yield running
-    running.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(autouse=True)
 def _the_server_is_well(server: Server) -> Iterator[None]:
     yield
     assert server.process.poll() is None, server.text
-    wait_until(server.idle, 20)
+    wait_until(server.idle)
     assert "Traceback" not in server.text, server.text
 
 
@@ -50,15 +43,13 @@ def test_grammars_that_overflow_a_stack(server: Server) -> None:
     server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
     with beside(server) as other, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
-        started = time.monotonic()
         assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
-        assert time.monotonic() - started < PLAIN
     for answer, bomb in zip(answers, bombs * 3, strict=True):
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
             assert answer.json()["error"]["param"] == next(iter(bomb))
     assert sum(answer.status_code == 400 for answer in answers) >= 3 * len(CHAINS)
-    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+    assert not other.failures
 
 
 def test_log_probabilities_of_many_prompts(server: Server) -> None:
@@ -73,9 +64,9 @@ def test_log_probabilities_of_many_prompts(server: Server) -> None:
     assert server.complete("a", max_tokens=2, logprobs=20).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: bool) -> None:
-    """Their encoding stopped the loop for 6.6 s; the largest answer that is allowed is a 16th."""
+@pytest.mark.parametrize("stream", [True, *slow(False)])
+def test_a_long_list_of_log_probabilities_beside_a_stream(server: Server, stream: bool) -> None:
+    """The largest answer that is allowed. That others go on meanwhile: test_completions.py."""
     prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
     body = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
     with beside(server) as other:
@@ -90,7 +81,7 @@ def test_a_long_list_of_log_probabilities_stops_nobody(server: Server, stream: b
         offsets = scored["text_offset"]
         assert offsets == sorted(offsets) and 4001 < offsets[-1] <= len(choice["text"])
     assert len(found) == 3
-    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+    assert not other.failures
 
 
 def test_streams_that_nobody_reads(server: Server) -> None:
@@ -103,25 +94,25 @@ def test_streams_that_nobody_reads(server: Server) -> None:
     with beside(server) as other:
         for each in sockets:
             each.sendall(request)
-        wait_until(lambda: len(server.stats()["requests"]) > 20, 20)
-        wait_until(lambda: len(server.stats()["requests"]) <= 1, 40)
+        wait_until(lambda: len(server.stats()["requests"]) > 20)
+        wait_until(lambda: len(server.stats()["requests"]) <= 1)
     assert "did not read its answer" in server.text
     for each in sockets:
-        each.settimeout(5)
+        each.settimeout(WAIT)
         with suppress(ConnectionError):
             while piece := each.recv(2**20):
                 assert b"[DONE]" not in piece
         each.close()
-    assert not other.failures and other.longest_gap < GAP, other.longest_gap
+    assert not other.failures
 
 
 def test_who_reads_slowly_gets_everything(server: Server) -> None:
-    body = {"prompt": "a", "stream": True, "max_tokens": 2500, "logprobs": 20, "ignore_eos": True}
+    body = {"prompt": "a", "stream": True, "max_tokens": 1000, "logprobs": 20, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         pieces = []
         for piece in answer.iter_bytes(2**16):
             pieces.append(piece)
-            time.sleep(0.05)
+            time.sleep(0.05)  # the server's buffers are full all the time
     assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
 
 
@@ -130,13 +121,13 @@ def test_an_engine_that_is_stopped_is_not_healthy(server: Server) -> None:
     assert server.http.get("/health").status_code == 200
     os.kill(server.engine, signal.SIGSTOP)
     try:
-        wait_until(lambda: server.http.get("/health").status_code == 503, 5)
+        wait_until(lambda: server.http.get("/health").status_code == 503)
         error = server.http.get("/health").json()["error"]
         assert error["code"] == "engine_suspended" and "SIGCONT" in error["message"]
         assert server.http.get("/version").status_code == 200
     finally:
         os.kill(server.engine, signal.SIGCONT)
-    wait_until(lambda: server.http.get("/health").status_code == 200, 5)
+    wait_until(lambda: server.http.get("/health").status_code == 200)
     assert server.complete(max_tokens=2).status_code == 200
 
 
@@ -156,7 +147,7 @@ def test_a_grammar_that_nothing_matches_says_so(server: Server) -> None:
 
 def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:
     where = urlsplit(server.url)
-    with socket.create_connection((str(where.hostname), int(where.port or 80)), 5) as each:
+    with socket.create_connection((str(where.hostname), int(where.port or 80)), WAIT) as each:
         filler = b"X-Filler: " + b"a" * 69_900
         each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + filler + b"\r\n\r\n")
         assert each.recv(100).startswith(b"HTTP/1.1 431")

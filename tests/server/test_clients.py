@@ -15,6 +15,7 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.state.clients import client_of
 from tests.server.conftest import StartServer
+from tests.waiting import WAIT
 
 MODEL = "kvserve/tiny"
 
@@ -40,7 +41,7 @@ def test_without_keys_an_address_is_a_client(start_server: StartServer) -> None:
     server = start_server()
     for address, key in (("127.0.0.1", "a"), ("127.0.0.1", "b"), ("127.0.0.2", "a")):
         transport = httpx.HTTPTransport(local_address=address)
-        with httpx.Client(transport=transport, base_url=server.url) as http:
+        with httpx.Client(transport=transport, base_url=server.url, timeout=WAIT) as http:
             headers = {"Authorization": f"Bearer {key}"}
             http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
     clients = [params.client for _, params, _ in server.engine.seen]
@@ -56,14 +57,13 @@ def test_a_request_cannot_say_who_it_is_from(start_server: StartServer) -> None:
 def test_who_fills_the_queue_turns_away_himself(start_server: StartServer) -> None:
     config = EngineConfig.from_flat(model="org/fake", max_num_seqs=8)
     server = start_server(config=config, max_queued=8)
-    body = {"prompt": ["SLOW"] * 16, "max_tokens": 300, "stream": True}
-    other = httpx.Client(
-        transport=httpx.HTTPTransport(local_address="127.0.0.2"), base_url=server.url
-    )
+    body = {"prompt": ["HALF"] * 16, "max_tokens": 300, "stream": True}
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    other = httpx.Client(transport=transport, base_url=server.url, timeout=WAIT)
     with other, server.http.stream("POST", "/v1/completions", json=body) as running:
         lines = running.iter_lines()  # which would close the stream, were it dropped
         next(lines)
-        with httpx.Client(base_url=server.url) as same:
+        with httpx.Client(base_url=server.url, timeout=WAIT) as same:
             assert same.post("/v1/completions", json={"prompt": "a"}).status_code == 429
         for count, status in ((2, 200), (3, 429)):
             answer = other.post("/v1/completions", json={"prompt": "a", "n": count})

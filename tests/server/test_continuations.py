@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.server.real_server import Server
 
-POLICY = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(*POLICY, "--continuations", "on")
-    yield server
-    server.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 def say(server: Server, prompt: list[int], **body: Any) -> tuple[list[int], dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""What a client sends may hurt nobody else: bounds, refusals, time-outs, and memory given back.
+"""What a client sends may hurt nobody else: bounds, refusals and time-outs.
 
-A real server with the shipped model. After everything the fixed request has the same tokens.
+A real server with the shipped model. After everything the fixed request has the same tokens. What
+it costs in seconds and memory is measured by `python -m bench.soak.attacks`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import httpx
 import pytest
 
 from kvserve.engine.policies.registry import policy_class, policy_names
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import WAIT, wait_until
 
 CORPUS = [
     json.loads(line)
@@ -39,28 +40,24 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """Queries are logged by heads, as most policies want them; time-outs are short."""
-    flags = ("--policy", "snapkv", "--policy.budget", "64", "--policy.window", "8")
-    small = ("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000")
-    doors = ("--read-timeout", "1.5", "--max-connections", "300", "--max-body-size", "8MiB")
-    running = Server(*flags, *small, *doors)
-    yield running
-    running.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 @pytest.fixture(scope="module")
-def fixed(server: Server) -> list[int]:
-    return tokens_of(server)
+def fixed() -> list[list[int]]:
+    """What the fixed request was answered the first time."""
+    return []
 
 
 @pytest.fixture(autouse=True)
-def _others_are_well(server: Server, fixed: list[int]) -> Iterator[None]:
+def _others_are_well(server: Server, fixed: list[list[int]]) -> Iterator[None]:
+    fixed.extend([tokens_of(server)] if not fixed else [])
     yield
     assert server.process.poll() is None, server.text
-    assert tokens_of(server) == fixed
-    wait_until(server.idle, 20)
+    assert tokens_of(server) == fixed[0]
+    wait_until(server.idle)
     assert "Traceback" not in server.text, server.text
 
 
@@ -86,11 +83,9 @@ def test_no_integer_of_a_policy_is_too_large_to_refuse(server: Server, name: str
         if "int" not in str(field.type).split(" | "):
             continue
         for huge in HUGE:
-            started = time.monotonic()
             spec = {"name": name, **NEEDED.get(name, {}), field.name: huge}
             error = refused(server.complete("Hello " * 30, max_tokens=20, kv_policy=spec))
             assert error["param"] and error["param"].startswith("kv_policy"), error
-            assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["why"])
@@ -112,37 +107,22 @@ def test_a_body_of_ten_thousand_levels(server: Server) -> None:
 def test_many_wrong_values_cost_no_more_than_one(server: Server) -> None:
     """A list of a million wrong items once meant a million errors."""
     for field in ("stop_token_ids", "allowed_token_ids", "bad_words", "stop", "guided_choice"):
-        started = time.monotonic()
         wrong: list[Any] = [{}] * 1_000_000
-        refused(server.complete("a", **{field: wrong}))
-        assert time.monotonic() - started < 20
+        assert len(str(refused(server.complete("a", **{field: wrong})))) < 1000
     refused(server.complete("a", logit_bias={str(i): "x" for i in range(300_000)}))
     refused(server.http.post("/v1/chat/completions", json={"messages": [{}] * 1_000_000}))
 
 
 def test_long_text_is_refused_by_its_length(server: Server) -> None:
-    """4 MB of "a " took 18 s and 600 MB to find out."""
-    before = resident(server)
+    """4 MB of "a " took 18 s and 600 MB to find out. What is tokenized: openai/test_prompts.py."""
     for text in ("a " * 2_000_000, "é" * 2_000_000, " " * 4_000_000):
-        started = time.monotonic()
         assert refused(server.complete(text))["code"] == "context_length_exceeded"
         chat = {"messages": [{"role": "user", "content": text}]}
         error = refused(server.http.post("/v1/chat/completions", json=chat))
         assert error["code"] == "context_length_exceeded"
         refused(server.http.post("/tokenize", json={"prompt": text}))
-        assert time.monotonic() - started < 30
     messages = [{"role": "user", "content": ""}] * 5000
     refused(server.http.post("/v1/chat/completions", json={"messages": messages}))
-    assert resident(server) - before < 150
-
-
-def test_what_a_long_text_took_goes_back(server: Server) -> None:
-    """200 KB of "a " left 48 MiB in the server, in each of four threads."""
-    before = resident(server)
-    for _ in range(2):
-        answer = server.http.post("/tokenize", json={"prompt": "a " * 100_000})
-        assert answer.status_code == 200 and answer.json()["count"] > 100_000
-    assert resident(server) - before < 24
 
 
 def test_max_tokens_beyond_the_context_says_so(server: Server) -> None:
@@ -160,19 +140,19 @@ def test_the_default_policy_is_never_turned_away(server: Server) -> None:
         body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
         spec = {"name": "streaming_llm", "budget": budget}
         url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={**body, "kv_policy": spec}, timeout=60) as answer:
+        with httpx.stream("POST", url, json={**body, "kv_policy": spec}, timeout=WAIT) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if line:
                     started.append(budget)
                     break
-            stop.wait(60)
+            stop.wait(WAIT)
 
     threads = [threading.Thread(target=hold, args=(20 + i,)) for i in range(32)]
     for thread in threads:
         thread.start()
     try:
-        wait_until(lambda: len(started) == 32, 60)
+        wait_until(lambda: len(started) == 32)
         assert server.complete("Hello", max_tokens=2).status_code == 200
         assert server.complete("Hello", max_tokens=2, kv_policy="none").status_code == 200
         same = {"name": "streaming_llm", "budget": 21}
@@ -183,25 +163,8 @@ def test_the_default_policy_is_never_turned_away(server: Server) -> None:
             thread.join()
 
 
-def test_scores_of_requests_are_given_back(server: Server) -> None:
-    """h2o kept 33 MiB for each of 32 budgets, for good."""
-    # The engine's first requests of a kind take memory that stays: buffers, compiled code.
-    prompt = list(range(5, 205))
-    for _ in range(2):
-        server.complete(prompt, max_tokens=4, kv_policy={"name": "h2o", "budget": 150})
-    wait_until(server.idle, 20)
-    before = engine_resident(server)
-    for budget in range(100, 130):
-        spec = {"name": "h2o", "budget": budget}
-        assert server.complete(prompt, max_tokens=4, kv_policy=spec).status_code == 200
-    wait_until(server.idle, 20)
-    assert engine_resident(server) - before < 50
-
-
-def test_grammars_are_given_back(server: Server) -> None:
-    """Some bombs left 644 MiB in the engine."""
-    server.complete("a", max_tokens=4, structured_outputs={"regex": "a+"})
-    before = engine_resident(server)
+def test_grammars_that_explode(server: Server) -> None:
+    """Some left 644 MiB in the engine. What is given back: sampling/test_grammar.py."""
     bombs = [
         {"regex": "(a{1000}){1000}"},
         {"regex": "(a{999}){999}"},
@@ -212,17 +175,12 @@ def test_grammars_are_given_back(server: Server) -> None:
         {"regex": "(.*a){20}(.*b){20}.{2000}"},
     ]
     for bomb in bombs:
-        started = time.monotonic()
         answer = server.complete("a", max_tokens=4, structured_outputs=bomb)
         assert answer.status_code in (200, 400), answer.text
         assert not re.search(r"panick|\.rs:", answer.text)
-        assert time.monotonic() - started < 60
     error = refused(server.complete("a", guided_choice=[f"option {i}" for i in range(100_000)]))
     assert "10000" in error["message"]
     refused(server.complete("a", structured_outputs={"regex": "a" * 2_000_000}))
-    wait_until(server.idle, 20)
-    server.complete("a", max_tokens=1, structured_outputs={"regex": "b+"})
-    assert engine_resident(server) - before < 50
 
 
 def test_half_sent_requests_end(server: Server) -> None:
@@ -250,27 +208,24 @@ def test_a_body_that_drips_ends(server: Server) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n"
         b"Content-Type: application/json\r\n\r\n"
     )
-    started = time.monotonic()
     with pytest.raises(OSError):
-        while time.monotonic() - started < 10:
+        for _ in range(999):  # the whole body would take 50 s, and the time-out is 5
             drip.sendall(b" ")
             time.sleep(0.05)
-    assert time.monotonic() - started < 8
 
 
 def test_a_crowd_of_connections_keeps_nobody_out(server: Server) -> None:
     sockets = [connect(server) for _ in range(600)]
     assert server.http.get("/health").status_code == 200
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    open_now = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
-    assert open_now < 400
+    assert httpx.get(f"{server.url}/health", timeout=WAIT).status_code == 200
+    wait_until(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) < 400)
     for each in sockets:
         each.close()
 
 
 def connect(server: Server) -> socket.socket:
     where = urlsplit(server.url)
-    return socket.create_connection((str(where.hostname), int(where.port or 80)), timeout=10)
+    return socket.create_connection((str(where.hostname), int(where.port or 80)), timeout=WAIT)
 
 
 def answer_of(each: socket.socket) -> bytes | None:
@@ -286,19 +241,3 @@ def answer_of(each: socket.socket) -> bytes | None:
     finally:
         each.close()
     return found
-
-
-def resident(server: Server, pid: int | None = None) -> float:
-    """MiB that a process of the server holds."""
-    pages = Path(f"/proc/{pid or server.process.pid}/statm").read_text().split()[1]
-    return int(pages) * 4096 / 2**20
-
-
-def engine_resident(server: Server) -> float:
-    return resident(server, engine_pid(server))
-
-
-def engine_pid(server: Server) -> int:
-    """The largest process below the server's."""
-    below = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
-    return max(map(int, below.split()), key=lambda pid: resident(server, pid))

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.soak.flood import answer_to
-from bench.soak.malformed import FIELDS, INTEGERS, POLICIES, POLICY_FIELDS, ROUTES, malformed, raw
+from bench.soak.malformed import (
+    FIELDS,
+    INTEGERS,
+    POLICIES,
+    POLICY_FIELDS,
+    ROUTES,
+    answer_to,
+    malformed,
+    raw,
+)
 from tests.server.conftest import MODEL, RunningServer
 
 LONG = pytest.mark.slow

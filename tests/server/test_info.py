@@ -12,8 +12,9 @@ from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
 from kvserve.server.state.metrics import Metrics
 from kvserve.server.state.server_state import ServerOptions
 from kvserve.server.state.stats_log import StatsLog
-from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
+from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
+from tests.waiting import wait_until
 
 STATS = EngineStats(
     num_running=2,
@@ -165,7 +166,7 @@ def test_metrics_of_requests(start_server: StartServer) -> None:
 
 def test_requests_that_do_not_finish_are_counted(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
-    body = {"prompt": "SLOW", "stream": True, "max_tokens": 100}
+    body = {"prompt": "HALF", "stream": True, "max_tokens": 100}
     with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -261,8 +262,7 @@ def test_root_path(start_server: StartServer) -> None:
     assert server.http.get("/llm/v1/models").status_code == 401
 
 
-def test_the_log_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("kvserve"), "propagate", True)
+def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvserve")
     engine = FakeEngine(stats=STATS)
     metrics = Metrics(engine, EngineConfig(), ServerOptions(served_names=(MODEL,)))

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from kvserve.server.http import ops_routes
-from tests.server.conftest import MODEL, RunningServer, StartServer, wait_until
+from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import WAIT, wait_until
 
 
 def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,7 @@ def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPa
     async def hang(*args: Any, **kwargs: Any) -> Any:
         import asyncio
 
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 
     monkeypatch.setattr(ops_routes, "_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(ops_routes.Generation, "_settled", hang)
@@ -37,8 +38,8 @@ def test_load_and_abort(start_server: StartServer) -> None:
     answers: list[httpx.Response] = []
 
     def ask(name: str) -> None:
-        body = {"prompt": "SLOW", "max_tokens": 400, "request_id": name}
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=20))
+        body = {"prompt": "HALF", "request_id": name}
+        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT))
 
     threads = [threading.Thread(target=ask, args=(name,)) for name in ("one", "two", "three")]
     for thread in threads:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,23 +18,19 @@ import pytest
 from pydantic import BaseModel, Field
 
 import kvserve
-from tests.server.conftest import wait_until
+from tests.server.conftest import sent
 from tests.server.real_server import MODEL, Server
+from tests.waiting import WAIT, wait_until
 
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
-KARA = ("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8")
-POLICY = (*KARA, "--policy.chunk-budget", "4")
-
 pytestmark = pytest.mark.skipif(
     not (DIRECTORY / "config.json").exists(), reason="the shipped model is not here"
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(*POLICY, "--max-num-seqs", "16")
-    yield server
-    server.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -213,16 +208,9 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
         "stream": stream,
         "kv_policy": "none",
     }
-    if stream:
-        with server.http.stream("POST", "/v1/completions", json=body) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            wait_until(lambda: bool(server.stats()["requests"]))
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(10, read=0.5)
-            )
+    with sent(server.url, body) as client:
+        assert not stream or client.recv(100).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: bool(server.stats()["requests"]))
     wait_until(server.idle)
 
 
@@ -263,26 +251,27 @@ def test_many_at_once(server: Server) -> None:
     answers: list[str] = []
 
     def ask() -> None:
-        body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
-        answers.append(answer["choices"][0]["text"])
+        body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 4}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT).json()
+        answers.extend(choice["text"] for choice in answer["choices"])
 
-    threads = [threading.Thread(target=ask) for _ in range(32)]
+    threads = [threading.Thread(target=ask) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(answers) == 32 and len(set(answers)) == 1
+    assert len(answers) == 80 and len(set(answers)) == 1
     wait_until(server.idle)
 
 
-def test_sigterm_drains(server: Server) -> None:
-    """The last test of this server."""
+@pytest.mark.slow
+def test_sigterm_drains() -> None:
+    server = Server()
     answers: list[httpx.Response] = []
     body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
     thread = threading.Thread(
         target=lambda: answers.append(
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
         )
     )
     thread.start()
@@ -291,8 +280,9 @@ def test_sigterm_drains(server: Server) -> None:
     thread.join()
     assert '"finish_reason":"length"' in answers[0].text
     assert answers[0].text.endswith("data: [DONE]\n\n")
-    assert server.process.wait(20) == 0
+    assert server.process.wait(WAIT) == 0
     assert "Traceback" not in server.text
+    server.stop()
 
 
 # ---- what cannot start ------------------------------------------------------------------------
@@ -312,6 +302,7 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_what_cannot_start(tmp_path: Path) -> None:
     """One line, which names what is wrong; a config's fault is not the tokenizer's, whose library
     reads it too. In one process, since a start takes seconds."""
@@ -329,7 +320,7 @@ def test_what_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     cases.append((["--model", str(tmp_path / "shards")], shard))
     command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps([argv for argv, _ in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
     *told, rest = done.stderr.split("-" * 9 + "\n")
     assert "Traceback" not in done.stderr and not rest, done.stderr
     for text, (_, named) in zip(told, cases, strict=True):

@@ -6,8 +6,9 @@ import pytest
 
 from kvserve.log import ConfigError
 from kvserve.server.state.tracing import Tracer
-from tests.server.conftest import MODEL, StartServer, wait_until
+from tests.server.conftest import MODEL, StartServer
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import wait_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
+from kvserve.benchmarks.commands.fidelity import (
+    FidelityRun,
+    add_fidelity_arguments,
+    check_fidelity_arguments,
+)
+from kvserve.benchmarks.datasets.datasets import read_tasks
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
-from kvserve.benchmarks.datasets.published import FORMATS, read_benchmark
+from kvserve.benchmarks.datasets.published import FORMATS
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.match_bytes import can_match, matched
+from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
 from kvserve.benchmarks.measuring.traffic import held_bytes
 from kvserve.benchmarks.reports.columns import columns
@@ -37,7 +43,6 @@ from kvserve.benchmarks.setup.options import (
     policies_by_retention,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
-from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
@@ -53,7 +58,7 @@ _DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, every_policy=True)
     add_report_arguments(parser)
     names = [*TASKS, NEEDLE_GRID]
     parser.add_argument(
@@ -72,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FORMAT=FILE",
         help="lines of JSON as they are published; "
-        + "; ".join(f"{name}: {each.help}" for name, each in FORMATS.items()),
+        + "; ".join(f"{name}: {line}" for name, line in FORMATS.items()),
     )
     words = "longest answer to --benchmark, in tokens (default: the format's own)"
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
@@ -86,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {' '.join(map(str, _DEPTHS))})",
     )  # fmt: skip
     add_retention_argument(parser)
-    words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100)"
-    parser.add_argument("--num-samples", type=at_least(1), default=100, help=words, metavar="N")
+    words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100; --fidelity: 8)"
+    parser.add_argument("--num-samples", type=at_least(1), help=words, metavar="N")
     parser.add_argument(
         "--max-num-seqs",
         "--batch",
@@ -103,11 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     words = (
         "hold as many bytes per sequence as this: bytes, or one of the policies; the others' "
-        f"budgets are found on {_TRIALS} samples of another seed, task by task"
+        f"budgets are found on {_TRIALS} samples of another seed, or another piece of the text"
     )
     parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
-    words = f"draw accuracy against memory, and {NEEDLE_GRID}, into this folder"
+    words = f"draw accuracy or fidelity against memory, and {NEEDLE_GRID}, into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
+    add_fidelity_arguments(parser)
 
 
 def _format_and_file(text: str) -> tuple[str, Path]:
@@ -119,9 +125,11 @@ def _format_and_file(text: str) -> tuple[str, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_fidelity_arguments(args)
+    args.num_samples = args.num_samples or (8 if args.fidelity else 100)
     if args.tasks is None:
-        args.tasks = [] if args.benchmark else default_tasks(args.model)
-    if not args.tasks and not args.benchmark:
+        args.tasks = [] if args.benchmark or args.fidelity else default_tasks(args.model)
+    if not args.tasks and not args.benchmark and not args.fidelity:
         args.fail("--tasks: name one, or give --benchmark")
     names = [*args.tasks, *(path.stem for _, path in args.benchmark)]
     if len(set(names)) < len(names):
@@ -130,11 +138,13 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--max-new-tokens is for --benchmark")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
-    if args.match_bytes and (args.benchmark or NEEDLE_GRID in args.tasks or args.retention):
-        args.fail("--match-bytes is for shipped tasks, without --retention")
+    graded_files = args.benchmark and not args.fidelity
+    if args.match_bytes and (graded_files or NEEDLE_GRID in args.tasks or args.retention):
+        args.fail("--match-bytes is for shipped tasks and --fidelity, without --retention")
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
-    return run_benchmark(Evaluation, args, policies_by_retention(args))
+    kind: type[Benchmark] = FidelityRun if args.fidelity else Evaluation
+    return run_benchmark(kind, args, policies_by_retention(args))
 
 
 class Evaluation(Benchmark):
@@ -148,14 +158,11 @@ class Evaluation(Benchmark):
         if not tokenizer.has_chat_template:
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
         self._grid = NeedleGrid(args.grid_lengths, args.grid_depths, args.num_samples)
-        self._workloads = {name: self._workload(name, tokenizer) for name in args.tasks}
-        for name, path in args.benchmark:
-            given = path, args.num_samples, args.max_new_tokens
-            longest = args.max_model_len or checkpoint.spec.max_position
-            self._workloads[path.stem] = read_benchmark(name, *given, tokenizer, longest)
+        longest = args.max_model_len or checkpoint.spec.max_position
+        self._workloads = read_tasks(args, tokenizer, longest, args.num_samples)
         self._rows: dict[tuple[str, str, str], Row] = {}
         self._bytes: dict[str, float] = {}
-        self._target = self._target_of(args.match_bytes)
+        self._target = target_of(args.match_bytes, policies)
         self._tokenizer = tokenizer
         self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
 
@@ -185,16 +192,6 @@ class Evaluation(Benchmark):
                     row["grid"] = self._grid.table(workload.grades(played.answers))
                 self._rows[task, spec.label, stored] = row
             del engine
-
-    def _target_of(self, text: str | None) -> PolicySpec | float | None:
-        """Of ``--match-bytes``: one of the policies, or bytes."""
-        named = [spec for spec in self.policies if text in (spec.label, spec.name)]
-        if text is None or named:
-            return named[0] if named else None
-        if not text.isdigit() or int(text) == 0:
-            labels = ", ".join(spec.label for spec in self.policies)
-            raise ConfigError(f"--match-bytes: {text!r} is neither bytes nor one of {labels}")
-        return float(text)
 
     def _matched(self, spec: PolicySpec, task: str, stored: str) -> PolicySpec:
         """The policy with a budget that holds the target's bytes, on samples that do not count."""
@@ -239,12 +236,6 @@ class Evaluation(Benchmark):
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
         notes = [workload.note for workload in self._workloads.values() if workload.note]
         return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
-
-    def _workload(self, task: str, tokenizer: Tokenizer) -> TaskPrompts:
-        args = self.args
-        if task == NEEDLE_GRID:
-            return self._grid.prompts(tokenizer, args.seed)
-        return task_prompts(task, args.num_samples, tokenizer, args.seed)
 
 
 def score(workload: TaskPrompts, played: Played) -> Figures:

@@ -1,246 +1,248 @@
-"""``kvserve tune``: which of Kara's windows, ratios and periods suit a card, a pool and requests.
+"""``kvserve tune``: what fits on a card, and at most how much faster a policy could make it.
 
-Every setting is simulated on the same requests, with the real scheduler (``simulator``) and
-modelled costs (``cost_model``). Accuracy is not modelled: `kvserve eval` measures it.
+Arithmetic, nothing runs: bytes of weights and entries, what a policy's own trigger leaves of one
+request, and the bytes that a step reads over the card's bandwidth. `kvserve eval` says what a
+policy costs in accuracy, `kvserve bench throughput --pool-shares` what it gives on your card.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+import numpy as np
+import torch
+
+from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
+from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_complete, number
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
-from kvserve.benchmarks.simulator.break_even import break_even, event_s_per_token, mean_held
-from kvserve.benchmarks.simulator.cost_model import Queries
-from kvserve.benchmarks.simulator.scenario import Scenario, add_scenario_arguments, read_scenario
-from kvserve.benchmarks.simulator.simulator import Simulation
+from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.query_log import LogForm
-from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec, parse_spec
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
-from kvserve.progress import progress
-from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
-_WORTH_IT = 1.03  # the smallest gain for which a setting is recommended
-_SETTINGS = (
-    *("window", "ratio", "period", "query_source", "buffer", "num_requests", "input_len_mean"),
-    *("input_len_cap", "output_len_mean", "output_len_cap", "len_sigma", "seed", "max_num_seqs"),
-    *("max_num_batched_tokens", "block_size"),
+GIB = 2**30
+CARDS = {
+    **{"b200": (179, 8.0), "h200": (140, 4.8), "h100": (79.6, 3.35), "a100": (80, 2.04)},
+    **{"a100-40gb": (40, 1.56), "l40s": (45, 0.864), "rtx6000ada": (48, 0.96), "a40": (45, 0.696)},
+    **{"a6000": (48, 0.768), "rtx5090": (31.8, 1.79), "rtx4090": (24, 1.01)},
+    **{"rtx3090": (24, 0.936), "a10": (22.5, 0.6), "l4": (22.5, 0.3)},
+}
+"""Memory as nvidia-smi shows it, in GiB, and the data sheet's bandwidth in TB/s."""
+_SHORT = {"8b": "llama-3.1-8b", "14b": "qwen3-14b", "32b": "qwen3-32b", "70b": "llama-3.1-70b"}
+_BITS = {16: 16.0, 8: 8.0, 4: 4.156}  # with AWQ's scales and zeros: 20 bits for 128 weights
+_DTYPES = ("auto", "int8", "k8v4")
+_STEP = 1.5  # GiB of a card beside weights and pool: a guess, which the start-up table measures
+_HELD_TODAY = (
+    "kvserve holds 4-bit checkpoints in bfloat16 so far, and FP8 as such from compute capability "
+    "9.0 on: elsewhere --quantization 16 says what runs today"
 )
-_DESCRIPTION = """\
-Which of Kara's windows, ratios and periods suit a card, a pool and lengths of requests. Every
-combination is simulated on the same requests: the real scheduler, modelled times, no weights and
-no GPU. "vs none" is what the simulation gives, "estimate" what the break-even formula says of a
-full pool in steady state. Accuracy is not modelled: `kvserve eval` measures it.
-
-example:
-  kvserve tune --shape llama-3.1-8b --device h100 --kv-cache-memory 40GiB --output-len-mean 3000"""
+_ROWS = (PolicySpec("kara"), *(PolicySpec("kara", {"ratio": ratio}) for ratio in (0.3, 0.5)))
 _COLUMNS = (
     Column("policy", "policy", left=True),
-    Column("output tok/s", "output_tok_s", ",.0f"),
-    Column("vs none", "ratio_to_none", ".2f"),
-    Column("estimate", "estimated_ratio", ".2f"),
-    Column("mean running", "mean_running", ".0f"),
-    Column("held/logical", "held_over_logical", ".2f"),
-    Column("pool in use", "mean_pool_usage", ".0%"),
-    Column("preemptions", "preemptions", ",d"),
-    Column("time in events", "event_share", ".1%"),
-    Column("itl p50 ms", "itl_p50_ms", ".1f"),
-    Column("itl p99 ms", "itl_p99_ms", ".1f"),
+    Column("cache held in", "kv_cache_dtype", left=True),
+    Column("entries the pool holds", "pool_entries", ",.0f"),
+    Column("of a request, mean", "mean_entries", ",.0f"),
+    Column("MiB of it, at most", "request_mib", ",.0f"),
+    Column("requests at once", "at_once", ",d"),
+    Column("times as many", "at_once_ratio", ".2f"),
+    Column("output tok/s, at most", "most_tok_s", ",.0f"),
+    Column("speed-up, at most", "most_speed_up", ".2f"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = _DESCRIPTION
+    parser.description = f"""{__doc__}
+example:
+  kvserve tune --model 32B --quantization 4 --device l40s --tensor-parallel-size 2"""
     count = at_least(1)
-    add_scenario_arguments(parser)
-    grid = parser.add_argument_group("the grid: every combination is simulated")
-    words = "W, generated tokens per window (default: 256 512 768)"
-    windows = [256, 512, 768]
-    grid.add_argument("--window", nargs="+", type=count, default=windows, metavar="N", help=words)
-    words = "r, share of a window's older tokens that is kept (default: 0.2 0.3 0.5)"
-    ratios = [0.2, 0.3, 0.5]
-    grid.add_argument(
-        "--ratio", nargs="+", type=number(0, 1), default=ratios, metavar="X", help=words
+    model = parser.add_mutually_exclusive_group(required=True)
+    words = f"directory or hub id (config.json is enough), or one of {', '.join(_SHORT)}"
+    model.add_argument("--model", metavar="M", help=words)
+    model.add_argument("--shape", choices=LARGE_SHAPES, help="the shape of a known model")
+    words = "card, with its memory and its data sheet's bandwidth"
+    parser.add_argument("--device", choices=CARDS, required=True, help=words)
+    for name, default, words in (
+        ("--tensor-parallel-size", 1, "cards that share the model"),
+        ("--input-len", 500, "tokens of a prompt"),
+        ("--output-len", 3000, "tokens of an answer"),
+        ("--max-num-seqs", 256, "most requests at once"),
+    ):
+        words += f" (default: {default})"
+        parser.add_argument(name, type=count, default=default, metavar="N", help=words)
+    words = "bits of the layers' weights, as they are held (default: 16); embeddings have 16"
+    parser.add_argument("--quantization", type=int, choices=_BITS, default=16, help=words)
+    words = "share of a card's memory to use (default: 0.9)"
+    share = number(0, 1)
+    parser.add_argument(
+        "--gpu-memory-utilization", type=share, default=0.9, metavar="X", help=words
     )
-    words = "decode steps between two checks for full windows (default: 32 128)"
-    grid.add_argument("--period", nargs="+", type=count, default=[32, 128], metavar="N", help=words)
-    words = "where the windows' queries come from (default: log)"
-    sources = ("log", "recompute")
-    grid.add_argument("--query-source", nargs="+", choices=sources, default=["log"], help=words)
-    words = "U, newest tokens of a window, always kept (default: 32)"
-    grid.add_argument("--buffer", type=at_least(0), default=32, metavar="N", help=words)
-    words = "one more row, as in snapkv:trigger=threshold,budget=1025,threshold=1280"
-    grid.add_argument(
-        "--policy", type=policy_spec, action="append", default=[], metavar="SPEC", help=words
-    )
+    words = f"how keys and values are stored (default: {' '.join(_DTYPES)})"
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_CACHE_DTYPES, help=words)
+    words = "a row beside none (default: kara, and Kara with ratios of 0.3 and 0.5)"
+    parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
     add_report_arguments(parser)
     parser.set_defaults(fail=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    return measure_and_publish(Tuning(args, read_scenario(args), chosen_rows(args)), args)
+    specs = args.policy or list(_ROWS)
+    check_complete(args, specs)
+    return measure_and_publish(Arithmetic(args, [NO_COMPRESSION, *specs]), args)
 
 
-def chosen_rows(args: argparse.Namespace) -> list[PolicySpec]:
-    """``none``, every combination of the grid, and the further rows."""
-    specs = [NO_COMPRESSION]
-    grid = ("window", "ratio", "period", "query_source")
-    for values in product(*(getattr(args, name) for name in grid)):
-        fields = {**dict(zip(grid, values, strict=True)), "buffer": args.buffer}
-        try:
-            specs.append(PolicySpec("kara").with_fields(**fields))
-        except PolicyError as error:
-            args.fail(f"--{error.argument}: {error}")
-    check_complete(args, args.policy)
-    for spec in args.policy:
-        if isinstance(make_policy(spec.as_dict).event_trigger, Pruned):
-            args.fail(f"--policy: {spec.name} prunes inside a forward, which is not simulated")
-    return specs + [spec for spec in args.policy if spec not in specs]
+class Held(NamedTuple):
+    """Entries and logged tokens of one request: means while it decodes, and both at its largest."""
+
+    mean: float
+    mean_logged: float
+    most: int
+    most_logged: int
 
 
-def event_queries(policy: Policy, spec: ModelSpec) -> Queries:
-    """Where a policy's events get their queries."""
-    reduction = policy.query_reduction or policy.recomputed_reduction
-    if reduction is None:
-        return Queries("none")
-    count = policy.event_trigger.num_queries
-    return Queries(
-        "log" if policy.query_reduction else "recompute",
-        spec.num_heads if reduction == "heads" else spec.num_kv_heads,
-        len(policy.query_places(count)) / count,
-    )
+def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
+    """One request from its prompt's end, through the events of the policy's trigger."""
+    trigger = policy.event_trigger
+    if isinstance(trigger, EngineWide | Pruned):
+        raise ConfigError(f"--policy: events of {policy.name} do not follow from a request alone")
+
+    def row() -> RowState:
+        prompt, computed, entries, oldest = np.array(
+            [[num_prompt], [at], [held], [first]], np.int32
+        )
+        return RowState(prompt, computed, entries, oldest)
+
+    at = held = num_prompt
+    first = int(trigger.start(np.array([num_prompt], np.int32))[0])
+    entries = logged = 0.0
+    most, most_logged = held, 0
+    while at < num_prompt + num_output:
+        due = trigger.next_event(row())
+        log_from = int(trigger.log_from(row(), due)[0]) if policy.query_reduction else NO_EVENT
+        until = min(int(due[0]), num_prompt + num_output)
+        steps, log = until - at, max(0, until - log_from)
+        entries += steps * (held + steps / 2)
+        logged += steps * (max(0, at - log_from) + log) / 2
+        at, held = until, held + steps
+        if held + log > most + most_logged:
+            most, most_logged = held, log
+        if at == due[0]:
+            event = trigger.plan(row())
+            held -= int(event.evicted[0])
+            first = int(event.first_uncompressed_pos[0])
+    return Held(entries / num_output, logged / num_output, most, most_logged)
 
 
-class Tuning:
-    """The runs of one command; the first is ``none``."""
+def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
+    """Bytes of all weights, and of those that a step of many tokens reads."""
+    mlp = 3 * spec.hidden_size * spec.intermediate_size
+    if spec.experts is not None:
+        each = 3 * spec.hidden_size * spec.experts.intermediate_size
+        mlp = spec.experts.count * (each + spec.hidden_size)
+    heads = 2 * (spec.num_heads + spec.num_kv_heads)
+    layers = spec.num_layers * (spec.hidden_size * heads * spec.head_dim + mlp) * bits / 8
+    head = 2.0 * spec.vocab_size * spec.hidden_size
+    return layers + head * (1 if spec.tied_embeddings else 2), layers + head
 
-    def __init__(
-        self, args: argparse.Namespace, scenario: Scenario, specs: Sequence[PolicySpec]
-    ) -> None:
-        self._args = args
-        self._scenario = scenario
-        self._specs = specs
+
+def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held) -> list[float]:
+    """Bytes of a request on a card with ``part`` of the model: mean and largest."""
+    layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, 16)
+    lanes = part.num_kv_heads * form.entry_bytes(part.head_dim)
+    entry, log, beside = layout.num_layers * lanes, 0.0, 0.0
+    if policy.query_reduction and held.most_logged:
+        dtype = "model" if policy.logged_dtype == "auto" else policy.logged_dtype
+        heads = part.num_heads if policy.query_reduction == "heads" else part.num_kv_heads
+        log = 16 * entry / LogForm(heads, dtype).block_tokens(layout, form, 2)
+    if part.windowed:
+        beside += len(part.windowed) * lanes * (part.window or 0)
+    if policy.leaves != "off":
+        beside += remainder_bytes(layout, torch.bfloat16)
+    mean, largest = held[:2], held[2:]
+    return [beside + entries * entry + logged * log for entries, logged in (mean, largest)]
+
+
+class Arithmetic:
+    """The rows of one command; the first is ``none`` with the first type of cache."""
+
+    def __init__(self, args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:
+        self._args, self._policies = args, policies
+        name = self._name = args.shape or _SHORT.get(args.model.lower(), args.model)
+        if name in LARGE_SHAPES:
+            spec = parse_spec(LARGE_SHAPES[name], name)
+        else:
+            spec = choose_spec(find_model(args.model, weights=False), ModelConfig())
+        if spec.policy_refusal is not None:
+            args.fail(f"--model: {spec.policy_refusal}")
+        if args.input_len + args.output_len > spec.max_position:
+            args.fail(f"--output-len: the model's longest context has {spec.max_position} tokens")
+        self._part = spec.part(args.tensor_parallel_size)
+        whole = weights_bytes(spec, _BITS[args.quantization])
+        self._weights, self._read = (bytes_ / args.tensor_parallel_size for bytes_ in whole)
+        memory, self._bandwidth = CARDS[args.device]
+        self._pool = (args.gpu_memory_utilization * memory - _STEP) * GIB - self._weights
         self._rows: list[dict[str, Any]] = []
 
     def measure(self) -> None:
-        for spec in progress(self._specs, hidden=self._args.disable_tqdm, unit="run"):
-            self._rows.append(self._row(spec))
+        for dtype in self._args.kv_cache_dtype or _DTYPES if self._pool > 0 else ():
+            form = entry_format(dtype, 2)
+            if refusal := form.refusal(self._part.head_dim):
+                if self._args.kv_cache_dtype:
+                    self._args.fail(f"--kv-cache-dtype {dtype}: {refusal}")
+                continue
+            for spec in self._policies:
+                self._rows.append(self._row(spec, form))
 
-    def report(self) -> Report:
-        args, scenario = self._args, self._scenario
-        settings = {name: getattr(args, name) for name in _SETTINGS}
-        settings |= {"model": scenario.model, "pool_tokens": scenario.pool_tokens}
-        settings |= {"lengths": args.lengths and str(args.lengths)}
-        about = [
-            "SIMULATED, not measured: real scheduler, modelled costs. Accuracy is not modelled.",
-            *scenario.describe(),
-        ]
-        rows = sorted(self._rows, key=lambda row: -row["output_tok_s"])
-        device = {"type": "simulated", "name": scenario.device}
-        return Report("tune", about, _COLUMNS, rows, settings, notes(rows), device=device)
-
-    def _row(self, spec: PolicySpec) -> dict[str, Any]:
-        policy, scenario = make_policy(spec.as_dict), self._scenario
-        queries = event_queries(policy, scenario.cost.spec)
-        log_tokens = self._log_tokens(policy, queries)
-        scheduler = scenario.scheduler(log_tokens)
-        lengths = scenario.prompts, scenario.outputs
-        try:
-            run = Simulation(scheduler, policy.event_trigger, scenario.cost, queries, *lengths)
-        except ValueError as error:
-            raise ConfigError(f"--kv-cache-tokens: under {spec.label} {error}") from None
-        figures = run.run()
-        first = self._rows[0] if self._rows else figures
-        row = {"policy": spec.label, "policy_args": spec.as_dict, **figures}
-        if policy.granularity is not Granularity.MODEL:
-            row["lengths"] = policy.granularity.value
-        row["ratio_to_none"] = figures["output_tok_s"] / first["output_tok_s"]
-        if isinstance(policy.event_trigger, Periodic):
-            log = scenario.block_size / log_tokens if policy.event_trigger.logs else 0.0
-            row |= self._estimate(policy.event_trigger, queries, log)
+    def _row(self, spec: PolicySpec, form: EntryFormat) -> dict[str, Any]:
+        args, part, policy = self._args, self._part, make_policy(spec.as_dict)
+        held = follow(policy, args.input_len, args.output_len)
+        mean, most = request_bytes(part, policy, form, held)
+        at_once = min(args.max_num_seqs, int(self._pool // most))
+        entry = len(part.layers.full) * part.num_kv_heads * form.entry_bytes(part.head_dim)
+        row: dict[str, Any] = {
+            **{"policy": spec.label, "policy_args": spec.as_dict, "kv_cache_dtype": form.name},
+            **{"pool_entries": self._pool / entry, "mean_entries": held.mean, "at_once": at_once},
+            "request_mib": args.tensor_parallel_size * most / 2**20,
+            "most_tok_s": at_once * self._bandwidth * 1e12 / (self._read + at_once * mean),
+        }
+        first = self._rows[0] if self._rows else row
+        for ratio, key in (("at_once_ratio", "at_once"), ("most_speed_up", "most_tok_s")):
+            row[ratio] = row[key] / first[key] if first[key] else None
         return row
 
-    def _log_tokens(self, policy: Policy, queries: Queries) -> int:
-        """Tokens whose logged queries fill one block."""
-        layout, device = self._scenario.layout, self._scenario.cost.device
-        dtype = policy.logged_dtype
-        if dtype == "auto":
-            dtype = "fp8" if device.fp8 else "model"
-        heads = queries.heads if queries.source == "log" else layout.num_kv_heads
-        try:
-            form = self._scenario.cost.form
-            return LogForm(heads, dtype).block_tokens(layout, form, device.dtype_bytes)
-        except ValueError as error:
-            raise ConfigError(f"--block-size: {error}") from None
+    def report(self) -> Report:
+        args = self._args
+        memory, bandwidth = CARDS[args.device]
+        cards = f"{args.tensor_parallel_size} x {args.device}"
+        about = [
+            "ARITHMETIC, nothing was run; accuracy is not in it.",
+            f"{self._name} on {cards} ({memory:g} GiB and {bandwidth:g} TB/s each); prompts of "
+            f"{args.input_len:,} tokens, answers of {args.output_len:,}",
+            f"weights of {self._weights / GIB:.1f} GiB a card at {args.quantization} bits; pool of "
+            f"{max(0.0, self._pool) / GIB:.1f} GiB a card: {args.gpu_memory_utilization:g} of its "
+            f"memory, less weights and {_STEP:g} GiB for a step, graphs and CUDA itself",
+        ]
+        kept = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
+        device = {"type": "arithmetic", "name": cards}
+        return Report("tune", about, _COLUMNS, self._rows, kept, self._notes(), device=device)
 
-    def _estimate(self, trigger: Periodic, queries: Queries, log: float) -> dict[str, Any]:
-        """The break-even formula's estimate for a row; ``log`` as in ``mean_held``."""
-        scenario = self._scenario
-        lengths = scenario.prompts, scenario.outputs
-        held_0, held_1 = mean_held(*lengths, None, 0.0), mean_held(*lengths, trigger, log)
-        found = break_even(
-            scenario.cost,
-            scenario.pool_tokens,
-            scenario.max_num_seqs,
-            held_0,
-            held_1,
-            *event_s_per_token(scenario.cost, trigger, queries, held_1),
-        )
-        return {
-            "estimated_ratio": found.gain,
-            "saved_ms_per_step": 1e3 * found.saved_s,
-            "paid_ms_per_step": 1e3 * found.paid_s,
-            "memory_bound": found.memory_bound,
-        }
-
-
-# ---- notes --------------------------------------------------------------------------------------
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Each ratio's fastest setting with its break-even, then the advice; ``rows`` by throughput."""
-    if not any(row["policy"] == NO_COMPRESSION.name for row in rows):
-        return []
-    best: dict[float, Row] = {}
-    for row in rows:
-        if "saved_ms_per_step" in row and "ratio" in row["policy_args"]:
-            best.setdefault(row["policy_args"]["ratio"], row)
-    found = [_advice(ratio, best[ratio]) for ratio in sorted(best, reverse=True)]
-    if any(row["ratio_to_none"] >= _WORTH_IT for row in best.values()):
-        found.append(
-            "Take the largest ratio whose gain you need, and measure on your tasks what it and the "
-            "window do to accuracy: kvserve eval --policy ..."
-        )
-    else:
-        found.append("Compression does not pay here: take --policy none.")
-    for row in rows:
-        if row["cut_short"]:
-            found.append(
-                f"{row['policy']}: {row['cut_short']} requests ended early: each did not fit the "
-                "pool even alone"
-            )
-        if "lengths" in row:
-            found.append(
-                f"{row['policy']}: simulated as if all layers and heads held their mean; its block "
-                "tables, and the half empty block at the end of each, are not modelled"
-            )
-    return found
-
-
-def _advice(ratio: float, row: Row) -> str:
-    saved, paid = row["saved_ms_per_step"], row["paid_ms_per_step"]
-    bound = "memory-bound" if row["memory_bound"] else "not memory-bound"
-    verdict = "" if row["ratio_to_none"] >= _WORTH_IT else ": does not pay"
-    return (
-        f"ratio {ratio:g}: {row['policy']}, {row['ratio_to_none']:.2f} times none{verdict}; "
-        f"break-even ({bound}): {saved:.2f} ms saved per step {'>' if saved > paid else '<='} "
-        f"{paid:.2f} ms paid for events"
-    )
+    def _notes(self) -> list[str]:
+        gains = [row["most_speed_up"] for row in self._rows if row["most_speed_up"]]
+        notes = [] if self._args.quantization == 16 else [_HELD_TODAY]
+        if not gains:
+            notes.append("nothing of that length fits: more cards, or weights of fewer bits")
+        elif max(gains) < 1.03:
+            notes.append("compression does not pay here: take --policy none")
+        return notes

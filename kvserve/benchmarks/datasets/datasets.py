@@ -14,10 +14,14 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
+from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
+from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
+from kvserve.benchmarks.datasets.published import read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
     Prompts,
     Source,
+    TaskPrompts,
     Workload,
     random_prompts,
     task_prompts,
@@ -122,6 +126,23 @@ def dataset_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         option.name: option.default if value is None else value for option, value in given.items()
     }
+
+
+def read_tasks(
+    args: argparse.Namespace, tokenizer: Tokenizer, longest: int, count: int
+) -> dict[str, TaskPrompts]:
+    """``count`` prompts of each of ``--tasks`` and ``--benchmark``, by name."""
+    grid = NeedleGrid(args.grid_lengths, args.grid_depths, count)
+    found = {
+        task: grid.prompts(tokenizer, args.seed)
+        if task == NEEDLE_GRID
+        else task_prompts(task, count, tokenizer, args.seed)
+        for task in args.tasks
+    }
+    for name, path in args.benchmark:
+        given = path, count, args.max_new_tokens
+        found[path.stem] = read_benchmark(name, *given, tokenizer, longest)
+    return found
 
 
 def read_dataset(

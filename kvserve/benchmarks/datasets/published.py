@@ -1,42 +1,53 @@
-"""Published benchmarks, read from the user's files in their original format.
+"""Published benchmarks, read from the user's files in their original format: one row for each.
 
-Prompts are zero-shot chats and decoding is greedy: compare scores with those of the full cache in
-the same table, not with leaderboards, which use other prompts.
+Prompts are zero-shot chats of our own and decoding is greedy: compare scores with those of the full
+cache in the same table, not with leaderboards. A text of LongBench that is too long for the model
+loses its middle, as in the published protocol; ROUGE-L is over the words of the whole answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.datasets.longbench import longbench_grade, longbench_limit, longbench_sample
 from kvserve.benchmarks.datasets.task_text import Sample
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import TaskPrompts
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_SPELLINGS = (
-    *(("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\dfrac", "\\frac")),
-    *(("\\tfrac", "\\frac"), ("$", ""), ("\\%", ""), ("%", ""), (" ", "")),
-)
+Score = Callable[[str, str, Sequence[str]], float]
+"""What is said, one right answer, and all possible ones: from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a line becomes a sample, how an answer is graded, how long it may be."""
+    """How a line becomes a prompt and right answers, and how an answer is scored.
 
-    help: str
-    sample: Callable[[Mapping[str, Any]], Sample]
-    grade: Callable[[Sample, Sequence[str]], Grade]
-    limit: Callable[[Sample], int]
-    shortens: bool = False
-    """Whether a text that is too long loses its middle; otherwise the engine refuses it."""
+    ``prompt`` has the line's fields in braces. Of several right answers the best score counts, or
+    with ``every`` their mean. ``first_line``: what follows the answer's first line does not count.
+    """
+
+    prompt: str
+    answers: Callable[[Mapping[str, Any]], Sequence[str]]
+    score: Score
+    max_new_tokens: int
+    every: bool = False
+    first_line: bool = False
+
+
+@dataclass(frozen=True)
+class PublishedSample(Sample):
+    """``classes``: the possible answers, if the answer is one of several."""
+
+    classes: tuple[str, ...] = ()
 
 
 def read_benchmark(
@@ -51,14 +62,14 @@ def read_benchmark(
 
     ``longest``: the model's limit in tokens, for prompt and answer together.
     """
-    how, samples = FORMATS[name], []
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"--benchmark: cannot read {path}: {error.strerror}") from None
+    samples = []
     for number, line in enumerate(lines[:count], start=1):
         try:
-            samples.append(how.sample(json.loads(line)))
+            samples.append(_sample(name, json.loads(line)))
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"--benchmark: {path}: line {number} is not of format {name} ({error!r})"
@@ -67,23 +78,55 @@ def read_benchmark(
         raise ConfigError(f"--benchmark: {path} is empty")
     if len({sample.task for sample in samples}) > 1:
         raise ConfigError(f"--benchmark: {path} mixes data sets; give a file of each")
-    limit = max_new_tokens or how.limit(samples[0])
+    limit = max_new_tokens or _ROWS[samples[0].task].max_new_tokens
     note = ""
-    if how.shortens:
+    if name == "longbench":
         whole, room = samples, longest - limit
         samples = [_shortened(sample, tokenizer, room) for sample in whole]
         if cut := sum(a.turns != b.turns for a, b in zip(samples, whole, strict=True)):
             note = (
                 f"{path.stem}: {cut} of {len(whole)} texts lost their middle to fit {room} tokens"
             )
-    return TaskPrompts(samples, tokenizer, limit, how.grade, score_name="score", note=note)
+    return TaskPrompts(samples, tokenizer, limit, _grade, score_name="score", note=note)
 
 
-def _shortened(sample: Sample, tokenizer: Tokenizer, room: int) -> Sample:
+def _sample(name: str, line: Mapping[str, Any]) -> PublishedSample:
+    task = str(line["dataset"]).removesuffix("_e") if name == "longbench" else name
+    if task in _CHINESE:
+        raise ValueError(f"{task} is Chinese, and grading it needs a word segmenter: not built")
+    if task not in _ROWS:
+        raise ValueError(f"{task} is none of {', '.join(each for each in _ROWS if each in _LONG)}")
+    row = _ROWS[task]
+    fields = line if name != "math" or "problem" in line else {"problem": line["question"]}
+    finals = tuple(str(answer) for answer in row.answers(line))
+    if not finals:
+        raise ValueError("answers is empty" if name == "longbench" else "outputs is empty")
+    prompt = row.prompt.format_map(fields).strip()
+    return PublishedSample(
+        task, (prompt,), finals[:1], finals, tuple(line.get("all_classes") or ())
+    )
+
+
+def _grade(sample: Sample, outputs: Sequence[str]) -> Grade:
+    assert isinstance(sample, PublishedSample)
+    row, said = _ROWS[sample.task], outputs[0]
+    if row.first_line:
+        said = said.lstrip("\n").partition("\n")[0]
+    scores = [row.score(said, final, sample.classes) for final in sample.finals]
+    score = sum(scores) / len(scores) if row.every else max(scores)
+    return Grade(score == 1.0, score)
+
+
+def _shortened(sample: PublishedSample, tokenizer: Tokenizer, room: int) -> PublishedSample:
     """Cut the middle out of the prompt until its chat fits ``room`` tokens."""
     text = sample.turns[0]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    while (over := len(_chat(tokenizer, text)) - room) > 0:
+
+    def excess() -> int:
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return len(chat) - room
+
+    while (over := excess()) > 0:
         half = (len(ids) - over) // 2
         if half < 1:
             raise ConfigError(f"--max-new-tokens: {room} tokens are left for a prompt: too few")
@@ -92,58 +135,29 @@ def _shortened(sample: Sample, tokenizer: Tokenizer, room: int) -> Sample:
     return replace(sample, turns=(text,))
 
 
-def _chat(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+# ---- scores -----------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_SPELLINGS = (
+    *(("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\dfrac", "\\frac")),
+    *(("\\tfrac", "\\frac"), ("$", ""), ("\\%", ""), ("%", ""), (" ", "")),
+)
 
 
-# ---- formats ----------------------------------------------------------------------------------
+def _last_number(said: str, final: str, classes: Sequence[str]) -> float:
+    found = _NUMBER.findall(said)
+    return float(bool(found) and _same(found[-1], final))
 
 
-def _gsm8k(line: Mapping[str, Any]) -> Sample:
-    solution, _, final = line["answer"].rpartition("####")
-    if not solution:
-        raise ValueError("no #### in answer")
-    prompt = f"{line['question']}\n\nThink step by step, and end with: The answer is NUMBER."
-    return Sample("gsm8k", (prompt,), (line["answer"],), (final.strip(),))
+def _boxed(said: str, final: str, classes: Sequence[str]) -> float:
+    box = last_boxed(said)
+    return float(box is not None and _same(box, final))
 
 
-def _math(line: Mapping[str, Any]) -> Sample:
-    """``problem`` or ``question``, and ``answer``: MATH-500, AIME, AMC."""
-    problem = line["problem"] if "problem" in line else line["question"]
-    prompt = f"{problem}\n\nThink step by step, and put the final answer into \\boxed{{}}."
-    final = str(line["answer"])
-    return Sample("math", (prompt,), (line.get("solution") or final,), (final,))
-
-
-def _ruler(line: Mapping[str, Any]) -> Sample:
-    """``input``, and ``outputs`` that an answer has to contain: RULER's needles and the like."""
-    outputs = [str(output) for output in line["outputs"]]
-    if not outputs:
-        raise ValueError("outputs is empty")
-    return Sample("ruler", (line["input"],), (" ".join(outputs),), tuple(outputs))
-
-
-# ---- grading ----------------------------------------------------------------------------------
-
-
-def _last_number(sample: Sample, outputs: Sequence[str]) -> Grade:
-    found = _NUMBER.findall(outputs[0])
-    return _graded(bool(found) and _same(found[-1], sample.finals[0]))
-
-
-def _boxed(sample: Sample, outputs: Sequence[str]) -> Grade:
-    said = last_boxed(outputs[0])
-    return _graded(said is not None and _same(said, sample.finals[0]))
-
-
-def _contained(sample: Sample, outputs: Sequence[str]) -> Grade:
-    said = outputs[0].lower()
-    found = [final.lower() in said for final in sample.finals]
-    return Grade(all(found), sum(found) / len(found))
-
-
-def _graded(right: bool) -> Grade:
-    return Grade(right, float(right))
+def _contained(said: str, final: str, classes: Sequence[str]) -> float:
+    return float(final.lower() in said.lower())
 
 
 def last_boxed(text: str) -> str | None:
@@ -159,7 +173,10 @@ def last_boxed(text: str) -> str | None:
 
 def _same(said: str, final: str) -> bool:
     """Whether both are equal as numbers, or as text with unified LaTeX spellings; no algebra."""
-    plain = [_plain(said), _plain(final)]
+    plain = [said, final]
+    for spelling, unified in _SPELLINGS:
+        plain = [text.replace(spelling, unified) for text in plain]
+    plain = [text.rstrip(".") for text in plain]
     try:
         left, right = (float(text.replace(",", "")) for text in plain)
     except ValueError:
@@ -167,21 +184,118 @@ def _same(said: str, final: str) -> bool:
     return left == right
 
 
-def _plain(text: str) -> str:
-    for spelling, plain in _SPELLINGS:
-        text = text.replace(spelling, plain)
-    return text.rstrip(".")
+def _f1(said: str, final: str, classes: Sequence[str]) -> float:
+    """F1 of words, without case, articles and punctuation."""
+    left, right = (
+        _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
+        for text in (said, final)
+    )
+    return _harmonic(sum((Counter(left) & Counter(right)).values()), len(left), len(right))
 
 
-FORMATS = {
-    "gsm8k": Format("question, answer with ####", _gsm8k, _last_number, lambda _: 512),
-    "math": Format("problem, answer: MATH-500, AIME, AMC", _math, _boxed, lambda _: 2048),
-    "ruler": Format("input, outputs: RULER and needle files", _ruler, _contained, lambda _: 128),
-    "longbench": Format(
-        "context, input, answers, dataset: a file of LongBench's English ones",
-        longbench_sample,
-        longbench_grade,
-        longbench_limit,
-        shortens=True,
-    ),
+def _rouge_l(said: str, final: str, classes: Sequence[str]) -> float:
+    """F1 of the longest common subsequence of words."""
+    left, right = said.split(), final.split()
+    lengths = [0] * (len(right) + 1)
+    for word in left:
+        diagonal = 0
+        for j, other in enumerate(right, start=1):
+            above = lengths[j]
+            lengths[j] = diagonal + 1 if word == other else max(above, lengths[j - 1])
+            diagonal = above
+    return _harmonic(lengths[-1], len(left), len(right))
+
+
+def _harmonic(common: int, left: int, right: int) -> float:
+    return 2 * common / (left + right) if common else 0.0
+
+
+def _class(said: str, final: str, classes: Sequence[str]) -> float:
+    """1 over the number of classes named if the right one is among them, else 0; classes that are a
+    part of the right one's name do not count."""
+    named = [each for each in classes if each in said and (each == final or each not in final)]
+    return 1 / len(named) if final in named else 0.0
+
+
+def _number(said: str, final: str, classes: Sequence[str]) -> float:
+    """The share of the numbers in the answer that are the right one."""
+    found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", final)
+    return found.count(wanted[0]) / len(found) if found else 0.0
+
+
+def _code_line(said: str, final: str, classes: Sequence[str]) -> float:
+    """Similarity of the first line that is neither a comment nor a fence."""
+    lines = said.lstrip("\n").split("\n")
+    code = [line for line in lines if not any(mark in line for mark in ("`", "#", "//"))]
+    return SequenceMatcher(None, code[0] if code else "", final).ratio()
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+def _after_hashes(line: Mapping[str, Any]) -> list[str]:
+    solution, _, final = line["answer"].rpartition("####")
+    if not solution:
+        raise ValueError("no #### in answer")
+    return [final.strip()]
+
+
+def _listed(line: Mapping[str, Any]) -> Sequence[str]:
+    return list(line["answers"])
+
+
+_STEPS = "\n\nThink step by step, and "
+_QUESTION = (
+    "{context}\n\nAnswer the question from the text above, in as few words as you can and without "
+    "an explanation.\n\nQuestion: {input}"
+)
+_SUMMARY = "{context}\n\nSummarize the text above in one page or less. {input}"
+_EXAMPLES = "{context}\n{input}\n\nComplete the last one as the examples before it. Write no more."
+_COUNT = (
+    "{context}\n\nSome of the paragraphs above repeat others. How many different ones are there? "
+    "Answer with the number alone."
+)
+_WHERE = (
+    "{context}\n\nWhich paragraph above does this summary describe? Answer as in: Paragraph 1.\n\n"
+    "{input}"
+)
+_CODE = "{context}{input}\n\nWrite the next line of this code and nothing else."
+_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+_LONG = {
+    "narrativeqa": Format(_QUESTION, _listed, _f1, 128),
+    "qasper": Format(_QUESTION, _listed, _f1, 128),
+    "multifieldqa_en": Format(_QUESTION, _listed, _f1, 64),
+    "hotpotqa": Format(_QUESTION, _listed, _f1, 32),
+    "2wikimqa": Format(_QUESTION, _listed, _f1, 32),
+    "musique": Format(_QUESTION, _listed, _f1, 32),
+    "gov_report": Format(_SUMMARY, _listed, _rouge_l, 512),
+    "qmsum": Format(_SUMMARY, _listed, _rouge_l, 512),
+    "multi_news": Format(_SUMMARY, _listed, _rouge_l, 512),
+    "trec": Format(_EXAMPLES, _listed, _class, 64, first_line=True),
+    "triviaqa": Format(_EXAMPLES, _listed, _f1, 32, first_line=True),
+    "samsum": Format(_EXAMPLES, _listed, _rouge_l, 128, first_line=True),
+    "passage_count": Format(_COUNT, _listed, _number, 32),
+    "passage_retrieval_en": Format(_WHERE, _listed, _number, 32),
+    "lcc": Format(_CODE, _listed, _code_line, 64),
+    "repobench-p": Format(_CODE, _listed, _code_line, 64),
 }
+_ROWS = {
+    "gsm8k": Format(
+        "{question}" + _STEPS + "end with: The answer is NUMBER.", _after_hashes, _last_number, 512
+    ),
+    "math": Format(
+        "{problem}" + _STEPS + "put the final answer into \\boxed{{}}.",
+        lambda line: [line["answer"]],
+        _boxed,
+        2048,
+    ),
+    "ruler": Format("{input}", lambda line: list(line["outputs"]), _contained, 128, every=True),
+    **_LONG,
+}
+FORMATS = {
+    "gsm8k": "question, answer with ####",
+    "math": "problem, answer: MATH-500, AIME, AMC",
+    "ruler": "input, outputs: RULER and needle files",
+    "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
+}
+"""What ``--benchmark`` names, and what a line of each has."""

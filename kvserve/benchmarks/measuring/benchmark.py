@@ -41,11 +41,8 @@ class Benchmark(ABC):
 
 
 def run_benchmark(
-    kind: type[Benchmark],
-    args: argparse.Namespace,
-    policies: Sequence[PolicySpec],
-    write_weights: bool = False,
+    kind: type[Benchmark], args: argparse.Namespace, policies: Sequence[PolicySpec]
 ) -> int:
     """Open the checkpoint, measure, print and save; returns the exit status."""
-    with opened_checkpoint(args, write_weights) as checkpoint:
+    with opened_checkpoint(args) as checkpoint:
         return measure_and_publish(kind(args, checkpoint, policies), args)

@@ -28,14 +28,24 @@ class Text:
     """``token_ids`` of which the first ``num_prompt`` are a prompt and the others forced.
 
     ``facts`` are places of tokens that repeat something said before: found, if each of these tokens
-    is the likeliest one. They are asked for behind the first ``num_text`` tokens.
+    is the likeliest one. The last ``num_asking`` tokens ask for them, and belong to no text.
     """
 
     name: str
     token_ids: IntArray
     num_prompt: int
-    num_text: int
+    num_asking: int = 0
     facts: tuple[range, ...] = ()
+
+    @property
+    def num_text(self) -> int:
+        """Forced tokens of the text itself."""
+        return len(self.token_ids) - self.num_prompt - self.num_asking
+
+    @property
+    def later(self) -> slice:
+        """The second half of them, where events have begun."""
+        return slice(self.num_text // 2, self.num_text)
 
 
 @dataclass
@@ -61,15 +71,14 @@ class Fidelity:
             bool(self.right[span.start - first : span.stop - first].all()) for span in text.facts
         ]
 
-    @property
-    def mean_bytes(self) -> float:
-        """Bytes held, averaged over the tokens."""
-        tokens = sum(n for n, *_ in self.held)
-        return sum(n * mean for n, mean, _ in self.held) / tokens
+    def mean_bytes(self, text: Text) -> float:
+        """Bytes held, averaged over the text's second half."""
+        return _mean_bytes(self.held, text)
 
-    @property
-    def bytes_at_end(self) -> float:
-        return self.held[-1][2]
+    def bytes_at_end(self, text: Text) -> float:
+        """Bytes held when the text's last token is computed."""
+        counts = np.cumsum([count for count, *_ in self.held])
+        return self.held[int(np.searchsorted(counts, text.num_text))][2]
 
 
 def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
@@ -98,6 +107,20 @@ def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[F
 
     held = _force(engine, texts, compare)
     return [_with_held(_joined(found), *held[i]) for i, found in parts.items()]
+
+
+def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
+    """Bytes that each text holds under the engine's policy, averaged over its second half."""
+    held = _force(engine, texts, lambda index, at, logits: None)
+    return [_mean_bytes(held[i][0], text) for i, text in enumerate(texts)]
+
+
+def _mean_bytes(held: Sequence[tuple[int, float, float]], text: Text) -> float:
+    counts = np.array([count for count, *_ in held])
+    ends = np.cumsum(counts)
+    low, high = text.later.start, text.later.stop
+    weights = np.clip(np.minimum(ends, high) - np.maximum(ends - counts, low), 0, None)
+    return float(np.average([mean for _, mean, _ in held], weights=weights))
 
 
 def _compared(text: Text, full: Tensor, mine: Tensor, at: int = 0) -> Fidelity:
@@ -258,9 +281,10 @@ def with_facts(
         parts += [*tokens[last:place].tolist(), *sentence]
         last = place
     parts += tokens[last:].tolist()
-    num_text, facts = len(parts), []
+    num_asking, facts = -len(parts), []
     for question, answer in asked:
         parts += question
         facts.append(range(len(parts), len(parts) + len(answer)))
         parts += [*answer, *encode(".")]
-    return Text(name, np.array(parts, np.int32), num_prompt, num_text, tuple(facts))
+    num_asking += len(parts)
+    return Text(name, np.array(parts, np.int32), num_prompt, num_asking, tuple(facts))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.engine.policies.base import PolicyError
+from kvserve.log import ConfigError
 
 CLOSE = 0.005
 """A budget within this part of the bytes is taken."""
 _FINEST = 1000  # a ratio is a multiple of 1 / _FINEST
+
+
+def target_of(text: str | None, policies: Sequence[PolicySpec]) -> PolicySpec | float | None:
+    """What ``--match-bytes`` says: one of the policies, or bytes."""
+    named = [spec for spec in policies if text in (spec.label, spec.name)]
+    if text is None or named:
+        return named[0] if named else None
+    if not text.isdigit() or int(text) == 0:
+        labels = ", ".join(spec.label for spec in policies)
+        raise ConfigError(f"--match-bytes: {text!r} is neither bytes nor one of {labels}")
+    return float(text)
 
 
 def can_match(spec: PolicySpec) -> bool:

@@ -8,9 +8,7 @@ from statistics import median
 from typing import Any
 
 from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.reports.report import Row
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
-from kvserve.progress import progress
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Contestant:
     def rates(self) -> list[float]:
         return [run["output_tok_s"] for run in self.runs]
 
-    def row(self, base: Contestant, against: str) -> Row:
+    def row(self, base: Contestant) -> dict[str, Any]:
         """The figures of the run with median throughput.
 
         The ratio is the median over turns, so that both of its sides saw the same load on the
@@ -44,30 +42,26 @@ class Contestant:
             "policy_args": None if self.spec is None else self.spec.as_dict,
             **self.facts,
             **by_rate[(len(by_rate) - 1) // 2],
-            f"ratio_to_{against}": median(ratios),
-            f"ratio_to_{against}_all": ratios,
+            "ratio_to_first": median(ratios),
+            "ratio_to_first_all": ratios,
             "output_tok_s_all": self.rates,
             "spread": _spread(self.rates, ",.0f"),
             "ratio_spread": None if self is base else _spread(ratios, ".2f"),
         }
 
 
-def run_in_turns(contestants: Sequence[Contestant], repeat: int, show: bool = False) -> None:
-    """Run every contestant once, then all of them again; ``show`` draws one bar over all runs."""
-    total = repeat * len(contestants)
-    with progress(total=total, unit="run", hidden=not show) as bar:
-        for turn in range(repeat):
-            for contestant in contestants:
-                title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
-                bar.set_description(title)
-                contestant.runs.append(contestant.run(title))
-                bar.update()
+def run_in_turns(contestants: Sequence[Contestant], repeat: int) -> None:
+    """Run every contestant once, then all of them again."""
+    for turn in range(repeat):
+        for contestant in contestants:
+            title = contestant.title + (f" {turn + 1}/{repeat}" if repeat > 1 else "")
+            contestant.runs.append(contestant.run(title))
 
 
-def rows_against_first(contestants: Sequence[Contestant], against: str = "first") -> list[Row]:
+def rows_against_first(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
     """Rows of the contestants that have run, each with its ratio to the first."""
     measured = [contestant for contestant in contestants if contestant.runs]
-    return [contestant.row(measured[0], against) for contestant in measured]
+    return [contestant.row(measured[0]) for contestant in measured]
 
 
 def _spread(values: Sequence[float], style: str) -> str | None:

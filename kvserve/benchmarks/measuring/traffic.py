@@ -80,7 +80,7 @@ def pool_bytes(engine: LLMEngine) -> int:
 def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
 
-    The mean is all blocks in use (keys, values, logged queries, scratch of codes) over all running
+    The mean is all blocks in use (keys, values, logged queries) over all running
     sequences, and what stands for dropped entries at a sequence's end. Scores are not in it,
     because they are freed when an event ends. Nor are blocks in host memory, which are not in the
     pool.
@@ -133,10 +133,8 @@ class Traffic:
         )
         return pool_bytes(engine) // (engine.stats().blocks_total + 1)
 
-    def run(
-        self, spec: PolicySpec, title: str, *, pool: PoolSize, show: bool = True, **settings: Any
-    ) -> Figures:
-        """The figures of one run on an engine of its own; ``show`` draws a bar of its requests."""
+    def run(self, spec: PolicySpec, title: str, *, pool: PoolSize, **settings: Any) -> Figures:
+        """The figures of one run on an engine of its own."""
         settings |= {**pool.settings(), "skip_tokenizer_init": self.tokenizer is None}
         if pool.same_bytes:
             del settings["num_gpu_blocks_override"]
@@ -144,7 +142,7 @@ class Traffic:
         engine = self._engines.build(spec, **settings)
         if self.warmup is not None:
             play(engine, self.warmup)
-        shown, clock = show and not self._args.disable_tqdm, CLOCKS[self._args.clock]
+        shown, clock = not self._args.disable_tqdm, CLOCKS[self._args.clock]
         played = play(engine, self.workload, title, shown, clock)
         held = held_bytes(engine, played.figures)
         return {**played.figures, **held, **accuracy(self.workload, played.answers)}

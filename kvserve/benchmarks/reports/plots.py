@@ -25,14 +25,9 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _MARKERS = "osD^vPX*<>"
 _STYLE: dict[Any, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11, "figure.titlesize": 12},
-    **{
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _INK,
-        "axes.titlecolor": _INK,
-    },
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), _INK),
     **{"xtick.color": _INK, "ytick.color": _INK, "axes.grid": True, "grid.color": "#dddddd"},
-    **{"axes.axisbelow": True, "lines.linewidth": 1.8},
+    **{"axes.axisbelow": True, "lines.linewidth": 1.8, "errorbar.capsize": 2},
 }
 
 
@@ -73,26 +68,11 @@ def panels(
 
 
 @styled
-def plot_sweep(
-    rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], folder: Path
-) -> list[Path]:
-    """Write the plots of a sweep; the accuracy plot only if answers were graded."""
-    names = short_names(row["policy_args"] for row in rows)
-    if "output_len" in rows[0]:
-        return _saved({"lengths": _lengths(rows, names)}, folder, names)
-    drawn = {
-        "throughput": _throughput(rows, crossings, names),
-        "running": _running(rows, names),
-    }
-    if "exact_match" in rows[0]:
-        drawn["accuracy"] = _accuracy({"accuracy against memory": rows})
-    return _saved(drawn, folder, names)
-
-
-@styled
 def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write accuracy against memory, a panel per task, and the needle heatmaps if there are any."""
-    by_task = {task: members for (task,), members in _groups(rows, "task").items()}
+    by_task: dict[str, list[Row]] = {}
+    for row in rows:
+        by_task.setdefault(row["task"], []).append(row)
     saved = _saved({"accuracy": _accuracy(by_task)}, folder, method_names(rows))
     grids = [row for row in rows if "grid" in row]
     return saved + _saved(_needles(grids), folder, method_names(grids))
@@ -100,12 +80,34 @@ def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 @styled
 def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write the plot of one traffic's rows: throughput, against accuracy if answers were graded."""
-    rows = [row for row in rows if row["policy_args"] is not None]
+    """Write throughput: by pool if there are several, else against accuracy if it was graded."""
     names = short_names(row["policy_args"] for row in rows)
-    graded = bool(rows) and "exact_match" in rows[0]
-    drawn = {"accuracy-throughput" if graded else "throughput": _one_traffic(rows, names, graded)}
-    return _saved(drawn, folder, names)
+    graded, varied = "exact_match" in rows[0], "pool_blocks" in rows[0]
+    name = "accuracy-throughput" if graded and not varied else "throughput"
+    draw = _throughput if varied else _against_accuracy if graded else _bars
+    return _saved({name: draw(rows, names)}, folder, names)
+
+
+@styled
+def plot_fidelity(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write KL divergence against bytes held, a panel per text."""
+    by_text: dict[str, list[Row]] = {}
+    for row in rows:
+        by_text.setdefault(row["text"], []).append(row)
+    names, looks = method_names(rows), _looks(map(method_label, rows))
+    figure, axes = panels(list(by_text), height=5.0)
+    for panel, members in zip(axes, by_text.values(), strict=True):
+        for method, look in looks.items():
+            line = sorted(
+                (row["of_full"], row["kl"], row["kl_error"] or 0.0)
+                for row in members
+                if method_label(row) == method and row["kl"] > 0
+            )
+            if line:
+                panel.errorbar(*zip(*line, strict=True), label=names[method], **look)
+        panel.set(xlabel="bytes held, of the full cache's", ylabel="KL, nats a token")
+        panel.set(xlim=(0, None), yscale="log")
+    return _saved({"fidelity": figure}, folder, names)
 
 
 # ---- colours -------------------------------------------------------------------------
@@ -137,145 +139,71 @@ def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
     return [folder / f"{name}.png" for name in drawn]
 
 
-def _groups(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return groups
-
-
-def _reach(line: Sequence[Row], middle: str, low: Any, high: Any) -> list[list[float]]:
-    """Lengths of error bars down and up; ``low`` and ``high`` read a row."""
-    return [
-        [row[middle] - low(row) for row in line],
-        [high(row) - row[middle] for row in line],
-    ]
+def _reach(middle: Sequence[float], ends: Sequence[tuple[float, float]]) -> list[list[float]]:
+    """Lengths of error bars down and up."""
+    down = [value - low for value, (low, _) in zip(middle, ends, strict=True)]
+    return [down, [high - value for value, (_, high) in zip(middle, ends, strict=True)]]
 
 
 # ---- the figures -------------------------------------------------------------------------------
 
 
-def _throughput(rows: Sequence[Row], crossings: Sequence[Mapping[str, Any]], names: Names) -> Any:
-    """Output tokens per second and the range of runs, against the pool size; dotted: crossovers.
-
-    There is a panel for each limit on running sequences. With only one pool size, that limit is on
-    the x axis instead.
-    """
-    looks = _looks(names)
-    if len(_groups(rows, "pool_share")) == 1:
-        varied, label = "max_num_seqs", "sequences allowed at once"
-        groups = _groups(rows, "pool_share")
-        titles = [f"pool {share:.2f} of the demand" for (share,) in groups]
-    else:
-        varied, label = "pool_share", "pool, as a share of the demand"
-        groups = _groups(rows, "max_num_seqs")
-        titles = [f"at most {seqs} running" for (seqs,) in groups]
-    figure, axes = panels(titles)
-    for panel, ((group,), members) in zip(axes, groups.items(), strict=True):
-        for (policy,), line in _groups(members, "policy").items():
+def _throughput(rows: Sequence[Row], names: Names) -> Any:
+    """Output tokens per second and the range of runs, against the pool size, or with only one pool
+    against the limit on running sequences."""
+    looks = _looks(_title(row, names) for row in rows)
+    by_pool = len({row["pool_share"] for row in rows}) > 1
+    varied, fixed = ("pool_share", "max_num_seqs")[:: 1 if by_pool else -1]
+    label = "pool, as a share of the demand" if by_pool else "sequences allowed at once"
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[fixed], []).append(row)
+    said = "at most {} running" if by_pool else "pool of {:.2f}"
+    figure, axes = panels([said.format(value) for value in groups])
+    for panel, members in zip(axes, groups.values(), strict=True):
+        for title, look in looks.items():
+            line = [row for row in members if _title(row, names) == title]
             rates = [row["output_tok_s"] for row in line]
-            reach = _reach(
-                line,
-                "output_tok_s",
-                lambda row: min(row["output_tok_s_all"]),
-                lambda row: max(row["output_tok_s_all"]),
-            )
-            at = [row[varied] for row in line]
-            panel.errorbar(at, rates, reach, label=names[policy], capsize=2, **looks[policy])
-        for crossing in crossings:
-            if varied == "pool_share" and crossing["max_num_seqs"] == group:
-                colour = looks[crossing["policy"]]["color"]
-                for share in crossing["shares"]:
-                    panel.axvline(share, color=colour, linestyle=":")
+            reach = _reach(rates, [_range(row) for row in line])
+            panel.errorbar([row[varied] for row in line], rates, reach, label=title, **look)
         panel.set(xlabel=label, ylabel="output tok/s", ylim=(0, None))
     return figure
 
 
-def _lengths(rows: Sequence[Row], names: Names) -> Any:
-    """Throughput over that of the full cache, against mean answer length; one panel per pool."""
-    looks = _looks(names)
-    groups: dict[float, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(round(row["pool_share"], 2), []).append(row)
-    figure, axes = panels([f"pool {share:.2f} of the demand" for share in groups])
-    for panel, members in zip(axes, groups.values(), strict=True):
-        for (policy,), line in _groups(members, "policy").items():
-            reach = _reach(
-                line,
-                "ratio_to_none",
-                lambda row: min(row["ratio_to_none_all"]),
-                lambda row: max(row["ratio_to_none_all"]),
-            )
-            at, ratios = [row["output_len"] for row in line], [row["ratio_to_none"] for row in line]
-            panel.errorbar(at, ratios, reach, label=names[policy], capsize=2, **looks[policy])
-        disturbed = [row for row in members if row.get("disturbed")]  # marked by hand in the file
-        if disturbed:
-            at, ratios = (
-                [row[key] for row in disturbed] for key in ("output_len", "ratio_to_none")
-            )
-            mark = {"s": 160, "facecolors": "none", "edgecolors": _INK}
-            panel.scatter(at, ratios, label="another program ran beside it", zorder=3, **mark)
-        panel.set_xscale("log", base=2)
-        ticks = sorted({row["output_len"] for row in members})
-        panel.set_xticks(ticks, [f"{tick:,d}" for tick in ticks])
-        panel.set(xlabel="mean tokens of an answer", ylabel="output tok/s, of none", ylim=(0, None))
+def _bars(rows: Sequence[Row], names: Names) -> Any:
+    figure, (panel,) = panels([""], height=5.0)
+    shown = rows[::-1]
+    panel.barh([_title(row, names) for row in shown], [row["output_tok_s"] for row in shown])
+    panel.set(xlabel="output tok/s")
     return figure
 
 
-def _one_traffic(rows: Sequence[Row], names: Names, graded: bool) -> Any:
+def _against_accuracy(rows: Sequence[Row], names: Names) -> Any:
     """A point per row: output tokens per second with the range of all runs, against exact match
-    with its interval. Without grades: bars of throughput."""
+    with its interval."""
     looks = _looks(_title(row, names) for row in rows)
     figure, (panel,) = panels([""], height=5.0)
-    if not graded:
-        shown = rows[::-1]
-        panel.barh(
-            [_title(row, names) for row in shown],
-            [row["output_tok_s"] for row in shown],
-            color=[looks[_title(row, names)]["color"] for row in shown],
-        )
-        panel.set(xlabel="output tok/s")
-        return figure
     for row in rows:
         look = {**looks[_title(row, names)], "linestyle": "none", "markersize": 9}
-        low, high = row["interval_95"]
-        rates = row["output_tok_s_all"]
-        panel.errorbar(
-            [row["exact_match"]],
-            [row["output_tok_s"]],
-            [[row["output_tok_s"] - min(rates)], [max(rates) - row["output_tok_s"]]],
-            [[row["exact_match"] - low], [high - row["exact_match"]]],
-            label=_title(row, names),
-            capsize=2,
-            **look,
-        )
+        match, rate = [row["exact_match"]], [row["output_tok_s"]]
+        reach = _reach(rate, [_range(row)]), _reach(match, [row["interval_95"]])
+        panel.errorbar(match, rate, *reach, label=_title(row, names), **look)
     panel.set(xlabel="exact match", ylabel="output tok/s", ylim=(0, None), xlim=(-0.02, 1.02))
     return figure
+
+
+def _range(row: Row) -> tuple[float, float]:
+    return min(row["output_tok_s_all"]), max(row["output_tok_s_all"])
 
 
 def _title(row: Row, names: Names) -> str:
     return names[row["policy"]] + stored_as(row)
 
 
-def _running(rows: Sequence[Row], names: Names) -> Any:
-    """Running sequences over the steps of the median run, one panel per pool."""
-    looks = _looks(names)
-    groups = _groups(rows, "pool_share", "max_num_seqs")
-    figure, axes = panels([f"pool {share:.2f}, at most {seqs}" for share, seqs in groups])
-    for panel, members in zip(axes, groups.values(), strict=True):
-        for row in members:
-            series = row["running_over_steps"]
-            steps = [(i + 0.5) * row["steps"] / len(series) for i in range(len(series))]
-            look = {**looks[row["policy"]], "marker": ""}
-            panel.plot(steps, series, label=names[row["policy"]], **look)
-        panel.set(xlabel="step", ylabel="running sequences", ylim=(0, None))
-    return figure
-
-
 def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
     """Exact match, with its interval, against the bytes that a sequence holds; a line per method.
 
-    Bytes are the mean over the run, with logged queries and scratch. If some result has no such
+    Bytes are the mean over the run, with logged queries. If some result has no such
     mean, all use the bytes of the entries at the end.
     """
     every = [row for rows in groups.values() for row in rows]
@@ -289,14 +217,9 @@ def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
             members = [row for row in rows if method_label(row) == method]
             members.sort(key=lambda row: row[key])
             matches = [row["exact_match"] for row in members]
-            reach = _reach(
-                members,
-                "exact_match",
-                lambda row: row["interval_95"][0],
-                lambda row: row["interval_95"][1],
-            )
+            reach = _reach(matches, [row["interval_95"] for row in members])
             held = [row[key] / 2**10 for row in members]
-            panel.errorbar(held, matches, reach, label=names[method], capsize=2, **look)
+            panel.errorbar(held, matches, reach, label=names[method], **look)
         panel.set(xlabel=label, ylabel="exact match", ylim=(0, 1.02))
     return figure
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -23,7 +22,6 @@ import kvserve
 
 EXIT_INTERRUPTED = 130
 _PACKAGES = ("torch", "transformers", "numpy", "triton")
-_NUMBERS = re.compile(r"\[([-+.\deE,\s]+)\]")
 _ROOT = Path(kvserve.__file__).resolve().parents[1]
 
 Row = Mapping[str, Any]
@@ -118,9 +116,16 @@ def _publish(report: Report, args: argparse.Namespace, complete: bool) -> None:
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """JSON, indented, with every list of plain numbers on one line."""
-    text = json.dumps(document, indent=2, allow_nan=False)
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    """JSON with a line for each field, and for each of the objects that a field lists."""
+    lines = []
+    for name, value in document.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, list | tuple) and any(isinstance(each, dict) for each in value):
+            text = (
+                "[\n    " + ",\n    ".join(json.dumps(e, allow_nan=False) for e in value) + "\n  ]"
+            )
+        lines.append(f"  {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _write(path: Path, text: str) -> None:

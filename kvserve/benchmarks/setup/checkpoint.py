@@ -74,6 +74,35 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def _large(kind: str, layers: int, hidden: int, mlp: int, heads: int, **more: Any) -> Any:
+    return {
+        **{"architectures": [f"{kind}ForCausalLM"], "num_hidden_layers": layers},
+        **{"hidden_size": hidden, "intermediate_size": mlp, "num_attention_heads": heads},
+        **{"num_key_value_heads": 8, "max_position_embeddings": 2**17, "head_dim": 128},
+        **{"vocab_size": 128256 if kind == "Llama" else 151936, **more},
+    }
+
+
+LARGE_SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _large("Llama", 32, 4096, 14336, 32),
+    "llama-3.1-70b": _large("Llama", 80, 8192, 28672, 64),
+    "qwen3-4b": _large("Qwen3", 36, 2560, 9728, 32, tie_word_embeddings=True),
+    "qwen3-8b": _large("Qwen3", 36, 4096, 12288, 32),
+    "qwen3-14b": _large("Qwen3", 40, 5120, 17408, 40),
+    "qwen3-32b": _large("Qwen3", 64, 5120, 25600, 64),
+    "qwen3-30b-a3b": {
+        **_large("Qwen3Moe", 48, 2048, 6144, 32, norm_topk_prob=True, num_experts=128),
+        **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+    },
+    "gpt-oss-20b": {
+        **_large("GptOss", 24, 2880, 2880, 64, attention_bias=True, num_local_experts=32),
+        **{"num_experts_per_tok": 4, "sliding_window": 128, "vocab_size": 201088, "head_dim": 64},
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+}
+"""What `kvserve tune` needs of the config.json of known models."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """Where the weights and the tokenizer come from, and the model's spec from config.json."""

@@ -15,6 +15,7 @@ from kvserve.benchmarks.setup.policy_spec import (
     DEFAULT_POLICIES,
     NO_COMPRESSION,
     PolicySpec,
+    every_policy,
     policy_spec,
 )
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
@@ -22,6 +23,7 @@ from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 
 _DTYPE = next(flag for flag in fields(ModelConfig) if flag.name == "dtype").metadata
+_ALL = PolicySpec("all")
 _DTYPE_HELP = f"{', '.join(_DTYPE['choices'])}; auto is float32 on a CPU"
 
 
@@ -62,6 +64,10 @@ def _dtype(text: str) -> str:
     return name
 
 
+def _policy_or_all(text: str) -> PolicySpec:
+    return _ALL if text == _ALL.name else policy_spec(text)
+
+
 def _json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
@@ -93,9 +99,10 @@ def add_engine_arguments(
     policies: Sequence[PolicySpec] = DEFAULT_POLICIES,
     *,
     shapes: bool = False,
+    every_policy: bool = False,
 ) -> None:
-    """Flags of the model (with ``shapes`` also built-in ones), policies and their default, and
-    engine."""
+    """Flags of the model (with ``shapes`` also built-in ones), policies and their default (with
+    ``every_policy`` also ``all``), and engine."""
     count = at_least(1)
     unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
@@ -116,11 +123,12 @@ def add_engine_arguments(
     )
     parser.add_argument(
         "--policy",
-        type=policy_spec,
+        type=_policy_or_all if every_policy else policy_spec,
         action="append",
         metavar="SPEC",
         help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; if only one policy has fields, "
         "--policy.FIELD VALUE sets them too"
+        + ("; all: every policy that has events while decoding" if every_policy else "")
         + (f" (default: {unless_given})" if unless_given else ""),
     )
     parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
@@ -226,7 +234,9 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
 
     ``complete``: refuse policies that lack required fields, because none are added later.
     """
-    specs = list(args.policy or args.default_policies)
+    given = args.policy or args.default_policies
+    args.every_policy = _ALL in given
+    specs = [each for spec in given for each in (every_policy() if spec == _ALL else [spec])]
     if args.policy_args:
         targets = [i for i, spec in enumerate(specs) if spec.name != NO_COMPRESSION.name]
         if len(targets) != 1:

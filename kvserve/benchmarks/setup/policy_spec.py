@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvserve.engine.policies.base import field_names
-from kvserve.engine.policies.registry import make_policy, policy_class
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,21 @@ class PolicySpec:
     def has_field(self, name: str) -> bool:
         """Whether the policy knows this field, set or not."""
         return name in field_names(policy_class(self.name))
+
+
+def every_policy() -> list[PolicySpec]:
+    """All policies that have events while decoding, in the form that has them, without budgets."""
+    found = []
+    for name in policy_names():
+        if name in ("none", "dynamickv", "windowkv"):  # the last two act at a prompt's end alone
+            continue
+        spec = PolicySpec(name)
+        if spec.has_field("trigger"):
+            spec.fields["trigger"] = "threshold"
+        elif name == "streaming_llm":
+            spec.fields["period"] = 32  # with 1, its paper's, every step is an event
+        found.append(spec)
+    return found
 
 
 NO_COMPRESSION = PolicySpec("none")

@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodedRows
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.quantized_entries import QuantizedVectors
@@ -52,11 +51,10 @@ class ForwardBatch:
     ``columns [S]``, the blocks in use by each chunk's row (the longest of its groups); ``causal``,
     whether every token of a chunk sees one entry more than the token before it.
 
-    Rows held as codes are read by attention itself (``codes``, by layer group, of all
-    ``num_rows``), or rebuilt before a layer attends (``rebuilt``). ``recent [T]`` counts the newest
-    entries whose share of attention is logged with a token's queries, at least one. ``remainders``
-    are what tokens see beside entries. ``further``, each ``[LG, R, T]``, are where other cache
-    groups write what they hold of the tokens.
+    ``codes``, by layer group, are what all ``num_rows`` hold as codes. ``recent [T]`` counts the
+    newest entries whose share of attention is logged with a token's queries, at least one.
+    ``remainders`` are what tokens see beside entries. ``further``, each ``[LG, R, T]``, are where
+    other cache groups write what they hold of the tokens.
 
     Tokens see entries from ``first [LG, R, T]`` on (``None``: all up to the last), so that a chunk
     sees at most ``most_seen`` of them (``None``: all in its columns). ``windowed`` are the same
@@ -74,7 +72,6 @@ class ForwardBatch:
     columns: IntArray
     causal: bool = True
     codes: tuple[Codes, ...] | None = None
-    rebuilt: CodedRows | None = None
     recent: Tensor | None = None
     remainders: RowRemainders | None = None
     further: tuple[Tensor, ...] = ()
@@ -103,7 +100,6 @@ class ForwardBatch:
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
-            rebuilt=None,
             recent=None if self.recent is None else self.recent[tokens],
         )
 
@@ -203,8 +199,6 @@ class AttentionBackend(Protocol):
     """
     replays_chunks: bool
     """The same of a batch of chunks."""
-    reads_codes: bool
-    """Whether it attends to ``ForwardBatch.codes``."""
     reads_remainders: bool
     """Whether it attends to ``ForwardBatch.remainders``."""
 

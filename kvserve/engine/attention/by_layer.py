@@ -21,7 +21,6 @@ class ByLayer:
     def __init__(self, backend: AttentionBackend, windowed: Collection[int]) -> None:
         self.backend, self.windowed = backend, windowed
         self.replays, self.replays_chunks = backend.replays, backend.replays_chunks
-        self.reads_codes = backend.reads_codes
         self.reads_remainders = backend.reads_remainders
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:

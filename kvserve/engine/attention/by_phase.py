@@ -22,7 +22,6 @@ class ByPhase:
         self.prefill = prefill
         self.decode = decode
         self.replays, self.replays_chunks = decode.replays, prefill.replays_chunks
-        self.reads_codes = prefill.reads_codes and decode.reads_codes
         self.reads_remainders = prefill.reads_remainders and decode.reads_remainders
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:

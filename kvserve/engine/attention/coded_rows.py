@@ -1,8 +1,7 @@
-"""What attention needs to know of a batch's coded entries, and the tables of codes."""
+"""The tables of rows that are held as codes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,14 +18,3 @@ class CodeTables(NamedTuple):
     vectors: Tensor
     coded: Tensor
     num_vectors: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class CodedRows:
-    """The n rows of a batch whose codes are rebuilt before each layer attends.
-
-    ``totals`` entries are coded in each layer, which the host knows; ``tables`` are those rows'.
-    """
-
-    totals: tuple[int, ...]
-    tables: CodeTables

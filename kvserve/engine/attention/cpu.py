@@ -23,7 +23,6 @@ class CpuAttention:
     """Logits are scaled by ``scale``, then capped at ``soft_cap`` unless it is 0."""
 
     replays = replays_chunks = True
-    reads_codes = True
     reads_remainders = True
 
     def __init__(self, scale: float, soft_cap: float = 0.0) -> None:

@@ -21,7 +21,6 @@ class FlashAttention:
     """Logits are scaled by ``scale``."""
 
     replays = replays_chunks = False
-    reads_codes = False
     reads_remainders = False
 
     def __init__(self, scale: float) -> None:

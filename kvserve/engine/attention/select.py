@@ -24,17 +24,18 @@ from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import compact_kv, int4_log, quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.cpu import move_kv, paged_attention, query_log
 from kvserve.kernels.cpu import quantized_entries as cpu_quantized
 from kvserve.kernels.cpu import store_kv as cpu_store_kv
 from kvserve.kernels.cpu.build import BuildError, load_library
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
+NO_CODES = "it does not read entries that are held as codes (--policy.codebook false)"
 NO_REMAINDERS = "it does not read what stands for dropped entries (--policy.remainder off)"
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -45,8 +46,8 @@ class Needs:
 
     ``log_shares``: queries are logged with the share of their attention that newest entries got.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
-    stands for entries that were dropped. Layers ``windowed`` have sliding windows; ``sinks`` and
-    ``soft_cap`` are the model's, if it has them.
+    stands for entries that were dropped. ``codes``: entries are held as codes. Layers ``windowed``
+    have sliding windows; ``sinks`` and ``soft_cap`` are the model's, if it has them.
     """
 
     device: str
@@ -58,6 +59,7 @@ class Needs:
     log_shares: bool = False
     form: str = "auto"
     remainders: bool = False
+    codes: bool = False
     windowed: frozenset[int] = frozenset()
     sinks: bool = False
     soft_cap: float = 0.0
@@ -84,7 +86,8 @@ class _Candidate:
     """A backend and what it can do. ``refuse`` gives reasons that the other fields do not.
 
     ``dtypes`` is ``None`` if it takes all of them. ``quantized`` are the kernels for quantised
-    entries, ``None`` if it cannot read these. ``only_named``: devices where ``auto`` skips it.
+    entries, ``None`` if it cannot read these. ``codes``: it reads entries that are held as codes.
+    ``only_named``: devices where ``auto`` skips it.
     """
 
     name: str
@@ -97,6 +100,7 @@ class _Candidate:
     store_rotated: StoreRotated | None = None
     quantized: QuantizedKernels | None = quantized_entries.TORCH
     moves: MoveKernels = BY_DEVICE
+    codes: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("prefill", "decode")
@@ -112,6 +116,8 @@ class _Candidate:
             return f"dtype {_name(needs.dtype)} is not {' or '.join(map(_name, self.dtypes))}"
         if needs.form != "auto" and self.quantized is None:
             return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
+        if needs.codes and not self.codes:
+            return NO_CODES
         return self.refuse(needs)
 
 
@@ -128,7 +134,7 @@ def _cpu_library(needs: Needs) -> CDLL:
     if needs.form == "auto":
         return load_library("paged_attention")
     form = FORMATS[needs.form]
-    return paged_attention.load_library_of(form.key.name, form.value.name)
+    return load_library("paged_attention", *paged_attention.defines_of(form.key, form.value))
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
@@ -175,6 +181,7 @@ _CANDIDATES = (
         int4=query_log.COMPILED,
         quantized=cpu_quantized.COMPILED,
         moves=move_kv.COMPILED,
+        codes=True,
         dtypes=paged_attention.DTYPES,
         refuse=lambda needs: paged_attention.refusal(needs.head_dim),
     ),
@@ -187,6 +194,7 @@ _CANDIDATES = (
         store_rotated=store_kv.rotate_and_store_triton,
         quantized=quantized_triton.TRITON,
         moves=compact_kv.TRITON,
+        codes=True,
         store_queries=store_kv.store_queries_triton,
         int4=int4_log.TRITON,
         only_named=("cpu",),
@@ -257,23 +265,6 @@ def _by_layer(backend: AttentionBackend, needs: Needs) -> AttentionBackend:
     return ByLayer(backend, needs.windowed) if needs.windowed else backend
 
 
-def reads_codes(wanted: str, choice: Choice) -> tuple[bool, str]:
-    """Whether attention reads codes itself (``--code-attention direct``), and why.
-
-    ``ConfigError`` if it is asked to and cannot.
-    """
-    can = choice.backend.reads_codes
-    if wanted == "direct" and not can:
-        raise ConfigError(
-            f"--code-attention direct: attention {choice.name} does not read codes; choose rebuild "
-            "or, for prefill and decode, --attention-backend cpu or triton"
-        )
-    if wanted == "rebuild":
-        return False, "each layer's before it attends, in scratch blocks; --code-attention"
-    how = "by attention, without scratch" if can else f"attention {choice.name} does not read codes"
-    return can, f"{how}; --code-attention"
-
-
 def _take(
     name: str, phase: str, needs: Needs, refused: dict[str, list[str]]
 ) -> tuple[_Candidate, AttentionBackend]:
@@ -296,7 +287,9 @@ def _take(
             raise ConfigError(f"--attention-backend {name}: {why}")
         if why is not None and candidate.name not in refused.setdefault(why, []):
             refused[why].append(candidate.name)
-    assert taken is not None, "torch's SDPA runs anywhere"
+    if taken is None:
+        why = "; ".join(f"not {', '.join(who)}: {reason}" for reason, who in refused.items())
+        raise ConfigError(f"--attention-backend {name}: {why}")
     return taken
 
 

@@ -30,7 +30,6 @@ class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
     replays = replays_chunks = False
-    reads_codes = False
     reads_remainders = True
 
     def __init__(

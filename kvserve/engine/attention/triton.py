@@ -40,7 +40,6 @@ class TritonAttention:
     ``block_size`` entries."""
 
     replays = replays_chunks = True
-    reads_codes = True
     reads_remainders = True
 
     def __init__(self, scale: float, block_size: int, soft_cap: float = 0.0) -> None:

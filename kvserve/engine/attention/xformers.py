@@ -18,7 +18,6 @@ class XformersAttention:
     """Logits are scaled by ``scale``; blocks hold ``block_size`` entries."""
 
     replays = replays_chunks = False
-    reads_codes = False
     reads_remainders = False
 
     def __init__(self, scale: float, block_size: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
+from kvserve.engine.attention.coded_rows import CodeTables
 from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
@@ -14,7 +14,7 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.coded_entries import Codes
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import CompactionTask
 from kvserve.scheduler.row_schema import per_group
 
 
@@ -24,16 +24,14 @@ class CodeRows(RowGroup):
     spec_type = CodeSpec
     coded: Tensor = per_group()
     num_vectors: Tensor = per_group()
-    _codes: tuple[Codes, ...] | None = None
-    """By layer group, if attention reads codes itself."""
+    _codes: tuple[Codes, ...]
+    """By layer group, as attention reads them."""
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         assert isinstance(self.spec, CodeSpec) and model.rotary.inv_freq is not None
         self.cache = cache
         self.store = CodeStore(cache.kv, model.rotary.inv_freq, max_len)
-        cache.hold_codes(self.store)
-        if not self.spec.scratch:
-            self._codes = tuple(map(self.store.codes, self.coded, *self.tables))
+        self._codes = tuple(map(self.store.codes, self.coded, *self.tables))
 
     def after_compaction(self, task: CompactionTask, rows: Tensor) -> None:
         if task.codes is not None:
@@ -42,14 +40,6 @@ class CodeRows(RowGroup):
 
     def of_batch(self) -> dict[str, Any]:
         return {"codes": self._codes}
-
-    def of_step(
-        self, output: SchedulerOutput, rows: Tensor | slice, kv: Tensor, log: Tensor
-    ) -> dict[str, Any]:
-        if not output.to_rebuild:
-            return {}
-        tables = CodeTables(*(table[:, rows] for table in self.code_tables(kv, log)))
-        return {"rebuilt": CodedRows(output.to_rebuild, tables)}
 
     def code_tables(self, kv: Tensor, log: Tensor) -> CodeTables:
         """What ``Coder.observe`` reads, of all rows."""

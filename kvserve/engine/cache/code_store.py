@@ -1,23 +1,12 @@
-"""Codes in the cache: blocks viewed as slots and as vectors, and entries rebuilt from them for
-attention that cannot read codes."""
+"""Codes in the cache: blocks viewed as slots and as vectors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodedRows, CodeTables
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.spindlekv import writes_codes
-from kvserve.kernels.coded_entries import (
-    CODE_WORDS,
-    MAX_GROUP,
-    Codes,
-    read_codes,
-    rotated,
-    turns_of,
-)
+from kvserve.kernels.coded_entries import CODE_WORDS, Codes, rotated, turns_of
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import MAX_VECTORS, SLOT_BYTES
 
@@ -50,21 +39,6 @@ def check_codes(spec: ModelSpec, max_len: int, block_bytes: int) -> int:
     return block_bytes // SLOT_BYTES
 
 
-def mask_refusal(policy: Policy, spec: ModelSpec, *, direct: bool) -> str | None:
-    """Why entries cannot be hidden from some query heads of a GQA group, if a policy wants that."""
-    if not (writes_codes(policy) and policy.gqa == "repeat"):
-        return None
-    if not direct:
-        return (
-            "repeat hides entries from some query heads, which only attention that reads codes can "
-            "do: --code-attention direct with --attention-backend cpu or triton"
-        )
-    group = spec.num_heads // spec.num_kv_heads
-    if group > MAX_GROUP:
-        return f"repeat tells at most {MAX_GROUP} query heads of a KV head apart, got {group}"
-    return None
-
-
 class CodeStore:
     """Reads and writes codes in the blocks of one cache (one layer and one KV head a block)."""
 
@@ -88,18 +62,3 @@ class CodeStore:
         """Keys [..., D] rotated by ``distance [...]`` positions more: float32."""
         angle = distance[..., None].float() * self._inv_freq
         return rotated(keys, angle.cos(), angle.sin())
-
-    def rebuild(self, layer: int, rows: CodedRows) -> None:
-        """Write keys and values of one layer's coded entries to the tables' scratch blocks."""
-        tables = CodeTables(*(table[layer] for table in rows.tables))
-        counts, total = tables.coded.reshape(-1), rows.totals[layer]
-        lane = torch.arange(len(counts), device=counts.device)
-        # The host knows the size, so it does not wait for the GPU.
-        lane = lane.repeat_interleave(counts, output_size=total)
-        entry = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[lane]
-        codes = self.codes(tables.coded, tables.code_slots, tables.vectors)
-        key, value = read_codes(codes, lane, entry)
-        block = tables.kv.flatten(0, 1)[lane, entry // self.block_size].long()
-        to = block * self.vectors_per_block + entry % self.block_size
-        self.vectors[to] = key.to(self.vectors.dtype)
-        self.vectors[to + self.block_size] = value.to(self.vectors.dtype)

@@ -11,10 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, ForwardBatch, StoreKV, StoreRotated
-from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.attention.base import Entries, StoreKV, StoreRotated
+from kvserve.entry_format import EntryFormat
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 from kvserve.scheduler.layout import KVLayout
 
@@ -25,10 +24,6 @@ class EntryStore(Protocol):
     memory: Tensor
     store_rotated: StoreRotated | None
     """Rotates keys and writes them in one launch; ``None``: they come rotated."""
-
-    def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Make a layer's earlier entries readable for attention."""
-        ...
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the new entries of the layer at ``place`` in its blocks.
@@ -71,9 +66,6 @@ class RawEntries:
         self.store_rotated = store_rotated
         self._store_kv, self._moves = store_kv, moves
 
-    def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Everything is where attention reads it."""
-
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._store_kv(self.memory, place, slots, k, v)
 
@@ -88,21 +80,6 @@ class RawEntries:
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._moves.move(self.memory, src, dst, runs)
-
-
-class CodedEntries(RawEntries):
-    """Numbers as they were computed; the first entries of a lane may be codes of its codebook."""
-
-    def __init__(
-        self, memory: Tensor, store_kv: StoreKV, codes: CodeStore, moves: MoveKernels
-    ) -> None:
-        super().__init__(memory, store_kv, moves=moves)
-        self.codes = codes
-
-    def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Rebuild coded entries in scratch blocks, for attention that cannot read codes."""
-        if batch.rebuilt is not None:
-            self.codes.rebuild(layer, batch.rebuilt)
 
 
 class QuantizedEntries:
@@ -120,9 +97,6 @@ class QuantizedEntries:
         self.blocks = blocks
         self._kernels = kernels
         self._dtype = dtype
-
-    def prepare(self, layer: int, batch: ForwardBatch) -> None:
-        """Everything is where attention reads it."""
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._kernels.store(self.blocks, place, slots, k, v)

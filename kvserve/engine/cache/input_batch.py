@@ -179,7 +179,7 @@ class InputBatch(RowArrays):
             recent=self._where.recent(by_token, positions) if output.logs_queries else None,
             remainders=self.remainders,
             further=self._further_slots(by_token, positions),
-            **self._of_groups(output, chunk_rows),
+            **self._of_groups(),
         )
         if self._windows is not None:
             batch = self._windows.over(batch, by_token, output.token_columns)
@@ -309,15 +309,11 @@ class InputBatch(RowArrays):
             remainders=self.remainders,
         )
 
-    def _of_groups(
-        self, output: SchedulerOutput | None = None, rows: Tensor | slice = slice(0)
-    ) -> dict[str, Any]:
-        """What further groups add to a batch: to every one, or to that of a step with ``rows``."""
+    def _of_groups(self) -> dict[str, Any]:
+        """What further groups add to a batch."""
         added: dict[str, Any] = {}
         for group in self.groups:
             added |= group.of_batch()
-            if output is not None:
-                added |= group.of_step(output, rows, self.block_tables, self.log_tables)
         return added
 
     def _further_slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

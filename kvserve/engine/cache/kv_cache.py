@@ -16,9 +16,7 @@ from kvserve.engine.attention.base import (
     StoreQueries,
     StoreRotated,
 )
-from kvserve.engine.cache.code_store import CodeStore
 from kvserve.engine.cache.entry_store import (
-    CodedEntries,
     EntryStore,
     QuantizedEntries,
     RawEntries,
@@ -28,9 +26,9 @@ from kvserve.engine.cache.entry_store import (
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.kernels import int4_log
 from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
@@ -78,7 +76,6 @@ class KVCache:
         self.layers = layers or LayerKinds(layout.num_layers)
         self.form = form or entry_format("auto", dtype.itemsize)
         self.dtype = dtype
-        self._store_kv, self._moves = store_kv, moves
         stored = torch.uint8 if self.form.quantized else dtype
         shape = memory_shape(layout, self.form, num_blocks)
         self.kv = torch.empty(shape, dtype=stored, device=device)
@@ -107,25 +104,12 @@ class KVCache:
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
 
-    @property
-    def codes(self) -> CodeStore | None:
-        """Reads and writes the same memory as codes; ``None`` if no rows are held as codes."""
-        return self.entries.codes if isinstance(self.entries, CodedEntries) else None
-
-    def hold_codes(self, codes: CodeStore) -> None:
-        """Let rows be held as codes from now on."""
-        self.entries = CodedEntries(self.kv, self._store_kv, codes, self._moves)
-
     def block_bytes(self, layout: KVLayout) -> int:
         """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
         return block_bytes(layout, self.form)
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
-        """Write one layer's new keys and values: k, v [T, Hkv, D].
-
-        The layer's earlier entries are prepared for attention first.
-        """
-        self.entries.prepare(layer, batch)
+        """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
         self.entries.write(place, slots, k, v)
         for writer, slots in zip(self.writers, batch.further, strict=False):

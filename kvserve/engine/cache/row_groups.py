@@ -18,7 +18,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput, TableUpdate
+from kvserve.scheduler.messages.output import CompactionTask, TableUpdate
 from kvserve.scheduler.row_schema import RowArrays
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -61,13 +61,6 @@ class RowGroup(RowArrays):
 
     def of_batch(self) -> dict[str, Any]:
         """Fields of ``ForwardBatch`` that every forward gets."""
-        return {}
-
-    def of_step(
-        self, output: SchedulerOutput, rows: Tensor | slice, kv: Tensor, log: Tensor
-    ) -> dict[str, Any]:
-        """Fields of ``ForwardBatch`` that a step gets beside those of ``of_batch``; ``kv`` and
-        ``log`` are the tables of the first two groups."""
         return {}
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:

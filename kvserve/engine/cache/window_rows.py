@@ -52,7 +52,6 @@ class WindowRows(RowGroup):
             tables=table,
             columns=columns,
             codes=None,
-            rebuilt=None,
             recent=None,
             remainders=None,
             further=(),

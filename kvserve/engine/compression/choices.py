@@ -13,14 +13,10 @@ from kvserve.scheduler.arrays import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``.
-
-    ``heads`` is as ``Selection.heads``, in the shape of ``entries``; ``left [L, Hkv, ...]`` stands
-    for the other entries if that is fitted.
-    """
+    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``; ``left [L, Hkv, ...]``
+    stands for the other entries if that is fitted."""
 
     entries: Tensor
-    heads: Tensor | None
     left: Remainder | None = None
 
 
@@ -28,25 +24,20 @@ class Kept:
 class KeptOfEvents:
     """What equal-shaped ``events [E']`` of a task will keep of the sequences ``seq_ids``.
 
-    The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``heads`` is as
-    ``Selection.heads``, in the shape of ``entries``, and ``left [E', L, Hkv, ...]`` as of ``Kept``.
+    The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``left [E', L, Hkv,
+    ...]`` is as of ``Kept``.
     """
 
     events: IntArray
     seq_ids: IntArray
     entries: Tensor
     counts: Tensor
-    heads: Tensor | None
     left: Remainder | None
 
     def by_sequence(self) -> dict[int, Kept]:
         """What each sequence keeps."""
         return {
-            seq: Kept(
-                self.entries[i],
-                None if self.heads is None else self.heads[i],
-                None if self.left is None else self.left.at(i),
-            )
+            seq: Kept(self.entries[i], None if self.left is None else self.left.at(i))
             for i, seq in enumerate(self.seq_ids.tolist())
         }
 

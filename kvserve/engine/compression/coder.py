@@ -22,7 +22,7 @@ from kvserve.engine.compression.moves import groups_of, lanes_of
 from kvserve.engine.compression.windows import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.kernels.coded_entries import ALL_HEADS, Slots
+from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.arrays import IntArray
@@ -90,8 +90,8 @@ class Coder:
             if not len(at):
                 continue
             part = task.part(at)
-            entries, heads, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
-            found, vectors = self._encode(part, policy, entries, heads, coded, tables)
+            entries, kept, coded = (self._kept if kind else self._tail)(part, policy, tables)
+            found, vectors = self._encode(part, policy, entries, coded, tables)
             by_sequence |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
@@ -111,26 +111,23 @@ class Coder:
 
     def _kept(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """For first events: kept entries and the query heads that attend to each, [E, L, H, N]
-        (``None``: all heads), how many are kept, and how many can be coded."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For first events: kept entries [E, L, H, N], how many, and how many can be coded."""
         lens, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
-        found = [kept[seq] for seq in task.seq_ids.tolist()]
-        entries = _padded([each.entries for each in found])
-        heads = [each.heads for each in found if each.heads is not None]
+        entries = _padded([kept[seq].entries for seq in task.seq_ids.tolist()])
         size = self._cache.layout.block_size
-        return entries, _padded(heads) if heads else None, lens, lens // size * size
+        return entries, lens, lens // size * size
 
     def _tail(
         self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
-    ) -> tuple[Tensor, None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """For later events: the oldest raw entries of coded lanes, in whole blocks."""
         coded = self._by_lane(tables.coded, task.rows)
         held = to_device(lanes_of(task.old_lens, self._cache.layout), coded.device)
         size = self._cache.layout.block_size
         more = torch.where(coded > 0, (held - coded) // size * size, 0)
         place = torch.arange(policy.flush_every, device=coded.device)
-        return coded[..., None] + place, None, more, more
+        return coded[..., None] + place, more, more
 
     def _by_lane(self, by_row: Tensor, rows: IntArray) -> Tensor:
         """[LG, rows, R] -> [E, L, H] of ``rows [E]``."""
@@ -142,14 +139,10 @@ class Coder:
         task: ObservationTask,
         policy: SpindleKV,
         entries: Tensor,
-        heads: Tensor | None,
         coded: Tensor,
         tables: CodeTables,
     ) -> tuple[Found, Tensor]:
-        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; also counts new vectors.
-
-        An entry counts once for each of the query ``heads`` that attend to it.
-        """
+        """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; count new vectors too."""
         keys, values = self._read(task.rows, entries, tables.kv)
         shape, number = entries.shape, torch.arange(entries.shape[-1], device=entries.device)
         there = number < coded[..., None]
@@ -165,15 +158,13 @@ class Coder:
         theta = to_device([policy.theta_k, policy.theta_v], x.device, torch.float32)
         counts = book.counts.expand(2, -1, -1, -1)
         streams = [y.flatten(0, 3) for y in (x, there.expand(2, *shape), old, known)]
-        weights = None if heads is None else self._weights(heads).expand(2, *shape).flatten(0, 3)
         theta, counts = theta.repeat_interleave(coded.numel()), counts.flatten()
         each = self._streams_at_once(shape[-1], old.shape[-2])
         parts = []
         for start in range(0, len(theta), each):
             new, present, had, which = (y[start : start + each] for y in streams)
             some = slice(start, start + each)
-            often = None if weights is None else weights[some]
-            parts.append(extend(new, present, had, which, theta[some], counts[some], weights=often))
+            parts.append(extend(new, present, had, which, theta[some], counts[some]))
         ref, centres = (
             torch.cat([getattr(p, name) for p in parts]).view(2, *shape)
             for name in ("ref", "centres")
@@ -191,17 +182,10 @@ class Coder:
             scales(values, by_value).clamp(max=_HALF_MAX),
             position,
             position - stood.gather(3, ref[0]),
-            torch.full_like(entries, ALL_HEADS) if heads is None else heads,
         )
         mine = book.counts[..., None] + torch.arange(2 * shape[-1], device=ref.device)
         mine = mine.clamp(max=vectors.shape[3] - 1)
         return Found(keys, values, slots, _gather(vectors, mine)), made.sum(dim=0)
-
-    def _weights(self, heads: Tensor) -> Tensor:
-        """How many query heads attend to each entry, of those whose queries are logged."""
-        group = self._cache.query_log.heads // self._cache.layout.num_kv_heads
-        bits = heads[..., None] >> torch.arange(group, device=heads.device) & 1
-        return bits.sum(dim=-1)
 
     def _streams_at_once(self, new: int, old: int) -> int:
         """How many streams' similarities the scratch holds at once."""

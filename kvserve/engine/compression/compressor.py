@@ -101,7 +101,6 @@ class Compressor:
                 indices, counts = self._own(policy, found.indices, found.counts)
                 self._group.add_to_fingerprint(counts)
                 entries = led(indices, where) + _long(windows.entries[some], indices)[..., None]
-                heads = None if found.heads is None else led(found.heads, where)
                 left = None
                 # Where a few layers are scored at a time, the mean is left.
                 if self.observer.fits(policy) and len(scored) == 1:
@@ -110,7 +109,7 @@ class Compressor:
                     left = policy.remainder_of(observed, dropped)
                 scored.clear()
                 counts = led(counts, where)
-                yield KeptOfEvents(at[some], part.seq_ids[some], entries, counts, heads, left)
+                yield KeptOfEvents(at[some], part.seq_ids[some], entries, counts, left)
 
     def observe(
         self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.cache.code_store import mask_refusal
 from kvserve.engine.core.resolve import policy_refusal
 from kvserve.engine.core.startup import NO_TURNS, BuiltEngine
 from kvserve.engine.policies.base import Policy, PolicyError
@@ -106,21 +105,13 @@ class RequestPolicies:
         return replace(policy, stats=None)
 
     def _check_codes(self, policy: Policy) -> None:
-        """Code blocks, and how attention reads them, are fixed at start."""
-        codes = self._built.scheduler.blocks.find(CodeGroup)
-        if codes is None:
-            if writes_codes(policy):
-                raise RequestError(
-                    f"policy {policy.name} holds entries as codes, for which the cache is laid "
-                    f"out at start; start the server with --policy {policy.name}, or use codebook "
-                    "false",
-                    param="kv_policy",
-                )
-            return
-        spec = self._built.executor.runner.model.spec
-        refusal = mask_refusal(policy, spec, direct=not codes.scratch)
-        if refusal is not None:
-            raise RequestError(refusal, param="kv_policy.gqa")
+        """Code blocks are laid out at start."""
+        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
+            raise RequestError(
+                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
+                f"start; start the server with --policy {policy.name}, or use codebook false",
+                param="kv_policy",
+            )
 
     def _check_scores(self, policy: Policy) -> None:
         """Scores kept from event to event lie outside the pool, in memory of fixed size."""

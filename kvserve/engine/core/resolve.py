@@ -13,7 +13,7 @@ from kvserve.engine.compression.query_statistics import FILE, load_statistics, r
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import writes_codes
-from kvserve.kernels.entry_format import EntryFormat, entry_format
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.pruning import Pruned

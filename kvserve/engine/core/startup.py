@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice, reads_codes
-from kvserve.engine.cache.code_store import check_codes, mask_refusal
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.code_store import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.row_groups import wanted_groups
 from kvserve.engine.core.resolve import (
@@ -30,7 +30,6 @@ from kvserve.engine.core.resolve import (
 )
 from kvserve.engine.core.startup_table import (
     Row,
-    codes_rows,
     graphs_row,
     linear_layers_row,
     log_row,
@@ -64,7 +63,6 @@ from kvserve.engine.runner.rank_plan import Pool, RankPlan, table_shapes
 from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -121,11 +119,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     if device == "cpu":
         check_pool(config, plan.block_bytes, free_memory(device, 1.0), ranks)
     attention = plan.attention(config.attention_backend)
-    direct, reason = reads_codes(config.code_attention, attention)
-    plan = replace(plan, groups=tuple(_read_by_attention(group, direct) for group in plan.groups))
-    codes = codes_rows(plan.groups, reason)
-    if (refusal := mask_refusal(policy, spec, direct=direct)) is not None:
-        raise ConfigError(f"--policy.gqa: {refusal}")
     with ExitStack() as on_failure:
         others = on_failure.enter_context(closing(OtherRanks(plan, ranks, attention.name)))
         started = _start(plan, max_len, attention, others, model)
@@ -141,7 +134,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         block_size=plan.layout.block_size,
         num_blocks=started.pool.num_blocks - 1,
         default_sampling=defaults.sampling,
-        summary=_summary(plan, started, attention, defaults, codes, threads),
+        summary=_summary(plan, started, attention, defaults, threads),
     )
     return BuiltEngine(
         started.scheduler,
@@ -162,7 +155,6 @@ def _summary(
     started: _Started,
     attention: Choice,
     defaults: GenerationDefaults,
-    codes: list[Row],
     threads: list[Row],
 ) -> list[Row]:
     """The start-up table."""
@@ -175,7 +167,6 @@ def _summary(
         memory_row(started.profile),
         remainders_row(runner.batch.remainders, policy),
         ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-        *codes,
         graphs_row(*plan.graphs(attention), runner.graphs),
         linear_layers_row(plan.spec, plan.dtype, plan.device),
         ("operators", operators.name, operators.reason),
@@ -246,11 +237,6 @@ def _plan(
         assert spec.window is not None
         chunk = config.scheduler.max_num_batched_tokens
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
-    if not writes_codes(policy) and config.code_attention != "auto":
-        raise ConfigError(
-            f"--code-attention {config.code_attention}: policy {policy.name} holds no codes; "
-            "leave it at auto"
-        )
     if writes_codes(policy):
         if form.quantized:
             raise ConfigError(
@@ -306,11 +292,6 @@ def _start(
     others.build(pool)
     executor = Executor(plan.ready_runner(model, attention, pool, group), others)
     return _Started(scheduler, new_scheduler, executor, pool, profile)
-
-
-def _read_by_attention(group: GroupSpec, direct: bool) -> GroupSpec:
-    """The group, with scratch for codes unless attention reads these itself."""
-    return replace(group, scratch=not direct) if isinstance(group, CodeSpec) else group
 
 
 def _blocks_of(memory: int | None, block_bytes: int) -> int | None:

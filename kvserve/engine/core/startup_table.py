@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,8 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.rank_plan import RankPlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
+from kvserve.entry_format import entry_format
 from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.entry_format import entry_format
-from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.triggers.held import most_held
@@ -171,12 +168,6 @@ def remainders_row(remainders: Remainders | None, policy: Policy) -> Row:
         return "remainders", "off", "attention does not read them; --attention-backend"
     state = f"{policy.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
     return "remainders", state, "what stands for dropped entries; --policy.remainder"
-
-
-def codes_rows(groups: Iterable[GroupSpec], reason: str) -> list[Row]:
-    """How attention reads coded entries, and why; no row if the engine has none."""
-    codes = (group for group in groups if isinstance(group, CodeSpec))
-    return [("codes", "rebuilt" if spec.scratch else "read", reason) for spec in codes]
 
 
 def graphs_row(sizes: list[int], reason: str, graphs: DecodeGraphs | RecordedSteps | None) -> Row:

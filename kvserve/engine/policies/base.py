@@ -47,14 +47,11 @@ class Selection:
     """Kept places of E events: the first ``counts [E, L', Hkv]`` of ``indices [E, L', Hkv, K]``.
 
     int64. The kept indices ascend; those behind them are ignored. Counts are equal over heads if
-    the policy's granularity is LAYER. ``heads``, in the shape of ``indices``, is for policies whose
-    entries are held as codes: bit g says whether query head g of the group attends to the place.
-    ``None``: all do.
+    the policy's granularity is LAYER.
     """
 
     indices: Tensor
     counts: Tensor
-    heads: Tensor | None = None
 
 
 class Policy:

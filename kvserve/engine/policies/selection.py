@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import ALL_HEADS
 from kvserve.kernels.cpu import top_places
 from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
 
@@ -143,27 +142,3 @@ def chunks_and_newest(
     chunk = (place // chunk_size).clamp(max=chunks - 1)
     kept = (place - first[chunk] < taken[..., chunk]) | (place >= scored)
     return mask_to_indices(kept, keep)
-
-
-def best_by_query_head(scores: Tensor, counts: Tensor) -> Tensor:
-    """Each query head's own ``counts [..., Hkv]`` best places: bool [..., Hkv, G, n].
-
-    scores: float32 [..., Hkv, G, n], of the G query heads of every KV head.
-    """
-    return ranks(scores) < counts[..., None, None]
-
-
-def union_and_newest(chosen: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The places that any query head of a KV head chose, held once, and every unscored newest one.
-
-    chosen: bool [..., Hkv, G, n]. Returns indices int64 [..., Hkv, length] and counts, as
-    ``uneven_best_and_newest`` takes and gives them, and which query heads attend to each place: bit
-    g for head g, every bit if all do, as for the newest. This is SpindleKV's ``repeat`` without its
-    copies.
-    """
-    group, scored = chosen.shape[-2:]
-    bits = 1 << torch.arange(group, device=chosen.device)
-    heads = (chosen * bits[:, None]).sum(dim=-2).masked_fill(chosen.all(dim=-2), ALL_HEADS)
-    heads = torch.nn.functional.pad(heads, (0, length - scored), value=ALL_HEADS)
-    indices = stable_order((heads != 0).to(torch.uint8))
-    return indices, (heads != 0).sum(dim=-1), heads.gather(-1, indices)

@@ -19,11 +19,7 @@ from kvserve.engine.policies.base import Policy, Selection, argument, exact_rati
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.parts.budgets import layers, linear_budgets
 from kvserve.engine.policies.scoring import Observation, pool_scores
-from kvserve.engine.policies.selection import (
-    best_by_query_head,
-    uneven_best_and_newest,
-    union_and_newest,
-)
+from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
@@ -36,10 +32,8 @@ class SpindleKV(Policy):
     layers, and store what is alike once.
 
     ``ratio`` is the mean over layers, the window included, rounded down in each of them; 1 evicts
-    nothing. With ``gqa=repeat`` it is the share that each query head keeps, and a KV head holds the
-    entries that any of its query heads keeps. How much codes save depends on the text:
-    ``usage.kv_cache_details`` reports it. Without ``codebook`` entries are only evicted, with a
-    table per layer.
+    nothing. How much codes save depends on the text: ``usage.kv_cache_details`` reports it. Without
+    ``codebook`` entries are only evicted, with a table per layer.
     """
 
     name: ClassVar[str] = "spindlekv"
@@ -48,8 +42,7 @@ class SpindleKV(Policy):
     cost: ClassVar[str] = (
         "The prompt's blocks until its end; a log of window queries; an event that compares all "
         "kept entries of a head with each other, and one per flush_every tokens; attention that "
-        "decodes entries as it reads them or, where it cannot, every entry rebuilt in every step, "
-        "in scratch blocks that take 1/layers of what is rebuilt (--code-attention)."
+        "decodes entries as it reads them (--attention-backend cpu or triton)."
     )
     avoid: ClassVar[str] = (
         "Where speed counts more than memory; models with few layers; several questions about one "
@@ -69,21 +62,12 @@ class SpindleKV(Policy):
     flush_every: int = argument(
         64, "generated tokens that are coded together", least=1, note="whole blocks"
     )
-    raw_fallback: bool | None = argument(
-        None,
-        "leave a layer's head as it is if its codes would not save a block (default: true; false "
-        "with gqa=repeat, which needs all entries as codes)",
+    raw_fallback: bool = argument(
+        True, "leave a layer's head as it is if its codes would not save a block"
     )
     window: int = common.window(16, note="at least a block with a codebook")
     beta: float = argument(
         0.05, "least share of its context that the last layer keeps", least=0, most=0.99
-    )
-    gqa: str = argument(
-        "mean",
-        "mean: one choice per KV head, the votes of its query heads averaged; repeat: each query "
-        "head chooses as many for itself, and attends to these alone",
-        choices=("mean", "repeat"),
-        note="repeat needs codes that attention reads (--code-attention)",
     )
     score_norm: str = argument(
         "window",
@@ -94,16 +78,6 @@ class SpindleKV(Policy):
     pooling: str = common.pooling("none")
     kernel_size: int = common.kernel_size(7)
     query_reduce: str = common.query_reduce()
-
-    def check(self) -> None:
-        if self.gqa == "repeat":
-            alone = "with gqa=repeat: an entry held raw has no place for who attends to it"
-            require(self.codebook, "codebook", self.codebook, f"true {alone}")
-            require(
-                self.raw_fallback is not True, "raw_fallback", self.raw_fallback, f"false {alone}"
-            )
-            each = "heads with gqa=repeat: every query head votes for itself"
-            require(self.query_reduce == "heads", "query_reduce", self.query_reduce, each)
 
     def for_model(self, num_layers: int, block_size: int) -> SpindleKV:
         """This policy or, without a codebook, ``SpindleEviction``; codes come in whole blocks."""
@@ -118,14 +92,13 @@ class SpindleKV(Policy):
 
     @property
     def entries(self) -> Budget:
-        """Entries kept of a prompt, on average; with ``repeat`` by each query head."""
+        """Entries kept of a prompt, on average."""
         return Budget(ratio=exact_ratio(self.ratio, "ratio"), least=self.window)
 
     @property
     def event_trigger(self) -> Trigger:
         queries = 0 if exact_ratio(self.ratio, "ratio") == 1 else self.window
-        raw = self.gqa == "mean" if self.raw_fallback is None else self.raw_fallback
-        return QuantizeTrigger(self.entries, queries, self.flush_every, raw)
+        return QuantizeTrigger(self.entries, queries, self.flush_every, self.raw_fallback)
 
     def layer_budgets(self, num_layers: int, length: int) -> list[int]:
         """Entries that each layer keeps of ``length``, the window aside."""
@@ -133,33 +106,20 @@ class SpindleKV(Policy):
         return linear_budgets(length, self.window, ratio, beta, num_layers)
 
     def score(self, obs: Observation) -> Tensor:
-        """Votes for the entries before the window: float32 [E, L, Hkv, n - window].
-
-        With ``repeat``, votes of each query head: [E, L, Hkv, G, n - window].
-        """
+        """Votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
         if not obs.queries.shape[-2]:  # nothing is to be evicted
-            one = (1,) if self.gqa == "repeat" else ()
-            return obs.keys.new_zeros(*obs.keys.shape[:3], *one, 0)
-        votes = obs.causal_by_head() if self.gqa == "repeat" else obs.causal("mean")
-        votes = pool_scores(votes, self.kernel_size, self.pooling)
+            return obs.keys.new_zeros(*obs.keys.shape[:3], 0)
+        votes = pool_scores(obs.causal("mean"), self.kernel_size, self.pooling)
         if self.score_norm == "age":
             context = votes.shape[-1]
             age = torch.arange(context + self.window, self.window, -1, device=votes.device)
             votes = votes / age
-        if self.gqa == "repeat":  # at a prompt's end, where every lane has all its entries
-            return votes.view(*obs.keys.shape[:3], -1, votes.shape[-1])
         return obs.there(votes)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
-        """The best of each layer, or of each query head, and the window.
-
-        Counts are equal over heads, except with ``repeat``.
-        """
+        """The best of each layer, and the window. Counts are equal over heads."""
         context = scores.shape[-1]
         budgets = layers(self.layer_budgets(scores.shape[1], length), scores).clamp(max=context)
-        if self.gqa == "repeat":
-            each = budgets.expand(scores.shape[:3])
-            return Selection(*union_and_newest(best_by_query_head(scores, each), length))
         counts = (budgets + length - context).expand(scores.shape[:-1])
         return Selection(uneven_best_and_newest(scores, length, counts), counts)
 

@@ -39,8 +39,7 @@ class WindowKV(Policy):
     ``budget`` is the mean over layers before budgets are rounded to whole windows. Rounding keeps
     up to ``chunk_size`` entries more or less in a layer, so the mean held may exceed ``budget`` by
     up to a window (by 12 entries of 60, say). If the budget is small, the uppermost layers may keep
-    only the newest entries. With task auto the server classifies the prompt's text; without a text
-    the task is localization.
+    only the newest entries.
     """
 
     name: ClassVar[str] = "windowkv"
@@ -61,8 +60,9 @@ class WindowKV(Policy):
         note="above window",
     )
     task: str = argument(
-        "auto",
-        "localization: windows count by all their entries; aggregation: by the best ones",
+        "localization",
+        "localization: windows count by all their entries; aggregation: by the best ones; auto: as "
+        "--task-classifier says of each prompt",
         choices=("auto", *TASKS),
     )
     window: int | None = argument(

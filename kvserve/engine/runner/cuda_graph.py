@@ -37,13 +37,11 @@ def capture_sizes(
     device: str,
     choice: Choice,
     *,
-    rebuilds_codes: bool,
     borrowed: bool = False,
 ) -> tuple[list[int], str]:
     """The sizes to capture, ascending (none: no graphs), and the reason for the start-up table.
 
-    ``rebuilds_codes`` rules graphs out: the number of codes is known only when a step runs. So do
-    ``borrowed`` layers, which may ask the device for numbers.
+    ``borrowed`` layers rule graphs out: they may ask the device for numbers.
     ``ConfigError`` if sizes are named that cannot be captured.
     """
     wanted, most = config.cudagraph_capture_sizes, config.scheduler.max_num_seqs
@@ -52,9 +50,7 @@ def capture_sizes(
     if device != "cuda" and not wanted:
         return [], "no GPU"
     refused = None
-    if rebuilds_codes:
-        refused = "codes are rebuilt in each step; --code-attention direct spares that"
-    elif borrowed:
+    if borrowed:
         refused = "transformers' modules may wait for the device; --model-impl native, if there is"
     elif not choice.backend.replays:
         refused = f"decode attention {choice.name} plans each step anew; --attention-backend"

@@ -24,15 +24,16 @@ from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
+from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
 from kvserve.kernels.decode_inputs import decode_inputs
-from kvserve.kernels.entry_format import EntryFormat, entry_format
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec, make_groups
@@ -127,6 +128,7 @@ class RankPlan:
             log_shares=self.log.dtype == "int4",
             form=self.form.name,
             remainders=self.policy.leaves != "off",
+            codes=writes_codes(self.policy),
             windowed=self.spec.windowed,
             sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
@@ -215,22 +217,12 @@ class RankPlan:
         """Whether decoding steps may be recorded (``recorded_steps.py``)."""
         alone = self.config.parallel.tensor_parallel_size == 1
         compiled = alone and attention.name == "cpu" and not self.spec.borrowed
-        return compiled and not self._rebuilds and not self.config.enforce_eager
-
-    @property
-    def _rebuilds(self) -> bool:
-        """Whether a group's entries are rebuilt in each step."""
-        return any(group.rebuilds for group in self.groups)
+        return compiled and not self.config.enforce_eager
 
     def graphs(self, attention: Choice) -> tuple[list[int], str]:
         """Sizes of the decoding steps that are captured, and why."""
-        return capture_sizes(
-            self.config,
-            self.device,
-            attention,
-            rebuilds_codes=self._rebuilds,
-            borrowed=self.spec.borrowed,
-        )
+        borrowed = self.spec.borrowed
+        return capture_sizes(self.config, self.device, attention, borrowed=borrowed)
 
     def profile(self, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
         """The memory left for the pool. On a GPU, the largest step is run to measure it, unless

@@ -1,13 +1,11 @@
 """Structured output: which tokens a grammar allows, for all sequences that follow one.
 
-Grammars are compiled by llguidance (default) or xgrammar, once each, after another process has
-tried them; a sequence has a copy of its own that follows its tokens. The mask has a bit per token
-and is made on the host.
+Grammars are compiled by llguidance, once each, after another process has tried them; a sequence has
+a copy of its own that follows its tokens. The mask has a bit per token and is made on the host.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -121,7 +119,6 @@ class GrammarCompiler:
         check_grammar_backend(config)
         model = config.model
         self._source = BackendSource(
-            config.grammar_backend,
             model.tokenizer or info.model_path,
             model.trust_remote_code,
             info.vocab_size,
@@ -185,8 +182,9 @@ class GrammarCompiler:
 
 
 def check_grammar_backend(config: EngineConfig) -> None:
-    """``ConfigError`` if the library is not installed."""
-    if config.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+    """``ConfigError`` where another library than ours is asked for."""
+    if config.grammar_backend not in ("auto", "llguidance"):
         raise ConfigError(
-            "--grammar-backend: xgrammar is not installed (pip install 'kvserve[xgrammar]')"
+            f"--grammar-backend: llguidance compiles all grammars here, {config.grammar_backend!r} "
+            "is not built; leave the flag out"
         )

@@ -1,8 +1,8 @@
-"""The libraries that compile grammars: llguidance (default) and xgrammar.
+"""llguidance, which compiles grammars.
 
-Each backend is a function ``Compile``: it takes what is wanted, and returns a function that makes
-matchers at the grammar's start. A client's grammar is a program, so its size, its compilation and
-its steps are bounded. A failure in the library, panics included, is that client's error.
+A ``Compile`` takes what is wanted, and returns a function that makes matchers at the grammar's
+start. A client's grammar is a program, so its size, its compilation and its steps are bounded. A
+failure in the library, panics included, is that client's error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvserve.json_schema import COMPACT, ignored_by_xgrammar
+from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
 
@@ -59,9 +59,8 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True)
 class BackendSource:
-    """What a backend is made from: its name, and the tokenizer's path and tokens."""
+    """What the backend is made from: the tokenizer's path and tokens."""
 
-    backend: str
     tokenizer: str
     trust_remote_code: bool
     vocab_size: int
@@ -77,7 +76,7 @@ def load_backend(source: BackendSource) -> Compile:
     """Read the tokenizer and prepare the library for it."""
     size, eos = source.vocab_size, source.eos_token_ids
     described = Path(source.tokenizer) / "tokenizer.json"
-    if source.backend == "llguidance" and described.is_file():
+    if described.is_file():
         # Without transformers, which takes 150 MiB to read the same file.
         return llguidance(Tokenizer.from_file(str(described)), size, eos)
     if source.tokenizer.endswith(".gguf"):
@@ -89,8 +88,6 @@ def load_backend(source: BackendSource) -> Compile:
 
         code = source.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=code)
-    if source.backend == "xgrammar":
-        return xgrammar(tokenizer, size, eos)
     return llguidance(tokenizer.backend_tokenizer, size, eos)
 
 
@@ -236,55 +233,5 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
         if first.is_error():
             raise ValueError(first.get_error())
         return lambda: _GuidanceMatcher(first.deep_copy())
-
-    return compile
-
-
-# ---- xgrammar ---------------------------------------------------------------------------------
-
-
-class _XgrammarMatcher:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    def fill(self, mask: np.ndarray[Any, Any]) -> None:
-        import torch
-
-        self._matcher.fill_next_token_bitmask(torch.from_numpy(mask[None]), 0)
-
-    def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
-
-
-def xgrammar(tokenizer: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
-    """``tokenizer`` is one of transformers."""
-    import xgrammar
-
-    info = xgrammar.TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=vocab_size, stop_token_ids=eos
-    )
-    compiler = xgrammar.GrammarCompiler(info)
-
-    def compiled(wanted: StructuredOutput) -> Any:
-        if wanted.kind in ("json", "json_object"):
-            schema = wanted.value or '{"type": "object"}'
-            if ignored := ignored_by_xgrammar(json.loads(schema)):
-                raise ValueError(f"Unimplemented keys: {json.dumps(ignored)}")
-            separators = (COMPACT["item_separator"], COMPACT["key_separator"])
-            return compiler.compile_json_schema(
-                schema, any_whitespace=False, separators=separators, strict_mode=False
-            )
-        if wanted.kind == "regex":
-            return compiler.compile_regex(wanted.value)
-        if wanted.kind == "choice":
-            options = " | ".join(map(json.dumps, json.loads(wanted.value)))
-            return compiler.compile_grammar(f"root ::= {options}")
-        if wanted.kind == COMPOSED:
-            raise ValueError("tools beside an answer's form need --grammar-backend llguidance")
-        return compiler.compile_grammar(wanted.value)
-
-    def compile(wanted: StructuredOutput) -> MakeMatcher:
-        grammar = compiled(wanted)
-        return lambda: _XgrammarMatcher(xgrammar.GrammarMatcher(grammar))
 
     return compile

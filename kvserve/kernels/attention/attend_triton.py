@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvserve.kernels.attention.coded_tile import coded_tile
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_triton import as_half, bfloat16_as_float, levels_as_floats
+from kvserve.kernels.quantized_triton import as_half, channels_of, numbers_at
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -22,8 +22,9 @@ def attend(
     q,
     keys,
     values,
-    key_scales,
-    value_scales,
+    key_steps,
+    key_lows,
+    value_steps,
     value_lows,
     tables,
     rows,
@@ -72,7 +73,9 @@ def attend(
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
     VALUES: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -87,7 +90,8 @@ def attend(
     token = (first + query // GROUP).to(tl.int64)
     q_head = (table * HEADS + head) * GROUP + query % GROUP
     dims = tl.arange(0, DIM)
-    q_at = q + (token * token_stride + q_head * head_stride)[:, None] + dims[None, :]
+    q_at = q + (token * token_stride + q_head * head_stride)[:, None]
+    q_at += channels_of(DIM, KEYS)[None, :]
     queries = tl.load(q_at, mask=real[:, None], other=0.0)
     limit = tl.load(last + table * tokens + token, mask=real, other=-1).to(tl.int32) + 1
     limit = tl.minimum(limit, columns * BLOCK)
@@ -112,14 +116,11 @@ def attend(
     if SHARES:
         newer = limit - tl.load(recent + token, mask=real, other=1).to(tl.int32)
         near = tl.zeros([QUERIES], tl.float32)
-    # A byte of int4 holds a level of either half of a value.
-    V_WIDTH: tl.constexpr = DIM // 2 if VALUES == 2 else DIM
-    v_dims = tl.arange(0, V_WIDTH)[None, :]
-    acc = tl.zeros([QUERIES, V_WIDTH], tl.float32)
+    acc = tl.zeros([QUERIES, DIM], tl.float32)
     scale = tl.zeros([QUERIES], tl.float32) + scale
     if KEYS > 0:
-        # Levels are numbers of float16. Queries become such by a power of two of each, and
-        # probabilities in units of the largest scale of values so far.
+        # Keys and values are numbers of float16, times one of each entry. Queries become such by a
+        # power of two of each, and probabilities in units of the largest of values so far.
         queries, unit_of = as_half(queries)
         scale *= unit_of
         unit = 0.0
@@ -127,9 +128,6 @@ def attend(
     factor = scale
     if CAPPED:
         factor = tl.full([QUERIES], 1.0, tl.float32)
-    if VALUES == 2:
-        upper = tl.zeros([QUERIES, V_WIDTH], tl.float32)
-        lows = tl.zeros([QUERIES], tl.float32)
     # A tile lies in one block, or else each of its entries looks for its own.
     ONE_BLOCK: tl.constexpr = SLOTS == 0 and BLOCK % TILE == 0
     if SLOTS > 0:
@@ -165,8 +163,8 @@ def attend(
                     k_first = k_base + block * block_stride + skipped * entry_stride
                     v_first = v_base + block * block_stride + skipped * value_stride
                     beside = block * (block_stride // 2) + beside_base + skipped + inside
-                    at = (inside * entry_stride)[:, None]
-                    v_at = (inside * value_stride)[:, None]
+                    at = inside * entry_stride
+                    v_at = inside * value_stride
                 else:
                     block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
                     block = block.to(tl.int64)
@@ -175,18 +173,19 @@ def attend(
                     block = tl.where(known, block, 0)
                     k_first, v_first = k_base, v_base
                     beside = block * (block_stride // 2) + beside_base + inside
-                    at = (block * block_stride + inside * entry_stride)[:, None]
-                    v_at = (block * block_stride + inside * value_stride)[:, None]
+                    at = block * block_stride + inside * entry_stride
+                    v_at = block * block_stride + inside * value_stride
                 if WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    k = levels_as_floats(tl.load(k_first + at + dims[None, :]), KEYS, 0)
-                    k = k.to(queries.dtype)
-                    k_scale = bfloat16_as_float(tl.load(key_scales + beside))
+                    given = key_steps, key_lows, beside, known
+                    k, k_scale = numbers_at(
+                        k_first, at, *given, DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
+                    )
                 else:
-                    k = tl.load(k_first + at + dims[None, :])
+                    k = tl.load(k_first + at[:, None] + dims[None, :])
             else:
-                known, heads, k, k_scale, v_at, v_scale = coded_tile(
+                known, k, k_scale, v_at, v_scale = coded_tile(
                     entry,
                     stop,
                     row,
@@ -215,11 +214,6 @@ def attend(
                 seen = seen & (entry[None, :] >= lower[:, None])
             if CHUNKED and part != 1:
                 seen = seen & (entry[None, :] < limit[:, None])
-            if part == 0:
-                bit = query % GROUP
-                if GROUP > 32:  # all of them attend to everything
-                    bit = tl.minimum(bit, 31)
-                seen = seen & (((heads[None, :] >> bit[:, None]) & 1) != 0)
             logits = tl.where(seen, logits, float("-inf"))
             new_high = tl.maximum(high, tl.max(logits, axis=1) * factor)
             shift = tl.where(new_high == float("-inf"), 0.0, new_high)
@@ -231,46 +225,33 @@ def attend(
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if part > 0:
                 if VALUES > 0:
-                    if VALUES == 3:  # the only levels that may be nan
-                        v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0)
-                    else:
-                        v = tl.load(v_first + v_at + v_dims)
-                    if VALUES == 2:
-                        v_low = tl.load(value_lows + beside, mask=known, other=0)
-                        v_low = bfloat16_as_float(v_low)[None, :]
-                        lows = lows * decay + tl.sum(probs * v_low, axis=1)
-                    v_scale = bfloat16_as_float(tl.load(value_scales + beside, mask=known, other=0))
+                    given = value_steps, value_lows, beside, known
+                    v, v_scale = numbers_at(
+                        v_first, v_at, *given, DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
+                    )
                     new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
                     per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                     probs *= (v_scale * per_unit)[None, :]
                     decay *= unit * per_unit
                     unit = new_unit
                 else:
-                    v = tl.load(v_first + v_at + v_dims, mask=known[:, None], other=0.0)
+                    v_at = v_first + v_at[:, None] + dims[None, :]
+                    v = tl.load(v_at, mask=known[:, None], other=0.0)
             else:
                 v = tl.load(v_at + dims[None, :], mask=known[:, None], other=0.0)
                 probs *= v_scale.to(tl.float32)[None, :]
             acc = acc * decay[:, None]
-            if part > 0 and VALUES > 0:
-                probs = probs.to(queries.dtype)
-                if VALUES == 2:
-                    v_upper = levels_as_floats(v, VALUES, 1).to(queries.dtype)
-                    upper = upper * decay[:, None]
-                    upper = tl.dot(probs, v_upper, upper, input_precision="ieee")
-                v = levels_as_floats(v, VALUES, 0).to(queries.dtype)
             acc = tl.dot(probs.to(v.dtype), v, acc, input_precision="ieee")
             high = new_high
 
-    if VALUES == 2:
-        acc = tl.join(acc, upper).permute(0, 2, 1).reshape(QUERIES, DIM)
-        acc = acc * unit + lows[:, None]
-    elif VALUES > 0:
+    if VALUES > 0:
         acc *= unit
     if REMAINDER:
         lane_at = row * HEADS + head
-        remainder = lane_at, split, more_keys, more_values, more_bias, soft_cap
+        k_at, v_at = channels_of(DIM, KEYS), channels_of(DIM, VALUES)
+        remainder = lane_at, split, more_keys, more_values, more_bias, soft_cap, k_at, v_at
         acc, total, high, decay = with_remainder(
-            acc, total, high, queries, limit, scale, *remainder, dims, DIM, CAPPED
+            acc, total, high, queries, limit, scale, *remainder, DIM, CAPPED
         )
         if SHARES:
             near *= decay
@@ -294,14 +275,14 @@ def attend(
         if SHARES:
             tl.store(part_recent + place, high + tl.log2(near), mask=real)
         # A part without entries is not written, since it is never read.
-        part_at = parts + place[:, None] * DIM + dims[None, :]
+        part_at = parts + place[:, None] * DIM + channels_of(DIM, VALUES)[None, :]
         tl.store(part_at, acc, mask=(real & (begin < end))[:, None])
     else:
         if SHARES:
             share = high + tl.log2(near) - high - tl.log2(total)
             share = tl.where(high == float("-inf"), 0.0, share) * 0.6931471805599453  # ln(2)
             tl.store(shares + place, share, mask=real)
-        out_at = out + place[:, None] * DIM + dims[None, :]
+        out_at = out + place[:, None] * DIM + channels_of(DIM, VALUES)[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
@@ -326,15 +307,16 @@ def with_remainder(
     more_values,
     more_bias,
     soft_cap,
-    dims,
+    k_at,
+    v_at,
     DIM: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """The sums with a row's remainder, if it has one, in the first part; and the factor that
     earlier sums decay by. The order of a sum is free."""
     bias = tl.where(split == 0, tl.load(more_bias + lane), float("-inf"))
-    more_key = tl.load(more_keys + lane * DIM + dims).to(tl.float32)[None, :]
-    more_value = tl.load(more_values + lane * DIM + dims).to(tl.float32)[None, :]
+    more_key = tl.load(more_keys + lane * DIM + k_at).to(tl.float32)[None, :]
+    more_value = tl.load(more_values + lane * DIM + v_at).to(tl.float32)[None, :]
     logit = tl.sum(queries.to(tl.float32) * more_key, axis=1) * scale
     if CAPPED:
         logit = capped(logit, soft_cap)

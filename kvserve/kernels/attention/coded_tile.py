@@ -29,8 +29,7 @@ def coded_tile(
     DIM: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Which entries are known, the query heads that see each, its key and where its value lies,
-    and the scales of both."""
+    """Which entries are known, the key of each and where its value lies, and the scales of both."""
     HALF: tl.constexpr = DIM // 2
     block = tl.load(
         slot_tables + row * slot_columns + entry // SLOTS,
@@ -42,7 +41,6 @@ def coded_tile(
     refs = tl.load(slot, mask=known, other=0)
     scales = tl.load(slot + 1, mask=known, other=0)
     distance = tl.load(slot + 2, mask=known, other=0) >> 16
-    heads = tl.load(slot + 3, mask=known, other=0)
     k_ref, v_ref = refs & 0xFFFF, (refs >> 16) & 0xFFFF
     k_scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     v_scale = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -67,4 +65,4 @@ def coded_tile(
     pair_at = k_at + ((dims + HALF) % DIM)[None, :]
     pair = tl.load(pair_at, mask=known[:, None], other=0.0)
     k = own * cos + pair * tl.where(negative, -sin, sin)
-    return known, heads, k, k_scale, v_at, v_scale
+    return known, k, k_scale, v_at, v_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import Codes, read_codes, read_slots
+from kvserve.kernels.coded_entries import Codes, read_codes
 from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
@@ -45,15 +45,11 @@ def paged_attention_torch(
     place = torch.arange(k.shape[4], device=q.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
-        coded = codes, rows[at[0]] * per_token + at[1], at[2]
-        for x, entries in zip((k, v), read_codes(*coded), strict=True):
+        coded = read_codes(codes, rows[at[0]] * per_token + at[1], at[2])
+        for x, entries in zip((k, v), coded, strict=True):
             x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
-    if codes is not None:
-        place_of = at[0], at[1], 0, slice(None), at[2]
-        hidden = ~read_slots(*coded).seen_by(logits.shape[3])
-        logits[place_of] = logits[place_of].masked_fill(hidden, -torch.inf)
     seen = place <= chunks.last.T[..., None]
     if chunks.first is not None:
         seen &= place >= chunks.first.T[..., None]

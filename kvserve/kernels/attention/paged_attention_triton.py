@@ -45,11 +45,11 @@ def paged_attention_triton(
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, and
     neither are codes with wrong references.
 
-    Levels are widened as they are loaded; scales of keys multiply the logits instead. Query heads
-    of a KV head share its loads. The context is split if there are few rows, and for long rows
-    among many. ``num_splits`` (default: from ``_splits``) follows from shapes and ``max_held``
-    alone, so a captured graph stays valid while lengths grow up to it. A launch of its own adds the
-    parts up: on an H100 that takes 6 to 16 % less than when the last program of a row does it.
+    Levels are widened as they are loaded. Query heads of a KV head share its loads. The context is
+    split if there are few rows, and for long rows among many. ``num_splits`` (default: from
+    ``_splits``) follows from shapes and ``max_held`` alone, so a captured graph stays valid while
+    lengths grow up to it. A launch of its own adds the parts up: on an H100 that takes 6 to 16 %
+    less than when the last program of a row does it.
     """
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder)
     check_sinks(sinks, q)
@@ -60,6 +60,7 @@ def paged_attention_triton(
     group = heads // (per_row * kv_heads)
     packed = max_chunk * group
     tile = _tile_of(q, values, packed, codes is not None)
+    (key, key_groups), (value, value_groups) = map(form_of, (keys, values))
     query_tiles = -(-packed // tile.rows)
     lanes = len(rows) * per_row * kv_heads
     least = 1
@@ -115,8 +116,10 @@ def paged_attention_triton(
         CAPPED=soft_cap > 0,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
-        KEYS=form_of(keys),
-        VALUES=form_of(values),
+        KEYS=key,
+        KEY_GROUPS=key_groups,
+        VALUES=value,
+        VALUE_GROUPS=value_groups,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -135,7 +138,7 @@ def _tile_of(q: Tensor, values: Tensor | QuantizedVectors, packed: int, coded: b
     if decodes:
         queries = max(tile.rows, 1 << (packed - 1).bit_length())
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
-    if form_of(values) == 2:  # both halves of a value are added up apart, which takes registers
+    if not isinstance(values, Tensor):  # widening takes registers
         return tile._replace(rows=tile.rows // 2)
     return tile
 
@@ -164,12 +167,12 @@ def _add_up(
 def _entry_arguments(
     keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors, unused: Tensor
 ) -> tuple[Tensor, ...]:
-    """Keys, values, and the scales and lows of their levels."""
+    """Keys, values, and the steps and lows of their levels."""
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        return keys, values, unused, unused, unused
-    (k, k_scale, _), (v, *beside) = parts_of(keys), parts_of(values)
-    return k, v, k_scale, *beside
+        return keys, values, *[unused] * 4
+    (k, *k_beside), (v, *v_beside) = parts_of(keys), parts_of(values)
+    return k, v, *k_beside, *v_beside
 
 
 def _entry_strides(

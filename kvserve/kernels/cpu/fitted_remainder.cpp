@@ -75,7 +75,7 @@ float log_given_to_one(const FittedRemainder& c, int64_t lane, const float* key,
     F sum = {};
     for (int64_t d = 0; d < half; d += W) {
       F low, high;
-      X::load(reinterpret_cast<const int4x2*>(code + d), std::min<int64_t>(W, half - d), low, high);
+      X::load(reinterpret_cast<const packed<4>*>(code + d), std::min<int64_t>(W, half - d), low, high);
       sum += low * X::load(even + d);
       sum += high * X::load(odd + d);
     }

@@ -1,5 +1,5 @@
-// Vectors of W floats, loaded from float32 or bfloat16 and stored as either; and loaded from levels of
-// int8, int4 and e4m3, which are widened without their scales.
+// Vectors of W floats, loaded from float32 or bfloat16 and stored as either; and loaded from levels,
+// which are widened without their steps.
 
 #pragma once
 
@@ -27,9 +27,23 @@ struct int8 {
 struct e4m3 {
   uint8_t bits;
 };
-// Two levels of a vector of D: of dimension d below, of d + D / 2 above.
-struct int4x2 {
+// Levels of Bits without a sign, several a byte. Of a vector of D channels byte j holds channel j, and
+// above it j + D / kPlanes and so on: each plane is channels side by side.
+template <int Bits>
+struct packed {
   uint8_t levels;
+};
+
+// How many planes there are, and whether levels count from a low.
+template <typename T>
+struct Planes {
+  static constexpr int kBits = 8, kPlanes = 1;
+  static constexpr bool kLow = false;
+};
+template <int Bits>
+struct Planes<packed<Bits>> {
+  static constexpr int kBits = Bits, kPlanes = 8 / Bits;
+  static constexpr bool kLow = true;
 };
 
 template <int W>
@@ -187,17 +201,23 @@ struct Lanes : Vectors<W> {
     return (F)((bits >> 4) & (I)((U){} + 0x87f00000u)) * 0x1p120f;
 #endif
   }
-  // The levels of 2 W dimensions: of the lower half, and of the upper.
-  static inline void load(const int4x2* from, F& low, F& high) {
-    const U both = unsigned_bytes<W>(from);
-    low = __builtin_convertvector((I)(both & 15), F);
-    high = __builtin_convertvector((I)(both >> 4), F);
+  // Of W channels of one plane.
+  template <typename T>
+  static inline F load_plane(const T* from, int plane) {
+    if constexpr (Planes<T>::kLow) {
+      const U levels = unsigned_bytes<W>(from) >> (plane * Planes<T>::kBits);
+      return __builtin_convertvector((I)(levels & ((1 << Planes<T>::kBits) - 1)), F);
+    } else {
+      return load(from);
+    }
   }
-  // Of the first `count` bytes alone; the others are zero.
-  static inline void load(const int4x2* from, int64_t count, F& low, F& high) {
-    int4x2 part[W] = {};
+  // Of both planes of 4 bits, of the first `count` bytes alone; the other channels are zero.
+  static inline void load(const packed<4>* from, int64_t count, F& low, F& high) {
+    packed<4> part[W] = {};
     std::memcpy(part, from, count);
-    load(count == W ? from : part, low, high);
+    if (count != W) from = part;
+    low = load_plane(from, 0);
+    high = load_plane(from, 1);
   }
   static inline void store(float* to, F x) { std::memcpy(to, &x, sizeof x); }
   static inline void store(bf16* to, F x) {

@@ -1,8 +1,8 @@
 """Matrix products on a CPU with weights in panels: calls ``linear.cpp``.
 
 oneDNN, with weights packed for it, is as fast from 256 tokens on (with AMX up to 1.4 times as
-fast), and slower for fewer (``python -m bench.cpu_products``): its operator takes time to start,
-does not read ahead, and cannot be recorded.
+fast), and slower for fewer (``bench.cpu_attention --part products``): its operator takes time to
+start, does not read ahead, and cannot be recorded.
 """
 
 from __future__ import annotations

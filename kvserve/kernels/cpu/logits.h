@@ -3,8 +3,8 @@
 // keys, from which their numbers are taken without a sum over lanes. How many queries there are does
 // not change the order of a sum.
 //
-// Where numbers are computed as bfloat16, keys of int8 meet queries that are rounded to 16 bits of
-// their largest number. The sums are whole numbers then, exact in int32 (256 * 127 * 32767 < 2 ** 31),
+// Where numbers are computed as bfloat16, whole levels meet queries that are rounded to 16 bits of
+// their largest number (15, as two bytes, where a CPU multiplies bytes and levels have no sign). The sums are whole numbers then, exact in int32 (256 * 127 * 32767 < 2 ** 31),
 // and a logit is off by at most the sum of the key's magnitudes times half a step, 1 / 65534 of the
 // query's largest number: less than a 200th of what the query's own bfloat16 is off by. Keys of e4m3
 // are numbers of bfloat16 as well, and meet queries as they are.
@@ -68,17 +68,29 @@ struct Column : Lanes<W> {
 #else
   static constexpr bool kWidens = false;
 #endif
-  static constexpr bool kRounds = Rounds && std::is_same_v<Key, int8>;
+  static constexpr bool kRounds = Rounds && (std::is_same_v<Key, int8> || Planes<Key>::kLow);
+#if defined(__AVX512VNNI__)
+  static constexpr bool kBytes = Rounds && Planes<Key>::kLow && W == 16;
+#else
+  static constexpr bool kBytes = false;
+#endif
   static constexpr bool kPairs = kWhole || kRounds || kWidens;  // a term is a product of pairs
   static constexpr int kTerms = kWhole ? 1 : kRounds || kWidens ? 2 : 4 / sizeof(Key);
   typedef std::conditional_t<kWidens, int64_t, std::conditional_t<kPairs, int32_t, float>> Query;
   typedef std::conditional_t<kPairs, I, F> Number;
   typedef std::conditional_t<kRounds, I, F> Sum;
 
-  // Number `term` of each key; where queries are rounded, the even or the odd two; of e4m3 as
-  // bfloat16, all four of the first or the last two of every four keys.
-  static inline Number get(U column, int term) {
-    if constexpr (kWhole) {
+  // Number `term` of each key's plane; where queries are rounded, the even or the odd two, or all four
+  // as bytes (of a plane above the first, so many times as large); of e4m3 as bfloat16, all four of the
+  // first or the last two of every four keys.
+  static inline Number get(U column, int term, [[maybe_unused]] int plane) {
+    if constexpr (Planes<Key>::kLow) {
+      constexpr uint32_t level = (1 << Planes<Key>::kBits) - 1;
+      if constexpr (kBytes) return (I)(column & (level * 0x01010101u << Planes<Key>::kBits * plane));
+      const U bytes = column >> (8 * term + Planes<Key>::kBits * plane);
+      if constexpr (kRounds) return (I)(bytes & (level << 16 | level));
+      else return __builtin_convertvector((I)(bytes & level), F);
+    } else if constexpr (kWhole) {
       return (I)column;
     } else if constexpr (kWidens) {
       return widened(column, term);
@@ -96,8 +108,12 @@ struct Column : Lanes<W> {
     }
   }
 
-  static inline Sum add(Sum sum, Query query, Number numbers) {
-    if constexpr (kWidens) {
+  static inline Sum add(Sum sum, const Query& query, Number numbers) {
+    if constexpr (kBytes) {
+      // As assembly, since GCC 12 would load what is broadcast apart.
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(numbers), "m"(query));
+      return sum;
+    } else if constexpr (kWidens) {
       typedef int64_t L __attribute__((vector_size(64)));
       return add_pairs(sum, (I)((L){} + query), numbers);
     } else if constexpr (kPairs) {
@@ -128,6 +144,7 @@ struct Column : Lanes<W> {
 
   // Sums of the even and of the odd terms become those of the keys.
   static inline Sum joined(Sum even, Sum odd) {
+    if constexpr (kBytes) return (even << 8) + odd;
 #if defined(KVSERVE_E4M3_PAIRS)
     if constexpr (kWidens)
       return (F)_mm512_shuffle_ps((__m512)even, (__m512)odd, 0x88) +
@@ -241,8 +258,9 @@ inline void dots(const float* queries, int apart, int dim, const void* const* ke
   }
 }
 
-// Sums of Q queries, `apart` numbers apart, with V vectors of keys. Every two columns fetch `Lines`.
-template <typename C, int W, int Q, int V, int Lines>
+// Sums of Q queries, `apart` numbers apart, with one plane of V vectors of keys. Every two columns
+// fetch `Lines`.
+template <typename C, int W, int Q, int V, int Lines, int Plane>
 inline void logits_of(const typename C::Query* queries, int apart, int num_columns,
                       const uint32_t* columns, int stride, typename C::Sum (*sums)[V],
                       Ahead& ahead) {
@@ -256,7 +274,7 @@ inline void logits_of(const typename C::Query* queries, int apart, int num_colum
       for (int v = 0; v < V; ++v) {
         typename C::U bits;
         std::memcpy(&bits, columns + (j + column) * stride + v * W, sizeof bits);
-        numbers[v] = C::get(bits, term % C::kTerms);
+        numbers[v] = C::get(bits, term % C::kTerms, Plane);
       }
       for (int q = 0; q < Q; ++q)
         for (int v = 0; v < V; ++v)

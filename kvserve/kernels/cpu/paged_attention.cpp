@@ -10,11 +10,12 @@
 // total at the end. Entries before the first one that a token sees are not read; tiles begin where
 // they do without them, so that a row's sums are the same in any company.
 // Entries held as codes are decoded kTileEntries at a time; one that is a codebook vector itself is
-// read in place. Each code says which query heads of its KV head attend to the entry.
+// read in place.
 //
-// KVSERVE_FORMAT says what is stored; there is a library for each. A key's scale is applied to its
-// logits, a value's to its weights. Of levels, chunks of many queries add up in the same order as few
-// queries do: the rounding of a new entry must not depend on whether its token came in a chunk.
+// KVSERVE_KEY and KVSERVE_VALUE say what is stored (``VectorForm.code``); there is a library for each
+// pair. A logit is the sum over groups of channels of step * (query . levels) + low * (sum of the
+// query). Of levels, chunks of many queries add up in the same order as few queries do: the rounding
+// of a new entry must not depend on whether its token came in a chunk.
 
 #include <algorithm>
 #include <atomic>
@@ -31,53 +32,44 @@
 #include "logits.h"
 #include "values.h"
 
-#define KVSERVE_AUTO 0
-#define KVSERVE_INT8 1
-#define KVSERVE_K8V4 2
-#define KVSERVE_FP8 3
-#ifndef KVSERVE_FORMAT
-#define KVSERVE_FORMAT KVSERVE_AUTO
+#ifndef KVSERVE_KEY
+#define KVSERVE_KEY 0
+#define KVSERVE_VALUE 0
 #endif
 
 namespace {
 
-// What keys and values are stored as, where numbers are computed as T.
-template <typename T>
+// What a vector is stored as, where numbers are computed as T: bits, 16 more for levels that count
+// from a low, 32 more for e4m3; 0: numbers of T.
+template <typename T, int Code>
 struct Stored {
-#if KVSERVE_FORMAT == KVSERVE_INT8
-  typedef int8 Key;
-  typedef int8 Value;
-#elif KVSERVE_FORMAT == KVSERVE_K8V4
-  typedef int8 Key;
-  typedef int4x2 Value;
-#elif KVSERVE_FORMAT == KVSERVE_FP8
-  typedef e4m3 Key;
-  typedef e4m3 Value;
-#else
-  typedef T Key;
-  typedef T Value;
-#endif
+  typedef packed<Code % 16> type;
 };
-constexpr bool kLevels = KVSERVE_FORMAT != KVSERVE_AUTO;
-constexpr bool kHasLow = KVSERVE_FORMAT == KVSERVE_K8V4;
-// int4 values: sums of both halves are kept side by side, and separated when they are written.
-constexpr int kHalves = kHasLow ? 2 : 1;
+template <typename T>
+struct Stored<T, 0> {
+  typedef T type;
+};
+template <typename T>
+struct Stored<T, 8> {
+  typedef int8 type;
+};
+template <typename T>
+struct Stored<T, 40> {
+  typedef e4m3 type;
+};
+constexpr bool kLevels = KVSERVE_KEY != 0;
 
 constexpr int kTileRows = 32;
-constexpr int kTileEntries = 64;
 constexpr int kPartEntries = 1024;
 constexpr int kMaxHeadDim = 256;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
 constexpr int kFewRows = 8;  // up to so many, as in decoding, read entries as they are held
 
-constexpr float kHidden = -1e30f;  // the logit of an entry that a query head does not attend to
-constexpr uint32_t kAllHeads = ~0u;
-
 // An entry held as a code, as it is stored; scales are float16.
 struct Slot {
   uint16_t key, value, key_scale, value_scale, position;
   int16_t distance;
-  uint32_t heads;
+  uint32_t unused;
 };
 
 // Of a finite number that is not negative.
@@ -117,12 +109,13 @@ extern "C" struct PagedAttention {
   const int32_t* slot_tables;    // [num_rows, R, slot_columns], blocks of slots
   const int32_t* vector_tables;  // [num_rows, R, vector_columns], blocks of vectors
   const float* turns;            // [num_turns, D], cosines and sines by distance
-  // Of levels: bfloat16, an entry each. Here [num_blocks, Hb, B] for levels too, blocks block_stride
-  // and heads head_stride bytes apart.
-  const uint16_t* key_scales;
-  const uint16_t* value_scales;
-  const uint16_t* value_lows;    // of int4
-  int64_t head_stride;
+  // Of levels: bfloat16, of each group of an entry; [num_blocks, Hb, groups, B], blocks block_stride
+  // and heads head_stride bytes apart, as levels are too.
+  const uint16_t* key_steps;
+  const uint16_t* key_lows;
+  const uint16_t* value_steps;
+  const uint16_t* value_lows;
+  int64_t key_groups, value_groups, head_stride;
   int64_t slots_per_block, slot_columns, vector_columns, num_turns;
   int64_t query_stride, block_stride;
   int64_t num_tokens, num_chunks, num_blocks, num_rows, columns;
@@ -156,20 +149,20 @@ struct Scratch {
   int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
   alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits
   float steps[kTileRows];                              // what one of those stands for
-  uint32_t heads[kTileEntries];  // that attend to each coded entry of the tile
 };
 
-// Beside it where levels are held: of the tile's entries, and what int4's lows have added up to.
+// Beside it where levels are held: what these stand for in each group of the tile's entries.
 struct Scales {
-  alignas(64) float values[kTileEntries * kMaxHeadDim];  // levels as floats, for chunks
-  alignas(64) float key[kTileEntries], value[kTileEntries], low[kTileEntries];
-  float lows[kTileRows];
+  alignas(64) float values[kTileEntries * kMaxHeadDim];  // as numbers, for chunks
+  alignas(64) float key_steps[kMaxGroups * kTileEntries], key_lows[kMaxGroups * kTileEntries];
+  alignas(64) float value_steps[kMaxGroups * kTileEntries], value_lows[kMaxGroups * kTileEntries];
+  float sums[kTileRows * kMaxGroups];  // of each query's numbers
 };
 
 template <typename T, int W>
 class Kernel {
-  typedef typename Stored<T>::Key Key;
-  typedef typename Stored<T>::Value Value;
+  typedef typename Stored<T, KVSERVE_KEY>::type Key;
+  typedef typename Stored<T, KVSERVE_VALUE>::type Value;
 
  public:
   explicit Kernel(const PagedAttention& call)
@@ -177,10 +170,12 @@ class Kernel {
         dim_(call.head_dim),
         group_(call.num_heads / call.num_kv_heads),
         heads_per_table_(call.num_kv_heads / call.tables_per_row),
-        key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key)),
-        value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kHalves),
+        key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key) / kKeyPlanes),
+        value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kValuePlanes),
         head_step_(kLevels ? call.head_stride : dim_ * sizeof(T)),
-        block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))) {}
+        block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))),
+        key_columns_(dim_ * sizeof(Key) / kKeyPlanes / 4),
+        group_columns_(key_columns_ * kKeyPlanes / (kLevels ? call.key_groups : 1)) {}
 
   int run() {
     if (int refusal = plan()) return refusal;
@@ -202,6 +197,8 @@ class Kernel {
 
  private:
   typedef Lanes<W> X;
+  static constexpr int kKeyPlanes = Planes<Key>::kPlanes, kValuePlanes = Planes<Value>::kPlanes;
+  static constexpr bool kKeyLows = Planes<Key>::kLow;
   static constexpr bool kBf16 = std::is_same_v<T, bf16>;
   typedef Column<Key, W, kBf16> C;
   typedef typename X::F F;
@@ -284,21 +281,21 @@ class Kernel {
     const bool decodes = item.count <= kFewRows;
     const void *keys[kTileEntries], *values[kTileEntries];
     Ahead ahead;
-    const int key_bytes = dim_ * sizeof(Key);
+    const int key_bytes = dim_ * sizeof(Key) / kKeyPlanes;
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     Scales scales;
-    if (kLevels) clear(item, scales);
+    if (kLevels) clear(item, own, scales);
     for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
       const int count = std::min<int64_t>(kTileEntries, item.end - at);
       const int width = (count + W - 1) / W * W;
       const int skipped = std::max<int64_t>(0, item.seen - at);
       const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
-      if (!decode(item, at, coded, keys, values, decoded, own.heads, refusal)) return;
+      if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
       const int known = std::max(coded, skipped);
       if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
       for (int i = 0; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
       for (int i = count; i < width; ++i) keys[i] = keys[0];
-      if (count & 1) values[count] = values[count - 1];  // of weight 0, where they are met in pairs
+      for (int i = count; i & 3; ++i) values[i] = values[count - 1];  // of weight 0, met by twos or fours
       if (decodes) find_behind(index, at + count, ahead);
       for (int h = 0; h < item.heads; ++h) {
         const int64_t offset = h * head_step_;
@@ -312,25 +309,19 @@ class Kernel {
             for (int half = v; half < v + both; half += W)
               columns_of<W>(keys + half, offset, key_bytes, own.columns + half, kTileEntries, ahead);
             if (!decodes)
-              few_of<0>(own, first, last, v, both, ahead);
+              few_of<0>(own, first, last, v, both, scales, ahead);
             else if (item.count <= 4)
-              few_of<2>(own, first, last, v, both, ahead);
+              few_of<2>(own, first, last, v, both, scales, ahead);
             else
-              few_of<1>(own, first, last, v, both, ahead);
+              few_of<1>(own, first, last, v, both, scales, ahead);
           }
         }
-        finish(own, first, last, width, scales);
-        hide(item, own, coded);
+        if (call_.soft_cap > 0.0f) cap(own, first, last, width);
         for (int i = first; i < last; ++i)
-          soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width, scales);
-        if (kLevels) weigh(own, first, last, width, scales);
+          soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width);
         add_values(own, first, item.count, values, offset, count, scales, ahead);
       }
     }
-    if (kHasLow)
-      for (int i = 0; i < item.rows(); ++i)
-        for (int d = 0; d < dim_; d += W)
-          X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) + scales.lows[i]);
     for (int i = 0; i < item.rows(); ++i) {
       if (item.parts == 1) {
         write(item, i, own.sums + i * dim_, own.largest[i], own.total[i], own.recent[i]);
@@ -397,7 +388,7 @@ class Kernel {
       own.largest[i] = (cap > 0.0f ? cap * std::tanh(product / cap) : product) + bias;
       own.total[i] = 1.0f;
       for (int d = 0; d < dim_; d += W)
-        X::store(own.sums + i * dim_ + d, X::load(value + written(d)));
+        X::store(own.sums + i * dim_ + d, X::load(value + d));
     }
   }
 
@@ -407,10 +398,9 @@ class Kernel {
   int64_t num_coded(const Item& item) const { return call_.coded ? call_.coded[lane(item)] : 0; }
 
   // Addresses of coded entries [at, at + count): vectors of the codebook, or in `decoded` if they
-  // have to be rotated or scaled; and which heads attend to them. False if a reference is wrong.
+  // have to be rotated or scaled. False if a reference is wrong.
   bool decode(const Item& item, int64_t at, int count, const void** keys, const void** values,
-              T (*decoded)[kTileEntries * kMaxHeadDim], uint32_t* heads,
-              std::atomic<int>& refusal) const {
+              T (*decoded)[kTileEntries * kMaxHeadDim], std::atomic<int>& refusal) const {
     const PagedAttention& c = call_;
     const int32_t* blocks = count ? c.slot_tables + lane(item) * c.slot_columns : nullptr;
     for (int i = 0; i < count; ++i) {
@@ -421,7 +411,6 @@ class Kernel {
       const Slot& slot = c.slots[block * c.slots_per_block + (at + i) % c.slots_per_block];
       if (std::abs((int64_t)slot.distance) >= c.num_turns)
         return refuse_one(kDistance, item, slot.distance, refusal);
-      heads[i] = slot.heads;
       const T* key = vector(item, slot.key, refusal);
       const T* value = vector(item, slot.value, refusal);
       if (!key || !value) return false;
@@ -543,84 +532,85 @@ class Kernel {
   }
 
   // Nothing is known of entries yet; what lies behind the last is finite then.
-  void clear(const Item& item, Scales& scales) const {
-    for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, kTileEntries, 0.0f);
-    std::fill_n(scales.lows, item.rows(), 0.0f);
+  void clear(const Item& item, const Scratch& own, Scales& scales) const {
+    for (float* each : {scales.key_steps, scales.key_lows})
+      std::fill_n(each, call_.key_groups * kTileEntries, 0.0f);
+    for (float* each : {scales.value_steps, scales.value_lows})
+      std::fill_n(each, call_.value_groups * kTileEntries, 0.0f);
+    if (!kKeyLows) return;
+    const int groups = call_.key_groups, size = dim_ / groups;
+    for (int i = 0; i < item.rows(); ++i)
+      for (int g = 0; g < groups; ++g) {
+        F sum = {};
+        for (int d = g * size; d < (g + 1) * size; d += W)
+          sum += X::load(own.query + i * kMaxHeadDim + d);
+        scales.sums[i * kMaxGroups + g] = X::total(sum);
+      }
   }
 
-  // Scales of those entries [at, at + count) whose blocks are there: all but the `skipped` first.
+  // Steps and lows of those entries [at, at + count) whose blocks are there: all but the `skipped`
+  // first.
   void find_scales(const Item& item, int h, int64_t at, int skipped, int count,
                    Scales& scales) const {
     const PagedAttention& c = call_;
-    const int32_t* blocks = c.tables + lane(item) * c.columns;
+    find_numbers(item, h, at, skipped, count, c.key_steps, c.key_groups, scales.key_steps);
+    find_numbers(item, h, at, skipped, count, c.value_steps, c.value_groups, scales.value_steps);
+    if (kKeyLows) find_numbers(item, h, at, skipped, count, c.key_lows, c.key_groups, scales.key_lows);
+    if (Planes<Value>::kLow)
+      find_numbers(item, h, at, skipped, count, c.value_lows, c.value_groups, scales.value_lows);
+  }
+  void find_numbers(const Item& item, int h, int64_t at, int skipped, int count,
+                    const uint16_t* numbers, int groups, float* to) const {
+    const int32_t* blocks = call_.tables + lane(item) * call_.columns;
+    const int64_t size = call_.block_size;
     const int64_t head = (item.kv_head % heads_per_table_ + h) * head_step_;
-    at += skipped;
-    for (float* each : {scales.key, scales.value, scales.low}) std::fill_n(each, skipped, 0.0f);
-    int64_t offset = at % c.block_size, column = at / c.block_size;
+    if (skipped)
+      for (int g = 0; g < groups; ++g) std::fill_n(to + g * kTileEntries, skipped, 0.0f);
+    int64_t offset = (at + skipped) % size, column = (at + skipped) / size;
     for (int i = skipped; i < count; ++column, offset = 0) {
-      const int64_t place = (blocks[column] * block_step_ + head) / 2 + offset;
-      const int run = std::min<int64_t>(count - i, c.block_size - offset);
-      widen_run(c.key_scales + place, run, scales.key + i);
-      widen_run(c.value_scales + place, run, scales.value + i);
-      if (kHasLow) widen_run(c.value_lows + place, run, scales.low + i);
+      const uint16_t* place = numbers + (blocks[column] * block_step_ + head) / 2 + offset;
+      const int run = std::min<int64_t>(count - i, size - offset);
+      for (int g = 0; g < groups; ++g, place += size) widen_run(place, run, to + g * kTileEntries + i);
       i += run;
     }
   }
   static void widen_run(const uint16_t* from, int count, float* to) {
-    for (int i = 0; i < count; ++i) {
+    int i = 0;
+    for (; i + W <= count; i += W) X::store(to + i, X::load(reinterpret_cast<const bf16*>(from) + i));
+    for (; i < count; ++i) {
       const uint32_t bits = (uint32_t)from[i] << 16;
       std::memcpy(to + i, &bits, sizeof bits);
     }
   }
 
-  // Weights become those of levels; what they make of int4's lows is kept aside.
-  void weigh(Scratch& own, int first, int last, int width, Scales& scales) const {
-    for (int i = first; i < last; ++i) {
-      float* row = own.weights + i * kTileEntries;
-      F lows = {};
-      for (int v = 0; v < width; v += W) {
-        const F weight = X::load(row + v);
-        if (kHasLow) lows += weight * X::load(scales.low + v);
-        X::store(row + v, weight * X::load(scales.value + v));
-      }
-      if (kHasLow) scales.lows[i] += X::total(lows);
+  // Values of a tile as numbers.
+  void widen(const void* const* rows, int count, Scales& scales) const {
+    const Steps of = steps_of(scales);
+    const int plane = dim_ / kValuePlanes;
+    for (int k = 0; k < count; ++k) {
+      const Value* row = static_cast<const Value*>(rows[k]);
+      for (int p = 0; p < kValuePlanes; ++p)
+        for (int j = 0; j < plane; j += W) {
+          const int channel = p * plane + j, some = std::min(W, plane - j);
+          Value part[W] = {};
+          std::memcpy(part, row + j, some * sizeof(Value));
+          const F x = number<W>(part, p, of, channel / of.size * kTileEntries, k);
+          X::store(scales.values + k * dim_ + channel, x, some);
+        }
     }
   }
-
-  // Levels of a tile as floats; of int4, W of either half in turns.
-  template <typename Levels>
-  void widen(const void* const* from, int64_t offset, int count, float* to,
-             const void** rows) const {
-    for (int k = 0; k < count; ++k, to += dim_) {
-      const Levels* row = static_cast<const Levels*>(from[k]) + offset;
-      rows[k] = to;
-      if constexpr (std::is_same_v<Levels, int4x2>) {
-        for (int d = 0; d < dim_; d += 2 * W) {
-          F low, high;
-          X::load(row + d / 2, low, high);
-          X::store(to + d, low);
-          X::store(to + d + W, high);
-        }
-      } else {
-        for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(row + d));
-      }
-    }
+  Steps steps_of(const Scales& scales) const {
+    const int groups = std::max<int>(1, call_.value_groups);
+    return {scales.value_steps, scales.value_lows, groups, dim_ / groups};
   }
 
-  // Logits of rows [first, last) are scaled and capped; what fills up the last vector means nothing.
-  void finish(Scratch& own, int first, int last, int width, const Scales& scales) const {
-    if (kLevels)
-      for (int i = first; i < last; ++i)
-        for (int at = 0; at < width; at += W) {
-          float* logits = own.weights + i * kTileEntries + at;
-          X::store(logits, X::load(logits) * X::load(scales.key + at));
-        }
-    if (call_.soft_cap > 0.0f)
-      for (int i = first; i < last; ++i)
-        for (int at = 0; at < width; at += W) {
-          float* logits = own.weights + i * kTileEntries + at;
-          X::store(logits, capped(X::load(logits)));
-        }
+  // Logits of rows [first, last) are capped; what fills up the last vector means nothing.
+  void cap(Scratch& own, int first, int last, int width) const {
+    for (int i = first; i < last; ++i)
+      for (int at = 0; at < width; at += W) {
+        float* logits = own.weights + i * kTileEntries + at;
+        X::store(logits, capped(X::load(logits)));
+      }
   }
 
   // soft_cap * tanh(x / soft_cap), by an exponential that stays finite.
@@ -648,37 +638,61 @@ class Kernel {
 
   // Logits of rows [first, last) with `width` keys from `at` on, W or 2 W, by columns.
   template <int Lines>
-  void few_of(Scratch& own, int first, int last, int at, int width, Ahead& ahead) const {
+  void few_of(Scratch& own, int first, int last, int at, int width, const Scales& scales,
+              Ahead& ahead) const {
     constexpr int kMost = kMaxLanes == 8 ? 3 : 4;  // whose sums registers hold
-    for (int i = first; i < last; i += kMost) few<kMost, Lines>(own, i, last - i, at, width, ahead);
+    for (int i = first; i < last; i += kMost)
+      few<kMost, Lines>(own, i, last - i, at, width, scales, ahead);
   }
 
   // Of up to Q rows from `first` on.
   template <int Q, int Lines>
-  void few(Scratch& own, int first, int count, int at, int width, Ahead& ahead) const {
+  void few(Scratch& own, int first, int count, int at, int width, const Scales& scales,
+           Ahead& ahead) const {
     if constexpr (Q > 1)
-      if (count < Q) return few<Q - 1, Lines>(own, first, count, at, width, ahead);
+      if (count < Q) return few<Q - 1, Lines>(own, first, count, at, width, scales, ahead);
+    F logits[Q][2] = {};
     if (width > W)
-      sums_at<Q, 2, Lines>(own, first, at, ahead);
+      sums_of<0, Q, 2, Lines>(own, first, at, scales, logits, ahead);
     else
-      sums_at<Q, 1, Lines>(own, first, at, ahead);
+      sums_of<0, Q, 1, Lines>(own, first, at, scales, logits, ahead);
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v * W < width; ++v) {
+        F x = logits[q][v];
+        for (int g = 0; kKeyLows && g < call_.key_groups; ++g)
+          x += X::load(scales.key_lows + g * kTileEntries + at + v * W) *
+               scales.sums[(first + q) * kMaxGroups + g];
+        X::store(own.weights + (first + q) * kTileEntries + at + v * W, x);
+      }
   }
 
-  template <int Q, int V, int Lines>
-  void sums_at(Scratch& own, int first, int at, Ahead& ahead) const {
-    typename C::Sum sums[Q][V];
+  // Plane by plane, group by group: steps times sums of levels.
+  template <int Plane, int Q, int V, int Lines>
+  void sums_of(Scratch& own, int first, int at, const Scales& scales, F (*logits)[2],
+               Ahead& ahead) const {
     constexpr int kApart = kMaxHeadDim * sizeof(float) / sizeof(typename C::Query);
     const auto* queries = queries_of(own) + first * kApart;
-    logits_of<C, W, Q, V, Lines>(queries, kApart, dim_ * sizeof(Key) / 4, own.columns + at,
-                                 kTileEntries, sums, ahead);
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v < V; ++v) {
-        float* to = own.weights + (first + q) * kTileEntries + at + v * W;
-        if constexpr (C::kPairs)
-          X::store(to, as_float(sums[q][v]) * own.steps[first + q]);
-        else
-          X::store(to, sums[q][v]);
-      }
+    const int columns = key_columns_, size = group_columns_;
+    int group = Plane ? Plane * columns / size : 0;
+    for (int j = 0; j < columns; ++group) {
+      const int number = Plane * columns + j;
+      const int count = std::min(columns - j, (group + 1) * size - number);
+      typename C::Sum sums[Q][V];
+      logits_of<C, W, Q, V, Lines, Plane>(queries + number * C::kTerms, kApart, count,
+                                          own.columns + j * kTileEntries + at, kTileEntries, sums,
+                                          ahead);
+      for (int q = 0; q < Q; ++q)
+        for (int v = 0; v < V; ++v) {
+          F x = as_float(sums[q][v]);
+          if constexpr (C::kBytes) x = x * (1.0f / (1 << Planes<Key>::kBits * Plane));
+          if constexpr (C::kPairs) x = x * own.steps[first + q];
+          if constexpr (kLevels) x = x * X::load(scales.key_steps + group * kTileEntries + at + v * W);
+          logits[q][v] += x;
+        }
+      j += count;
+    }
+    if constexpr (Plane + 1 < kKeyPlanes)
+      sums_of<Plane + 1, Q, V, Lines>(own, first, at, scales, logits, ahead);
   }
 
   static F as_float(F x) { return x; }
@@ -692,7 +706,8 @@ class Kernel {
   }
 
   // Queries in whole steps, the largest number being 32767 of them, as columns meet them: the 16-bit
-  // numbers of bytes 0 and 2, then of 1 and 3. One that is not finite stays so by its step.
+  // numbers of bytes 0 and 2, then of 1 and 3; or of all four bytes 256ths, then what they are more.
+  // One that is not finite stays so by its step.
   void round_query(Scratch& own, int i) const {
     const float* query = own.query + i * kMaxHeadDim;
     float largest = 0.0f, not_finite = 0.0f;
@@ -700,8 +715,17 @@ class Kernel {
       largest = std::max(largest, std::abs(query[d]));
       not_finite += query[d] * 0.0f;
     }
-    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
-    own.steps[i] = largest / 32767.0f + not_finite;
+    constexpr float kMost = C::kBytes ? 32639.0f : 32767.0f;
+    const float inverse = largest > 0.0f ? kMost / largest : 0.0f;
+    own.steps[i] = largest / kMost + not_finite;
+    if constexpr (C::kBytes) {
+      for (int d = 0; d < dim_; ++d) {
+        const int whole = std::lrint(query[d] * inverse), high = (whole + 128) >> 8;
+        int8_t* to = reinterpret_cast<int8_t*>(own.pairs + i * kMaxHeadDim + d / 4 * 2) + d % 4;
+        to[0] = high, to[4] = whole - 256 * high;
+      }
+      return;
+    }
     for (int d = 0; d < dim_; d += 4)
       for (int odd = 0; odd < 2; ++odd) {
         const int low = std::lrint(query[d + odd] * inverse);
@@ -714,35 +738,27 @@ class Kernel {
                   int count, Scales& scales, Ahead& ahead) const {
     float* sums = own.sums + first * dim_;
     const float* weights = own.weights + first * kTileEntries;
+    const Steps of = steps_of(scales);
     if (kBf16 && in_pairs<W, Value>(dim_))
-      return add_in_pairs<W, Value>(sums, dim_, num_rows, dim_, weights, kTileEntries, values,
-                                    offset, count, ahead);
+      return add_in_pairs<W, Value>(sums, dim_, num_rows, dim_, weights, values, offset, count, of,
+                                    ahead);
+    if (kBf16 && in_quads<W, Value>(dim_))
+      return add_in_quads<Value>(sums, dim_, num_rows, dim_, weights, values, offset, count, of,
+                                 ahead);
     const void* rows[kTileEntries];
-    if (kLevels && num_rows > kFewRows) {
-      widen<Value>(values, offset, count, scales.values, rows);
-      multiply_all<W, float>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, ahead);
+    for (int k = 0; k < count; ++k) rows[k] = static_cast<const char*>(values[k]) + offset;
+    if (kLevels && (num_rows > kFewRows || dim_ / kValuePlanes % W)) {
+      widen(rows, count, scales);
+      for (int k = 0; k < count; ++k) rows[k] = scales.values + k * dim_;
+      multiply_all<W, float>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, of, ahead);
     } else {
-      for (int k = 0; k < count; ++k) rows[k] = static_cast<const char*>(values[k]) + offset;
-      multiply_all<W, Value>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, ahead);
-    }
-  }
-
-  // Hide from each pair those of the tile's first `coded` entries that its head does not attend to.
-  void hide(const Item& item, Scratch& own, int coded) const {
-    if (std::all_of(own.heads, own.heads + coded, [](uint32_t heads) { return heads == kAllHeads; }))
-      return;
-    for (int i = 0; i < item.count; ++i) {
-      const int bit = (item.first + i) % group_;
-      float* row = own.weights + i * kTileEntries;
-      for (int k = 0; k < coded; ++k)
-        if (!(own.heads[k] >> bit & 1)) row[k] = kHidden;
+      multiply_all<W, Value>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, count, of, ahead);
     }
   }
 
   // Logits of pair i become weights relative to its largest logit so far. Those of [first, visible)
   // count; those from `newer` on are added up apart.
-  void soften(Scratch& own, int i, int64_t first, int64_t visible, int64_t newer, int width,
-              Scales& scales) const {
+  void soften(Scratch& own, int i, int64_t first, int64_t visible, int64_t newer, int width) const {
     float* row = own.weights + i * kTileEntries;
     if (visible <= 0 || first >= width) {
       std::memset(row, 0, width * sizeof(float));
@@ -760,8 +776,7 @@ class Kernel {
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
-      const F logit = X::load(row + v), weight = X::exp(logit - largest);
-      F x = logit > kHidden ? weight : F{};
+      F x = X::exp(X::load(row + v) - largest);
       if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{};
       X::store(row + v, x);
       sum += x;
@@ -774,7 +789,6 @@ class Kernel {
       const float shrink = std::exp(own.largest[i] - largest);
       own.total[i] *= shrink;
       own.recent[i] *= shrink;
-      if (kHasLow) scales.lows[i] *= shrink;
       for (int d = 0; d < dim_; d += W)
         X::store(own.sums + i * dim_ + d, X::load(own.sums + i * dim_ + d) * shrink);
       own.largest[i] = largest;
@@ -813,18 +827,13 @@ class Kernel {
     const float factor = total > 0.0f ? 1.0f / total : 0.0f;
     if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
     T* to = static_cast<T*>(call_.out) + place * dim_;
-    for (int d = 0; d < dim_; d += W) X::store(to + written(d), X::load(sums + d) * factor);
-  }
-
-  // Where the sums from number d on are written.
-  int written(int d) const {
-    const int half = d / W % kHalves;
-    return (d - half * W) / kHalves + half * (dim_ / 2);
+    for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
   }
 
   const PagedAttention& call_;
   const int dim_, group_, heads_per_table_;
   const int64_t key_step_, value_step_, head_step_, block_step_;  // bytes
+  const int key_columns_, group_columns_;  // of four bytes: of a key, and of four channels of a group
   std::vector<Item> items_;
   std::vector<float> partials_;
 };
@@ -842,7 +851,8 @@ void clear_padding(const PagedAttention& c) {
 template <typename T>
 int run(const PagedAttention& call) {
   clear_padding<T>(call);
-  if (call.head_dim % (kMaxLanes * kHalves) == 0) return Kernel<T, kMaxLanes>(call).run();
+  constexpr int kPlanes = Planes<typename Stored<T, KVSERVE_VALUE>::type>::kPlanes;
+  if (call.head_dim % (kMaxLanes * kPlanes) == 0) return Kernel<T, kMaxLanes>(call).run();
   return Kernel<T, 8>(call).run();
 }
 

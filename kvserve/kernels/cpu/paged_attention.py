@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS, VectorForm
 from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu import calls
@@ -24,13 +25,11 @@ _FURTHER = ("first", "sinks", "fault")
 _SHARES = ("shares", "recent")
 _REMAINDER = ("remainder_keys", "remainder_values", "remainder_bias")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
-_LEVELS = ("key_scales", "value_scales", "value_lows")
+_LEVELS = ("key_steps", "key_lows", "value_steps", "value_lows")
 _ALL_POINTERS = (*_POINTERS, *_FURTHER, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
-_FORMATS = {("int8", "int8"): 1, ("int8", "int4"): 2, ("fp8", "fp8"): 3}
-"""KVSERVE_FORMAT, by the forms of keys and values."""
-DEFINES = tuple(f"KVSERVE_FORMAT={number}" for number in _FORMATS.values())
+MAX_GROUPS = 8
 _NUMBERS = (
-    "head_stride",
+    *("key_groups", "value_groups", "head_stride"),
     *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),
     *("query_stride", "block_stride"),
     *("num_tokens", "num_chunks", "num_blocks", "num_rows", "columns"),
@@ -78,12 +77,12 @@ def library(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) 
     """The kernel for entries of these forms."""
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         return load_library("paged_attention")
-    return load_library_of(keys.form.name, values.form.name)
+    return load_library("paged_attention", *defines_of(keys.form, values.form))
 
 
-def load_library_of(key: str, value: str) -> ctypes.CDLL:
-    """The kernel for keys and values that are held as these forms of levels."""
-    return load_library("paged_attention", f"KVSERVE_FORMAT={_FORMATS[key, value]}")
+def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
+    """What the kernel for keys and values of these forms is compiled with."""
+    return f"KVSERVE_KEY={key.code}", f"KVSERVE_VALUE={value.code}"
 
 
 def instructions(library: ctypes.CDLL) -> str:
@@ -190,11 +189,12 @@ def _entries(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors)
 def _scale_fields(
     keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
 ) -> tuple[int | None, ...]:
-    """Where scales and lows are, and how many bytes heads are apart."""
+    """Where steps and lows are, how many a vector has, and how many bytes heads are apart."""
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return None, None, None, 0
-    low = None if values.low is None else values.low.data_ptr()
-    return keys.scale.data_ptr(), values.scale.data_ptr(), low, keys.levels.stride(2)
+        return *[None] * 4, 0, 0, 0
+    parts = keys.step, keys.low, values.step, values.low
+    pointers = (None if part is None else part.data_ptr() for part in parts)
+    return *pointers, keys.step.shape[-1], values.step.shape[-1], keys.levels.stride(2)
 
 
 def _code_pointers(codes: Codes | None) -> tuple[int | None, ...]:
@@ -279,8 +279,11 @@ def _entry_problem(
         )
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         return "keys and values are not both levels"
-    if (keys.form.name, values.form.name) not in _FORMATS:
-        return f"no keys of {keys.form.name} beside values of {values.form.name}"
-    if values.form.bits == 4 and keys.shape[3] % 16:
-        return f"head_dim {keys.shape[3]} is not a multiple of 16, as int4 needs"
+    forms = keys.form, values.form
+    if not any(forms == (each.key, each.value) for each in FORMATS.values()):
+        return f"no keys of {keys.form} beside values of {values.form}"
+    if max(x.step.shape[-1] for x in (keys, values)) > MAX_GROUPS:
+        return f"more than {MAX_GROUPS} groups of channels"
+    if max(8 // form.bits for form in forms) > 1 and keys.shape[3] % 16:
+        return f"head_dim {keys.shape[3]} is not a multiple of 16, as fewer than 8 bits need"
     return None

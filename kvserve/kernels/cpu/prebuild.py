@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.cpu import levels, paged_attention
 from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
 
@@ -21,7 +22,8 @@ _NAMES = (
 def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every library that the package loads: a source, and the compiler's defines."""
     yield from ((name, ()) for name in _NAMES)
-    yield from (("paged_attention", (define,)) for define in paged_attention.DEFINES)
+    for form in FORMATS.values():
+        yield "paged_attention", paged_attention.defines_of(form.key, form.value)
 
 
 def main() -> int:

@@ -5,22 +5,18 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "lanes.h"
 
-namespace {
-
-enum Form : int64_t { kInt8 = 1, kInt4, kFp8 };
-
-}  // namespace
-
 // What the launchers pass; it mirrors these fields. Of each entry of a lane (a layer and KV head), in
-// blocks block_stride, layers layer_stride and heads head_stride bytes apart.
+// blocks block_stride, layers layer_stride and head_stride bytes apart.
 extern "C" struct Held {
-  uint8_t* levels;   // [B, bytes of a vector]
-  uint16_t* scales;  // bfloat16 [B]
-  uint16_t* lows;    // bfloat16 [B], of int4
-  int64_t form;
+  uint8_t* levels;  // [B, bytes of a vector]
+  uint16_t* steps;  // bfloat16 [groups, B]
+  uint16_t* lows;   // likewise; null: levels have a sign, and none is counted from a low
+  int64_t bits, e4m3, groups;
 };
 extern "C" struct Blocks {
   Held keys, values;
@@ -35,18 +31,16 @@ typedef uint8_t Bytes __attribute__((vector_size(8)));
 
 struct Place {
   uint8_t* levels;
-  uint16_t *scale, *low;
+  uint16_t *steps, *lows;
 };
 
-inline int64_t width(const Blocks& b, const Held& held) {
-  return held.form == kInt4 ? b.dim / 2 : b.dim;
-}
+inline int64_t width(const Blocks& b, const Held& held) { return b.dim * held.bits / 8; }
 
 inline Place at(const Blocks& b, const Held& held, int64_t slot, int64_t layer, int64_t head) {
   const int64_t base = slot / b.block_size * b.block_stride + layer * b.layer_stride +
                        head * b.head_stride;
   const int64_t entry = slot % b.block_size;
-  return {held.levels + base + entry * width(b, held), held.scales + base / 2 + entry,
+  return {held.levels + base + entry * width(b, held), held.steps + base / 2 + entry,
           held.lows ? held.lows + base / 2 + entry : nullptr};
 }
 
@@ -86,73 +80,69 @@ inline V::U e4m3_bits(V::F x) {
   return code | ((V::U)x >> 31 << 7);
 }
 
-// Round one vector and write it.
+// Round one vector and write it; `levels` is room for a byte of each channel.
 template <typename T>
-void quantize(const T* x, const Blocks& b, const Held& held, const Place& to) {
-  V::F highest = V::F{} - INFINITY, lowest = V::F{} + INFINITY;
-  for (int64_t d = 0; d < b.dim; d += 8) {
-    V::F numbers = V::load(x + d);
-    if (held.form != kInt4) numbers = magnitude(numbers);
-    highest = numbers > highest ? numbers : highest;
-    lowest = numbers < lowest ? numbers : lowest;
-  }
-  const float most = V::largest(highest);
-  if (held.form == kInt4) {
-    const uint16_t low_bits = above(V::largest(-lowest)) ^ 0x8000;
-    const float low = as_float(low_bits);
-    const uint16_t scale_bits = above((most - low) / 15.0f);
-    const float scale = as_float(scale_bits), divisor = scale > 0.0f ? scale : 1.0f;
-    *to.scale = scale_bits;
-    *to.low = low_bits;
-    for (int64_t d = 0; d < b.dim / 2; d += 8) {
-      const V::F one = (V::load(x + d) - low) / divisor;
-      const V::F other = (V::load(x + d + b.dim / 2) - low) / divisor;
-      const V::I levels = __builtin_convertvector(rounded(one, 0.0f, 15.0f), V::I) |
-                          __builtin_convertvector(rounded(other, 0.0f, 15.0f), V::I) << 4;
-      const Bytes bytes = __builtin_convertvector(levels, Bytes);
-      std::memcpy(to.levels + d, &bytes, sizeof bytes);
+void quantize(const T* x, const Blocks& b, const Held& held, const Place& to, uint8_t* levels) {
+  const int64_t size = b.dim / held.groups, bytes = width(b, held);
+  const float most = held.e4m3 ? 448.0f : (1 << (held.bits - !held.lows)) - 1;
+  for (int64_t g = 0; g < held.groups; ++g) {
+    const T* from = x + g * size;
+    V::F highest = V::F{} - INFINITY, lowest = V::F{} + INFINITY;
+    for (int64_t d = 0; d < size; d += 8) {
+      V::F numbers = V::load(from + d);
+      if (!held.lows) numbers = magnitude(numbers);
+      highest = numbers > highest ? numbers : highest;
+      lowest = numbers < lowest ? numbers : lowest;
     }
-    return;
+    float low = 0.0f;
+    if (held.lows) {
+      const uint16_t bits = above(V::largest(-lowest)) ^ 0x8000;
+      to.lows[g * b.block_size] = bits;
+      low = as_float(bits);
+    }
+    const uint16_t bits = above((V::largest(highest) - low) / most);
+    to.steps[g * b.block_size] = bits;
+    const float step = as_float(bits), divisor = step > 0.0f ? step : 1.0f;
+    for (int64_t d = 0; d < size; d += 8) {
+      const V::F numbers = (V::load(from + d) - low) / divisor;
+      const V::I found = held.e4m3 ? (V::I)e4m3_bits(numbers)
+                                   : __builtin_convertvector(
+                                         rounded(numbers, held.lows ? 0.0f : -most, most), V::I);
+      const Bytes narrow = __builtin_convertvector(found, Bytes);
+      std::memcpy(levels + g * size + d, &narrow, sizeof narrow);
+    }
   }
-  const float end = held.form == kFp8 ? 448.0f : 127.0f;
-  *to.scale = above(most / end);
-  const float scale = as_float(*to.scale), divisor = scale > 0.0f ? scale : 1.0f;
-  for (int64_t d = 0; d < b.dim; d += 8) {
-    const V::F numbers = V::load(x + d) / divisor;
-    V::I levels;
-    if (held.form == kFp8)
-      levels = (V::I)e4m3_bits(numbers);
-    else
-      levels = __builtin_convertvector(rounded(numbers, -127.0f, 127.0f), V::I);
-    const Bytes bytes = __builtin_convertvector(levels, Bytes);
-    std::memcpy(to.levels + d, &bytes, sizeof bytes);
+  std::memcpy(to.levels, levels, bytes);
+  for (int64_t shift = held.bits; shift < 8; shift += held.bits) {
+    levels += bytes;
+    for (int64_t j = 0; j < bytes; ++j) to.levels[j] |= levels[j] << shift;
   }
 }
 
 template <typename T>
-void widen(const Blocks& b, const Held& held, const Place& from, T* to) {
-  const float scale = as_float(*from.scale);
-  if (held.form == kInt4) {
-    const float low = as_float(*from.low);
-    for (int64_t d = 0; d < b.dim / 2; d += 8) {
-      V::F lower, upper;
-      V::load((const int4x2*)from.levels + d, lower, upper);
-      V::store(to + d, lower * scale + low);
-      V::store(to + d + b.dim / 2, upper * scale + low);
-    }
-    return;
-  }
+void widen(const Blocks& b, const Held& held, const Place& from, T* to, uint8_t* levels) {
+  const int64_t size = b.dim / held.groups, bytes = width(b, held);
+  const uint8_t mask = (1 << held.bits) - 1;
+  for (int64_t shift = 0; shift < 8; shift += held.bits)
+    for (int64_t j = 0; j < bytes; ++j)
+      levels[shift / held.bits * bytes + j] = from.levels[j] >> shift & mask;
   for (int64_t d = 0; d < b.dim; d += 8) {
-    const V::F levels = held.form == kFp8 ? V::load((const e4m3*)from.levels + d)
-                                          : V::load((const int8*)from.levels + d);
-    V::store(to + d, levels * scale);
+    const int64_t g = d / size * b.block_size;
+    const V::F numbers = held.e4m3 ? V::load((const e4m3*)levels + d)
+                         : from.lows
+                             ? __builtin_convertvector((V::I)unsigned_bytes<8>(levels + d), V::F)
+                             : V::load((const int8*)levels + d);
+    const float low = from.lows ? as_float(from.lows[g]) : 0.0f;
+    V::store(to + d, numbers * as_float(from.steps[g]) + low);
   }
 }
 
 void copy(const Blocks& b, const Held& held, const Place& from, const Place& to) {
   std::memcpy(to.levels, from.levels, width(b, held));
-  *to.scale = *from.scale;
-  if (to.low) *to.low = *from.low;
+  for (int64_t g = 0; g < held.groups * b.block_size; g += b.block_size) {
+    to.steps[g] = from.steps[g];
+    if (to.lows) to.lows[g] = from.lows[g];
+  }
 }
 
 }  // namespace
@@ -171,13 +161,14 @@ namespace {
 template <typename T>
 void store(const StoreLevels& c) {
   const Blocks& b = c.blocks;
+  std::vector<uint8_t> levels(b.dim);
   for (int64_t t = 0; t < c.num_tokens; ++t)
     for (int64_t head = 0; head < c.num_tables * b.heads; ++head) {
       const int64_t slot = c.slots[head / b.heads * c.num_tokens + t];
       const T* key = static_cast<const T*>(c.key) + t * c.key_stride + head * b.dim;
       const T* value = static_cast<const T*>(c.value) + t * c.value_stride + head * b.dim;
-      quantize(key, b, b.keys, at(b, b.keys, slot, c.layer, head % b.heads));
-      quantize(value, b, b.values, at(b, b.values, slot, c.layer, head % b.heads));
+      for (const auto& [x, held] : {std::pair{key, &b.keys}, std::pair{value, &b.values}})
+        quantize(x, b, *held, at(b, *held, slot, c.layer, head % b.heads), levels.data());
     }
 }
 
@@ -208,6 +199,7 @@ extern "C" int kvserve_gather_levels(const GatherLevels* call) {
   const GatherLevels& c = *call;
   const Blocks& b = c.blocks;
   const Held& held = c.values ? b.values : b.keys;
+  std::vector<uint8_t> levels(b.dim);
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane) {
     const int64_t layer = c.layers[lane / c.num_heads] % b.num_layers;
     for (int64_t i = lane * c.length; i < (lane + 1) * c.length; ++i) {
@@ -217,9 +209,9 @@ extern "C" int kvserve_gather_levels(const GatherLevels* call) {
       }
       const Place from = at(b, held, c.slots[i], layer, lane % c.num_heads % b.heads);
       if (c.is_bf16)
-        widen(b, held, from, static_cast<bf16*>(c.out) + i * b.dim);
+        widen(b, held, from, static_cast<bf16*>(c.out) + i * b.dim, levels.data());
       else
-        widen(b, held, from, static_cast<float*>(c.out) + i * b.dim);
+        widen(b, held, from, static_cast<float*>(c.out) + i * b.dim, levels.data());
     }
   }
   return 0;

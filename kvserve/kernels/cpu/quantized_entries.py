@@ -12,15 +12,14 @@ from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 
 DTYPES = (torch.float32, torch.bfloat16)
-_FORMS = {"int8": 1, "int4": 2, "fp8": 3}
 
 
 class _Held(ctypes.Structure):
     """``Held`` of the C++ file, field by field, as are those below."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("levels", "scales", "lows")),
-        ("form", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("levels", "steps", "lows")),
+        *((name, ctypes.c_int64) for name in ("bits", "e4m3", "groups")),
     )
 
 
@@ -148,7 +147,7 @@ def _blocks(blocks: QuantizedBlocks) -> _Blocks:
         _Held(
             *(part.data_ptr() for part in x.parts),
             *[None] * (3 - len(x.parts)),
-            _FORMS[x.form.name],
+            *(x.form.bits, x.form.e4m3, x.step.shape[-1]),
         )
         for x in (blocks.keys, blocks.values)
     )

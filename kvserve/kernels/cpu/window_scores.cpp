@@ -184,7 +184,7 @@ class Kernel {
         for (int64_t d = 0; d < half; d += W) {
           const int some = std::min<int64_t>(W, half - d);
           F low, high;
-          X::load(reinterpret_cast<const int4x2*>(codes + d), some, low, high);
+          X::load(reinterpret_cast<const packed<4>*>(codes + d), some, low, high);
           X::store(to + r * call_.dim + d, (low - 8.0f) * scales[row + r], some);
           X::store(to + r * call_.dim + half + d, (high - 8.0f) * scales[row + r], some);
         }

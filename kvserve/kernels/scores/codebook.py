@@ -27,25 +27,22 @@ class Cover:
     counts: Tensor
 
 
-def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
+def greedy_cover(similar: Tensor) -> Cover:
     """Make entry after entry of the vector that covers most of those without an entry.
 
     similar: bool [S, N, N], symmetric; a vector that is not there is False on the diagonal.
-    ``weights [S, N]`` says how often each counts (1). On ties the first is taken. A vector refers
-    to the first entry that covers it, which need not be the nearest. SpindleKV, Algorithm 1, with
-    degrees maintained: each vector's row is subtracted once.
+    On ties the first is taken. A vector refers to the first entry that covers it, which need not be
+    the nearest. SpindleKV, Algorithm 1, with degrees maintained: each vector's row is subtracted
+    once.
     """
     streams, length, _ = similar.shape
     place = torch.arange(length, device=similar.device)
     stream = torch.arange(streams, device=similar.device)
     alive = similar.diagonal(dim1=1, dim2=2).clone()
-    if weights is None:
-        weight, degree = torch.ones_like(alive, dtype=torch.int64), similar.sum(dim=-1)
-    else:
-        weight, degree = weights.long(), (similar * weights.long()[:, None]).sum(dim=-1)
+    degree = similar.sum(dim=-1)
     ref = torch.full_like(degree, -1)
     centres, counts = torch.zeros_like(degree), torch.zeros_like(stream)
-    while (alive & (degree > weight)).any():
+    while (alive & (degree > 1)).any():
         # Unique numbers, since argmax does not promise the first of equals.
         first = torch.where(alive, degree * length + (length - 1 - place), -1).argmax(dim=-1)
         covered = similar[stream, first] & alive
@@ -54,9 +51,9 @@ def greedy_cover(similar: Tensor, weights: Tensor | None = None) -> Cover:
         counts += covered.any(dim=-1)
         alive &= ~covered
         at, gone = covered.nonzero(as_tuple=True)
-        degree.index_add_(0, at, -(similar[at, gone] * weight[at, gone, None]))
-    # The others resemble no other vector: most frequent first, as the loop would take them.
-    order = torch.where(alive, -weight, 1).argsort(dim=-1, stable=True)
+        degree.index_add_(0, at, -similar[at, gone].long())
+    # The others resemble no other vector, and are taken in order.
+    order = (~alive).to(torch.uint8).argsort(dim=-1, stable=True)
     number = torch.empty_like(order).scatter_(-1, order, counts[:, None] + place)
     behind = place >= counts[:, None]
     shifted = order.gather(-1, (place - counts[:, None]).clamp(min=0))
@@ -74,16 +71,13 @@ def directions(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(length > 0, x / length, 0.0), length
 
 
-def build(x: Tensor, there: Tensor, theta: Tensor, weights: Tensor | None = None) -> Cover:
-    """A new codebook of x [S, N, D], of which ``there [S, N]`` exist; theta [S].
-
-    ``weights`` as in ``greedy_cover``.
-    """
+def build(x: Tensor, there: Tensor, theta: Tensor) -> Cover:
+    """A new codebook of x [S, N, D], of which ``there [S, N]`` exist; theta [S]."""
     unit, _ = directions(x)
     similar = unit @ unit.transpose(-1, -2) > theta[:, None, None]
     # Vectors of length 0, and rounding, could make it false.
     similar.diagonal(dim1=1, dim2=2).fill_(True)
-    return greedy_cover(similar & there[:, None] & there[..., None], weights)
+    return greedy_cover(similar & there[:, None] & there[..., None])
 
 
 def match(x: Tensor, entries: Tensor, known: Tensor, theta: Tensor) -> Tensor:
@@ -110,15 +104,12 @@ def extend(
     theta: Tensor,
     numbers_from: Tensor,
     tile: int = 2048,
-    *,
-    weights: Tensor | None = None,
 ) -> Cover:
     """Match new vectors with the known entries; vectors without a match are covered greedily.
 
-    Shapes and ``weights`` as in ``build`` and ``match``; new entries are numbered from
-    ``numbers_from [S]`` on. Vectors are taken ``tile`` at a time, so that no [N, N] matrix is held;
-    later ones are matched with entries of earlier tiles too, which makes a few more entries and
-    keeps all guarantees.
+    Shapes as in ``build`` and ``match``; new entries are numbered from ``numbers_from [S]`` on.
+    Vectors are taken ``tile`` at a time, so that no [N, N] matrix is held; later ones are matched
+    with entries of earlier tiles too, which makes a few more entries and keeps all guarantees.
     """
     (streams, length), old = x.shape[:2], entries.shape[1]
     ref = torch.full((streams, length), -1, device=x.device)
@@ -131,8 +122,7 @@ def extend(
         found = match(x[:, some], both, alive, theta)
         found = torch.where(found >= old, found - old + numbers_from[:, None], found)
         found = torch.where(there[:, some], found, -1)
-        counted = None if weights is None else weights[:, some]
-        new = build(x[:, some], there[:, some] & (found < 0), theta, counted)
+        new = build(x[:, some], there[:, some] & (found < 0), theta)
         number = new.ref + (numbers_from + counts)[:, None]
         ref[:, some] = torch.where(new.ref >= 0, number, found)
         made = torch.arange(new.ref.shape[1], device=x.device) < new.counts[:, None]

@@ -269,10 +269,6 @@ class BlockManager:
         """Entries of all tables set since the last call, for the first rows."""
         return tuple(update for group in self.groups for update in group.take_updates(num_rows))
 
-    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
-        """Entries of scheduled rows that a forward rebuilds, by layer; empty if there are none."""
-        return next(filter(None, (group.to_rebuild(scheduled) for group in self.groups)), ())
-
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
         others = [] if self.prefix_cache is None else [self.prefix_cache.held()]

@@ -90,24 +90,6 @@ class BlockTable(RowArrays):
         self._synced[:, row] = 0
         return len(named) - kept.size
 
-    def release_columns(self, row: int, first: IntArray, end: IntArray) -> None:
-        """Give back those columns in ``[first, end)`` ``[LG, R]`` that a row has.
-
-        Later columns stay. The caller then fills the gap with ``name``.
-        """
-        counts = np.minimum(end, self.end[:, row]) - first
-        self.pool.release(self._named(np.array([row]), first[:, None], counts[:, None]))
-
-    def name(self, row: int, first: IntArray, end: IntArray, blocks: IntArray) -> None:
-        """Put ``blocks [R, M']`` in columns ``[first, end)`` ``[LG, R]``; add their references."""
-        at = self._places(self._lanes[:, row].ravel(), first.ravel(), (end - first).ravel())
-        lane, column = np.divmod(at, self.blocks.shape[3])
-        named = blocks[lane % self.blocks.shape[2], column]
-        self.pool.share(named)
-        self.blocks.reshape(-1)[at] = named
-        self.end[:, row] = np.maximum(self.end[:, row], end)
-        self._synced[:, row] = np.minimum(self._synced[:, row], first)
-
     def truncate(self, rows: IntArray, end: IntArray) -> IntArray:
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)

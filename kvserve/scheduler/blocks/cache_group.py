@@ -161,10 +161,6 @@ class CacheGroup(RowArrays):
         """Table entries of the first rows that were set since the last call, table by table."""
         return [table.take_update(num_rows) for table in self.tables]
 
-    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
-        """Entries of the ``scheduled`` rows that a forward rebuilds, by layer; mostly none."""
-        return ()
-
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first rows names."""
         held = self.tables[0].held(num_rows)

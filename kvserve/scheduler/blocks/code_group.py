@@ -2,9 +2,7 @@
 
 A coded lane (one KV group of a row) holds its first entries as slots in *index blocks*, which refer
 to vectors in *vector blocks*; both come from the same pool as all other blocks. Later entries are
-in raw blocks, as usual. If attention reads codes, the lane's KV table begins with the raw blocks.
-If not, its first columns name *scratch blocks*, in which a forward rebuilds the codes layer by
-layer, so all layers of a KV head share them.
+in raw blocks, as usual, with which the lane's KV table then begins.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvserve.scheduler.messages.output import CodeBlocks
 from kvserve.scheduler.row_schema import per_group
 
 SLOT_BYTES = 16
-"""Two references, two scales, a position, a distance, and which query heads attend."""
+"""Two references, two scales, a position and a distance; four are not used."""
 MAX_VECTORS = 1 << 16
 """References have two bytes."""
 
@@ -46,8 +44,7 @@ class Coding:
 class CodeGroup(CacheGroup):
     """Index and vector tables of all rows; ``coded`` entries and ``num_vectors`` of each lane.
 
-    Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block. ``scratch``: whether
-    codes are rebuilt.
+    Both ``[LG, max_rows, R]``. ``slots_per_block`` slots fit an index block.
     """
 
     coded: IntArray = per_group()
@@ -60,13 +57,9 @@ class CodeGroup(CacheGroup):
         max_rows: int,
         max_model_len: int,
         slots_per_block: int,
-        *,
-        scratch: bool,
     ) -> None:
-        self.scratch = scratch
         self.slots_per_block = slots_per_block
         self.vectors_per_block = 2 * layout.block_size
-        self._pool = pool
         self._size = layout.block_size
         lanes = layout.layer_groups, layout.rows
         self.index = BlockTable(pool, lanes, max_rows, slots_per_block, max_model_len)
@@ -79,27 +72,12 @@ class CodeGroup(CacheGroup):
         self.coded[:, row] = self.num_vectors[:, row] = 0
 
     def can_leave(self, row: int) -> bool:
-        """Scratch blocks are shared by lanes, so only rows that are still raw can leave."""
+        """The device keeps no counts of codes for rows that are away, so only raw ones leave."""
         return not self.coded[:, row].any()
-
-    def to_rebuild(self, scheduled: IntArray) -> tuple[int, ...]:
-        if not self.scratch:
-            return ()
-        coded = self.coded[:, scheduled].sum(axis=(1, 2))
-        return tuple(coded.tolist()) if coded.any() else ()
 
     def counts(self, rows: Rows) -> dict[str, int]:
         coded, vectors = self.coded[:, rows].sum(), self.num_vectors[:, rows].sum()
         return {"coded_entries": int(coded), "codebook_entries": int(vectors)}
-
-    def held(self, num_rows: int) -> IntArray:
-        """Blocks of each row's codes, less scratch blocks that its KV table counts repeatedly."""
-        held = super().held(num_rows)
-        if not self.scratch:
-            return held
-        shared = self.coded[:, :num_rows] // self._size
-        twice: IntArray = (shared.sum(axis=0) - shared.max(axis=0)).sum(axis=1, dtype=np.int32)
-        return held - twice
 
     def plan(
         self,
@@ -115,8 +93,7 @@ class CodeGroup(CacheGroup):
 
         ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition; they need ``vectors
         [LG, R]`` new vectors. With ``raw_fallback`` a lane stays raw for good if its codes would
-        take as many blocks as its entries. All lanes of a head stay raw if together they save no
-        more blocks than their scratch takes.
+        take as many blocks as its entries.
         """
         if not afresh:
             coded = self.coded[:, row] + entries
@@ -126,9 +103,6 @@ class CodeGroup(CacheGroup):
             index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
             saved = coded // self._size - index - book
             coded = np.where(saved > 0, coded, 0)
-            if self.scratch:
-                worth = np.where(saved > 0, saved, 0).sum(axis=0) > coded.max(axis=0) // self._size
-                coded = np.where(worth, coded, 0)
         return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
 
     def code(
@@ -172,9 +146,6 @@ class CodeGroup(CacheGroup):
         at, size = np.array([row]), self._size
         codes = self.index.wanted(at, coding.coded[:, None])
         codes += self.vectors.wanted(at, coding.num_vectors[:, None])
-        if self.scratch:
-            before, after = ((x // size).max(axis=0) for x in (self.coded[:, row], coding.coded))
-            codes += int((after - before).sum())
         if not coding.afresh:
             return codes
         raw = -(-coding.kv_lens // size) - coding.coded // size
@@ -185,29 +156,11 @@ class CodeGroup(CacheGroup):
         at, first = np.array([row]), coding.coded // self._size
         if coding.afresh:
             kv.truncate(at, np.zeros_like(first)[:, None])
-        if self.scratch:
-            self._name_scratch(row, kv, first)
-        else:
-            kv.move_front(at, first[:, None])
+        kv.move_front(at, first[:, None])
         kv.extend(at, coding.kv_lens[:, None])
         self.index.extend(at, coding.coded[:, None])
         self.vectors.extend(at, coding.num_vectors[:, None])
         self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
-
-    def _name_scratch(self, row: int, kv: BlockTable, after: IntArray) -> None:
-        """Make the columns before ``after [LG, R]`` of each lane name its head's scratch blocks."""
-        before = self.coded[:, row] // self._size
-        scratch = np.zeros((after.shape[1], int(after.max(initial=0))), np.int32)
-        for head, layer in enumerate(before.argmax(axis=0)):
-            known = before[layer, head]
-            scratch[head, :known] = kv.blocks[layer, row, head, :known]
-        column = np.arange(scratch.shape[1])
-        missing = (column >= before.max(axis=0)[:, None]) & (column < after.max(axis=0)[:, None])
-        kv.release_columns(row, before, after)
-        fresh = self._pool.allocate(int(missing.sum()))
-        scratch[missing] = fresh
-        kv.name(row, before, after, scratch)
-        self._pool.release(fresh)
 
     def _blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
         """Where newly scheduled events write; ``before``: coded entries and vectors before them."""
@@ -222,17 +175,9 @@ class CodeGroup(CacheGroup):
 
 @dataclass(frozen=True)
 class CodeSpec(GroupSpec):
-    """Codes: ``block_tokens`` slots fit an index block. With ``scratch`` they are rebuilt in blocks
-    of the pool before a layer attends."""
-
-    scratch: bool = True
-
-    @property
-    def rebuilds(self) -> bool:
-        return self.scratch
+    """Codes: ``block_tokens`` slots fit an index block."""
 
     def make(
         self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
     ) -> CodeGroup:
-        slots = self.block_tokens
-        return CodeGroup(pool, layout, max_rows, max_model_len, slots, scratch=self.scratch)
+        return CodeGroup(pool, layout, max_rows, max_model_len, self.block_tokens)

@@ -23,11 +23,6 @@ class GroupSpec:
 
     block_tokens: int
 
-    @property
-    def rebuilds(self) -> bool:
-        """Whether entries are rebuilt in each step, so that it cannot be captured as a graph."""
-        return False
-
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         """Most blocks of a sequence of ``num_tokens``, beside those of keys and values."""
         return 0

@@ -271,8 +271,6 @@ class SchedulerOutput:
     """Of rows that come back, from their places."""
     table_updates: tuple[TableUpdate, ...]
     """Of each table of each cache group, in the order of the groups."""
-    to_rebuild: tuple[int, ...]
-    """Entries of the scheduled rows to be rebuilt, by layer; empty if there are none."""
     num_decoding: int
     drafts: Drafts | None
     """Guesses that this step verifies. Each of a chunk's tokens is sampled from."""

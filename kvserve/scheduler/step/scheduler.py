@@ -206,7 +206,6 @@ class Scheduler:
             admitted=caught_up.admitted,
             remainder_loads=remainder_loads,
             table_updates=self.blocks.take_updates(n),
-            to_rebuild=self.blocks.to_rebuild(scheduled),
             num_decoding=len(decoding),
             drafts=drafts,
             prefill=caught_up.prefill,

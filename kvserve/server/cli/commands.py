@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from kvserve import __version__
 from kvserve.log import ConfigError, EngineDeadError, RequestError, say
@@ -19,36 +19,42 @@ from kvserve.server.settings.args import Parser, UsageError, gather_dotted
 class Command(NamedTuple):
     module: str
     help: str
+    defaults: Mapping[str, Any] = {}
+    """Of its flags, where a module is several commands."""
 
 
+_TERMINAL = "kvserve.server.cli.terminal"
+_THROUGHPUT = "kvserve.benchmarks.commands.throughput"
 COMMANDS = {
     "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
-    "chat": Command("kvserve.server.cli.chat_client", "talk to a running server"),
-    "complete": Command(
-        "kvserve.server.cli.complete_client", "let a running server continue texts"
-    ),
-    "top": Command("kvserve.server.cli.top", "watch the pool and the requests of a server"),
+    "chat": Command(_TERMINAL, "talk to a running server", {"chats": True}),
+    "complete": Command(_TERMINAL, "let a running server continue texts", {"chats": False}),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
     "bench serve": Command(
         "kvserve.benchmarks.commands.serving", "send traffic to a server and time it"
     ),
-    "bench throughput": Command(
-        "kvserve.benchmarks.commands.throughput", "measure offline throughput"
-    ),
+    "bench throughput": Command(_THROUGHPUT, "compare policies on one pool or on several"),
+    # What these measured on their own is a choice of `bench throughput`'s flags.
     "bench latency": Command(
-        "kvserve.benchmarks.commands.latency", "measure one batch from end to end"
+        _THROUGHPUT,
+        "bench throughput on one batch with room for all, ten times",
+        {"num_prompts": 8, "pool_shares": [2.0], "repeat": 10},
     ),
     "bench sweep": Command(
-        "kvserve.benchmarks.commands.sweep", "find the pool sizes where policies pay"
+        _THROUGHPUT,
+        "bench throughput on six pools",
+        {"pool_shares": [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]},
     ),
     "bench policies": Command(
-        "kvserve.benchmarks.commands.policies", "measure what a policy's events cost"
+        _THROUGHPUT,
+        "bench throughput of 1, 16 and 64 sequences at once",
+        {"pool_shares": [2.0], "sequence_limits": [1, 16, 64]},
     ),
     "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
     "tune": Command(
-        "kvserve.benchmarks.commands.tune", "simulate which settings suit a card and lengths"
+        "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"
     ),
     "inspect": Command(
         "kvserve.benchmarks.commands.inspect", "show which positions a policy keeps"
@@ -116,14 +122,22 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
     if group:
         raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
+    if words[0] == "top":
+        raise UsageError("`kvserve top` is gone: a server shows the same at / in a browser")
     raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
 
 
-def _run(name: str, rest: list[str]) -> int:
-    command = importlib.import_module(COMMANDS[name].module)
+def parser_of(name: str) -> Parser:
+    """The parser of one command; imports the command."""
     parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
-    command.add_arguments(parser)
-    return command.run(parser.parse(gather_dotted(rest))) or 0
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    parser.set_defaults(**COMMANDS[name].defaults)
+    return parser
+
+
+def _run(name: str, rest: list[str]) -> int:
+    args = parser_of(name).parse(gather_dotted(rest))
+    return importlib.import_module(COMMANDS[name].module).run(args) or 0
 
 
 def _help() -> str:

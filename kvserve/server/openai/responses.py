@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
+from kvserve.outputs import STATS, CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.server.openai.logprobs import Echo, completion_logprobs
 from kvserve.server.parsers.tool_parsers import Json
 
@@ -97,34 +97,11 @@ def model_card(name: str, root: str, created: int, max_model_len: int) -> Json:
     }
 
 
-def kv_stats(stats: EngineStats) -> Json:
+def kv_stats(stats: EngineStats, *, for_page: bool = False) -> Json:
     """``GET /v1/kv/stats``: the pool, and what each running request holds of it."""
-    return {
-        "blocks_total": stats.blocks_total,
-        "blocks_free": stats.blocks_free,
-        "blocks_cached": stats.blocks_cached,
-        "bytes_total": stats.bytes_total,
-        "bytes_held": stats.bytes_held,
-        "tokens_logical": stats.tokens_logical,
-        "tokens_held": stats.tokens_held,
-        "tokens_evicted_total": stats.tokens_evicted_total,
-        "compactions_total": stats.compactions_total,
-        "blocks_released_total": stats.blocks_released_total,
-        "preemptions_total": stats.preemptions_total,
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "continuations": {
-            "count": stats.continuations,
-            "blocks": stats.continuation_blocks,
-            "in_host_memory": stats.hosted_continuations,
-            "resumed_total": stats.resumed_total,
-            "resumed_from_host_total": stats.resumed_from_host_total,
-            "resumed_tokens_total": stats.resumed_tokens_total,
-            "misses": dict(stats.continuation_misses),
-        },
-        "speculation": {
-            "drafted_tokens_total": stats.draft_tokens_total,
-            "accepted_tokens_total": stats.accepted_tokens_total,
-        },
-        "requests": stats.requests,
-    }
+    body: Json = {"continuations": {"misses": dict(stats.continuation_misses)}, "speculation": {}}
+    for name, stat in STATS.items():
+        if stat.shown and (for_page or not stat.for_page):
+            group, _, shown = stat.shown.rpartition(".")
+            (body[group] if group else body)[shown] = getattr(stats, name)
+    return {**body, "requests": stats.requests}

@@ -1,8 +1,7 @@
 """Chooses the replica for a request: the one whose requests hold the fewest tokens, unless another
 has enough of the prompt in its prefix cache to make up for the difference.
 
-This is plain counting, without Ray. `replicated_engine.py` and the simulation `bench/router.py`
-use it.
+This is plain counting, without Ray; `replicated_engine.py` uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _COLUMNS_KNOWN = 2**17
 
 _PREFILL = 4
 """Added weight of a prompt token that is still to be computed. Prompts wait for each other, and
-computing a token takes much longer than reading a held one in a step. In the simulation 4 and 16 do
+computing a token takes much longer than reading a held one in a step. In a simulation 4 and 16 do
 equally well; with 0 a replica that has just become free gets too many prompts at once."""
 
 

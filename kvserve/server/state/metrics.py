@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as CounterMetric
@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from kvserve.config import EngineConfig
-from kvserve.outputs import ITERATION_TOKENS, EngineStats
+from kvserve.outputs import ITERATION_TOKENS, STATS, EngineStats
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.options import ServerOptions
 
@@ -143,28 +143,23 @@ class Metrics:
 
     # ---- families -----------------------------------------------------------------------------
 
+    def _declared(self, engines: Engines, *, vllm: bool) -> Iterator[Metric]:
+        """The series that fields of ``EngineStats`` declare, those of vLLM's or the others."""
+        for name, stat in STATS.items():
+            if stat.metric and stat.vllm == vllm:
+                make = self._counter if stat.counts else self._gauge
+                yield make(engines, stat.metric, stat.help, attrgetter(name))
+
     def _scheduler_families(self, engines: Engines) -> Iterator[Metric]:
-        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
-        yield gauge("num_requests_running", "Requests in the batch", lambda s: s.num_running)
-        yield gauge("num_requests_waiting", "Requests in the queue", lambda s: s.num_waiting)
+        yield from self._declared(engines, vllm=True)
         help = "Share of blocks in use, 0 to 1; blocks that only the prefix cache holds are free"
-        yield gauge("kv_cache_usage_perc", help, lambda s: s.kv_cache_usage)
-        help = "Prompt tokens of requests that arrived"
-        yield counter("prompt_tokens", help, lambda s: s.prompt_tokens_total)
-        yield counter("generation_tokens", "Tokens made", lambda s: s.generation_tokens_total)
-        help = "Times a running sequence was preempted"
-        yield counter("num_preemptions", help, lambda s: s.preemptions_total)
+        yield self._gauge(engines, "kv_cache_usage_perc", help, lambda s: s.kv_cache_usage)
         for key, help in (
             ("queries", "Prompt tokens of finished requests"),
             ("hits", "Prompt tokens found in the prefix cache"),
         ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
             yield self._counter_by(f"prefix_cache_{key}", help, (), found)
-        yield counter("spec_decode_num_drafts", "Chunks of guesses", lambda s: s.drafts_total)
-        help = "Tokens that were guessed and verified"
-        yield counter("spec_decode_num_draft_tokens", help, lambda s: s.draft_tokens_total)
-        help = "Guessed tokens that were right"
-        yield counter("spec_decode_num_accepted_tokens", help, lambda s: s.accepted_tokens_total)
         yield self._iterations(engines)
         yield self._cache_info(engines)
 
@@ -210,44 +205,24 @@ class Metrics:
             yield from _without_created(histogram.collect())
 
     def _compression_families(self, engines: Engines) -> Iterator[Metric]:
-        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
-        yield gauge("kv_tokens_logical", "Tokens of running requests", lambda s: s.tokens_logical)
-        help = "Those of them that the cache still holds, mean over layers and KV heads"
-        yield gauge("kv_tokens_held", help, lambda s: s.tokens_held)
-        yield gauge(
+        yield from self._declared(engines, vllm=False)
+        help = "Held tokens over logical tokens of running requests"
+        yield self._gauge(
+            engines,
             "kv_compression_ratio",
-            "Held tokens over logical tokens of running requests",
+            help,
             lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
         )
-        help = "Bytes of all blocks, as --kv-cache-dtype stores them"
-        yield gauge("kv_pool_bytes", help, lambda s: s.bytes_total)
-        yield gauge("kv_held_bytes", "Bytes of blocks that requests hold", lambda s: s.bytes_held)
-        help = "Bytes of blocks that running requests hold in layers with sliding windows"
-        yield gauge("kv_window_bytes", help, lambda s: s.window_bytes)
-        yield gauge(
-            "kv_admission_headroom_blocks",
-            "Blocks that new requests can have",
-            lambda s: s.blocks_free + s.blocks_cached,
-        )
-        help = "Tokens that compactions dropped"
-        yield counter("kv_tokens_evicted", help, lambda s: s.tokens_evicted_total)
-        yield counter(
-            "kv_compaction_seconds",
-            "Seconds that compactions took",
-            lambda s: s.compaction_seconds_total,
-        )
-        yield gauge(
-            "kv_scoring_workspace_bytes",
-            "Most bytes that scoring needs outside the pool",
-            lambda s: s.scoring_workspace_bytes,
-        )
-        help = "Preempted sequences whose blocks went to host memory"
-        yield counter("kv_swaps", help, lambda s: s.swaps_total)
-        help = "Entries of running requests that are held as codes"
-        yield gauge("kv_coded_entries", help, lambda s: s.coded_entries)
-        help = "Codebook vectors that stand for their keys and values"
-        yield gauge("kv_codebook_entries", help, lambda s: s.codebook_entries)
-        yield from self._continuation_families(engines)
+        help = "Blocks that new requests can have"
+        name = "kv_admission_headroom_blocks"
+        yield self._gauge(engines, name, help, lambda s: s.blocks_free + s.blocks_cached)
+        missed: Counts = {
+            (engine, cause): count
+            for engine, stats in engines.items()
+            for cause, count in stats.continuation_misses
+        }
+        help = "Sequences that resumed no continuation, by cause"
+        yield self._counter_by("kv_continuation_misses", help, ("cause",), missed)
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -265,46 +240,6 @@ class Metrics:
         )
         yield self._counter_by(
             "kv_blocks_released", "Blocks that compactions freed", ("policy",), released
-        )
-
-    def _continuation_families(self, engines: Engines) -> Iterator[Metric]:
-        gauge, counter = partial(self._gauge, engines), partial(self._counter, engines)
-        yield gauge(
-            "kv_continuations", "Rows kept for conversations that go on", lambda s: s.continuations
-        )
-        yield gauge(
-            "kv_continuation_blocks",
-            "Blocks that continuations hold, shared ones included",
-            lambda s: s.continuation_blocks,
-        )
-        yield gauge(
-            "kv_hosted_continuations",
-            "Continuations that have moved to host memory",
-            lambda s: s.hosted_continuations,
-        )
-        yield counter(
-            "kv_resumed", "Sequences that went on from a kept row", lambda s: s.resumed_total
-        )
-        yield counter(
-            "kv_resumed_from_host",
-            "Sequences that resumed a continuation from host memory",
-            lambda s: s.resumed_from_host_total,
-        )
-        yield counter(
-            "kv_resumed_tokens",
-            "Tokens of the continuations that sequences resumed",
-            lambda s: s.resumed_tokens_total,
-        )
-        missed: Counts = {
-            (engine, cause): count
-            for engine, stats in engines.items()
-            for cause, count in stats.continuation_misses
-        }
-        yield self._counter_by(
-            "kv_continuation_misses",
-            "Sequences that resumed no continuation, by cause",
-            ("cause",),
-            missed,
         )
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:

@@ -1,1 +1,1 @@
-"""The live page, its files, and the event stream that it and `kvserve top` read."""
+"""The live page, its files, and the event stream that it reads."""

@@ -117,11 +117,7 @@ def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:
         stats = pool.stats
     body = {
         "time": time.time() if pool is None else pool.time,
-        **kv_stats(stats),
-        "prompt_tokens_total": stats.prompt_tokens_total,
-        "generation_tokens_total": stats.generation_tokens_total,
-        "swaps_total": stats.swaps_total,
-        "steps_total": stats.steps_total,
+        **kv_stats(stats, for_page=True),
         "cells": None,
     }
     if pool is not None:

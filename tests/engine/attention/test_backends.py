@@ -22,6 +22,7 @@ from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
+from tests.thinning import slow, thinned
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)
@@ -78,9 +79,14 @@ def test_backends_agree(lengths: list[int], groups: int, tables: int) -> None:
         assert expected.isfinite().all()
 
 
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
-@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "torch"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@compiled
+@thinned(
+    {
+        "layout": ["model", "layer", "head"],
+        "backend": ["cpu", "torch"],
+        "kind": ["llama", "qwen3"],
+    }
+)
 def test_greedy_equals_transformers(
     kind: str, backend: str, layout: str, request: pytest.FixtureRequest
 ) -> None:
@@ -94,7 +100,7 @@ def test_greedy_equals_transformers(
 
 
 @compiled
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+@pytest.mark.parametrize("layout", [*slow("model", "layer"), "head"])
 def test_recomputed_queries_keep_the_same_entries(llama_dir: Path, layout: str) -> None:
     """Observation passes, whose tokens see their rows up to entries of their own."""
     policy = {
@@ -168,6 +174,7 @@ def test_a_compiler_that_fails_is_run_once(
     assert runs.read_text() == "once\n"
 
 
+@pytest.mark.slow
 @compiled
 def test_a_cached_build_needs_no_compiler(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch

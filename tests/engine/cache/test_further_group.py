@@ -16,6 +16,7 @@ from tests.engine.cache import checksum_group
 from tests.engine.test_pressure import KARA as FAST
 from tests.engine.test_pressure import make_llm
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import thinned
 
 KARA = {**FAST, "period": 1}  # no early events: they depend on the pool
 SHARED = [5, 9, 2, 7, 3, 8, 6, 4, 9, 5, 3, 7]
@@ -81,8 +82,7 @@ def run_twice(llm: LLM) -> list[Any]:
     return [*first, *llm.generate(again, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
-@pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
+@thinned({"layout": ["model", "layer", "head"], "policy": [KARA, "none"]})
 def test_rows_keep_what_they_hold(llama_dir: Path, policy: Any, layout: str) -> None:
     """Prefix hits, chunks, events, swaps, recomputations and continuations, in a small pool."""
     lanes = {"model": 1, "layer": 2, "head": 4}[layout]
@@ -110,6 +110,7 @@ def test_rows_keep_what_they_hold(llama_dir: Path, policy: Any, layout: str) -> 
     assert first == same
 
 
+@pytest.mark.slow
 def test_ranks_hold_it_too(llama_dir: Path) -> None:
     """Each rank sums the keys of its own heads; the other rank finds the group by its name."""
     llm = make_llm(llama_dir, KARA, tensor_parallel_size=2)

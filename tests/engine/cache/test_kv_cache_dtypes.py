@@ -15,7 +15,7 @@ import torch
 from kvserve import LLM, EngineConfig, SamplingParams
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.core import startup
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.quantized_entries import TORCH
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -45,6 +45,7 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
             kv_cache_dtype=dtype,
             kv_cache_memory=400_000,
             max_model_len=400,
+            max_num_seqs=8,
             swap_space=1,
         )
         core = llm.engine.core
@@ -63,13 +64,20 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
     assert held["auto"] == 80 * 6 * 2 * DIM * 4
     assert held["int8"] == held["fp8"] == 80 * 6 * 2 * (DIM + 2)
     assert held["k8v4"] == 80 * 6 * (DIM + 2 + DIM // 2 + 4)
+    assert held["k4v4"] == 80 * 6 * (DIM // 2 + 4 + DIM // 2 + 4)
+    assert held["k4v2"] == 80 * 6 * (DIM // 2 + 4 + DIM // 4 + 4)
     assert blocks["auto"] < blocks["int8"] == blocks["fp8"] < blocks["k8v4"]
+    assert blocks["k8v4"] < blocks["k4v4"] < blocks["k4v2"]
 
 
-@pytest.mark.parametrize(("dtype", "within"), [("int8", 0.1), ("k8v4", 0.6), ("fp8", 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "within"),
+    [("int8", 0.1), ("k8v4", 0.6), ("k4v4", 0.9), ("k4v2", 2.5), ("fp8", 0.3)],
+)
 def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: float) -> None:
     """In standard deviations of logits, for the same tokens: half a step is 1/254 of int8's largest
-    number, 1/30 of int4's range, 1/16 of an fp8 number, in every layer of untrained weights."""
+    number, 1/30 of 4 bits' range, 1/6 of 2 bits', 1/16 of an fp8 number, in every layer of
+    untrained weights."""
     logits = {}
     for stored in ("auto", dtype):
         recorder = Recorder(make_llm(qwen3_dir, kv_cache_dtype=stored))
@@ -110,13 +118,19 @@ def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype.* auto, int8, k8v4, fp8, got 'int4'"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype.* auto, int8, k8v4, k4v4, k4v2, fp8, got 'int4'"
+    ):
         EngineConfig.from_flat(kv_cache_dtype="int4")
 
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "why"),
-    [("int8", 12, "12 is not a multiple of 8"), ("k8v4", 24, "24 is not a multiple of 16")],
+    [
+        ("int8", 12, "12 is not a multiple of 8"),
+        ("k8v4", 24, "24 is not a multiple of 16"),
+        ("k4v2", 24, "24 is not a multiple of 16"),
+    ],
 )
 def test_heads_that_do_not_fit_are_refused(dtype: str, dim: int, why: str, tmp_path: Path) -> None:
     directory = write_checkpoint("qwen3", tmp_path, head_dim=dim)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvserve import LLM, SamplingParams
 from tests.checkpoints import random_prompts
+from tests.thinning import thinned
 
 PREFIX, *TAILS = random_prompts([70, 5, 23, 1, 40])
 PROMPTS = [PREFIX + tail for tail in TAILS]
@@ -34,11 +33,15 @@ def run(
     return llm, tokens, [out.num_cached_tokens for out in again]
 
 
-@pytest.mark.parametrize("policy", ["none", KARA], ids=["none", "kara"])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}, {"num_gpu_blocks_override": 26}],
-    ids=["ample", "chunks", "small-pool"],
+@thinned(
+    {
+        "settings": [
+            {},
+            {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+            {"num_gpu_blocks_override": 26},
+        ],
+        "policy": [KARA, "none"],
+    }
 )
 def test_hits_change_no_token(llama_dir: Path, policy: Any, settings: dict[str, Any]) -> None:
     _, expected, none_cached = run(llama_dir, policy, caching=False)

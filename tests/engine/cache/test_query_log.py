@@ -12,7 +12,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core.startup_table import log_row
-from kvserve.kernels.entry_format import entry_format
+from kvserve.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
 

@@ -15,7 +15,7 @@ from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.runner import rank_plan
-from kvserve.kernels.entry_format import entry_format
+from kvserve.entry_format import entry_format
 from kvserve.kernels.store_kv import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint

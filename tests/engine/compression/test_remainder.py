@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 from tests.engine.compression.test_compaction import run_one
 from tests.engine.evicting_reference import (
@@ -29,6 +29,7 @@ from tests.engine.evicting_reference import (
 )
 from tests.engine.policies.cases import PROMPT, UNEVEN_BLOCK, UNEVEN_CASES, Case
 from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+from tests.thinning import thinned
 
 _KARA: dict[str, Any] = {"window": 16, "buffer": 4, "ratio": 0.25, "period": 4}
 _MODEL = {"query_dtype": "model"}
@@ -64,6 +65,7 @@ EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
     scope="module",
     params=[
         ("llama", "model", "auto"),
+        pytest.param(("qwen3", "model", "k4v4"), marks=pytest.mark.slow),
         pytest.param(("qwen3", "model", "k8v4"), marks=pytest.mark.slow),
         pytest.param(("qwen3", "layer", "auto"), marks=pytest.mark.slow),
         pytest.param(("llama", "head", "int8"), marks=pytest.mark.slow),
@@ -222,8 +224,7 @@ LEAVING = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["mean", "fitted"])
-@pytest.mark.parametrize("name", LEAVING)
+@thinned({"name": LEAVING, "kind": ["mean", "fitted"]})
 def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
     """Lanes that drop differently many, and blocks that are dropped where they lie."""
     directory, spec = write_checkpoint("llama", tmp_path), {**UNEVEN_CASES[name], "remainder": kind}

@@ -24,6 +24,7 @@ from kvserve.kernels.scores.key_similarity import anchor_similarity
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.meta_device import no_likenesses, on_a_device
 from tests.peak_bytes import PeakBytes
+from tests.thinning import slow
 
 __all__ = ["no_likenesses", "on_a_device"]
 
@@ -33,12 +34,14 @@ __all__ = ["no_likenesses", "on_a_device"]
 @pytest.mark.parametrize(
     "policy",
     [
-        {"name": "snapkv", "budget": 2048},
         {"name": "snapkv", "ratio": 0.5},
         {"name": "adakv", "budget": 2048},
-        {"name": "pyramidkv", "budget": 2048},
-        {"name": "dynamickv", "budget": 2048},
-        {"name": "keydiff", "budget": 2048},
+        *slow(
+            {"name": "snapkv", "budget": 2048},
+            {"name": "pyramidkv", "budget": 2048},
+            {"name": "dynamickv", "budget": 2048},
+            {"name": "keydiff", "budget": 2048},
+        ),
     ],
     ids=lambda policy: "-".join(map(str, policy.values())),
 )

@@ -171,7 +171,7 @@ def test_grammars_read_it_too(tmp_path: Path) -> None:
     file = byte_level(tmp_path / "model.gguf", "smollm")
     ours = Tokenizer(str(file))
     size = len(ours.backend.get_vocab())
-    matcher = load_backend(BackendSource("llguidance", str(file), False, size, [2]))(
+    matcher = load_backend(BackendSource(str(file), False, size, [2]))(
         StructuredOutput("regex", "[0-9]+")
     )()
     mask = np.zeros(-(-size // 32), np.int32)

@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 MODELS["gpt_oss"] = {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}
-QUICK = {"cohere2", "gemma2", "glm4", "gpt2", "gpt_oss", "olmoe", "qwen2_moe"}
+QUICK = {"gemma2", "gpt2", "gpt_oss"}
 PROMPTS = random_prompts([5, 60, 1, 33])
 TOKENS = 64
 

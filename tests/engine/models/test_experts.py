@@ -112,6 +112,7 @@ def test_chunks_neighbours_and_events_change_no_answer(kind: str, tmp_path: Path
     assert [tokens(prompt)[0] for prompt in prompts] == together
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one_does(tmp_path: Path) -> None:
     write_checkpoint("qwen3-moe", tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

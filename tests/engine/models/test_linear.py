@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvserve.engine.models import linear as module
 from kvserve.engine.models.linear import linear, packed, select_product
 from kvserve.kernels.cpu.linear import Panels
+from tests.thinning import thinned
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,12 +28,18 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 6, 7, 15, 17, 33, 64, 1000])
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(64, 48), (200, 258), (1, 2), (65, 700), (70, 30), (64, 32), (130, 66)]
+@thinned(
+    {
+        "threads": [1, 2],
+        "dtype": DTYPES,
+        "with_bias": [False, True],
+        "tokens": [0, 1, 5, 6, 7, 15, 17, 33, 64, 1000],
+        "outputs,inputs": [
+            *((64, 48), (200, 258), (1, 2), (65, 700), (70, 30), (64, 32), (130, 66)),
+        ],
+    },
+    together=2,
+    rest=False,
 )
 def test_panels_multiply_like_plain_weights(
     tokens: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int, *, with_bias: bool

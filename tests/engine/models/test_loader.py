@@ -20,6 +20,7 @@ from kvserve.engine.models import storage
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
 from tests.gguf_files import Kind, write_gguf
+from tests.waiting import WAIT
 
 
 def generate(directory: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -260,6 +261,6 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
         print(status("VmHWM") - before)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
     print(f"peak / size: {int(done.stdout) / size:.3f}")
     assert 0.95 * size < int(done.stdout) < 1.1 * size

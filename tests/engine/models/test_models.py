@@ -15,6 +15,7 @@ from kvserve.log import ConfigError, RequestError
 from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.recorder import Recorder
+from tests.thinning import slow
 
 TOKENS = 64
 PROMPTS = random_prompts([5, 90, 1, 33])
@@ -93,11 +94,15 @@ def kind_of(family: str) -> tuple[str, str]:
 
 BF16 = [
     "llama",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2", "qwen3")),
+    *slow("mistral", "qwen2", "qwen3"),
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FEW = ("gemma3-scaled", "gpt-oss-yarn", "internlm2", "mixtral", "olmo2", "phi3", "smollm3-window")
+"""Those that share least with one another."""
+
+
+@pytest.mark.parametrize("family", [*FEW, *slow(*(f for f in FAMILIES if f not in FEW))])
 def test_families(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(kind_of(family)[0], tmp_path, **FAMILIES[family])
     expected = generate(directory, PROMPTS, TOKENS)

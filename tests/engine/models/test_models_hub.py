@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import WAIT
+
 SHA = {"main": "a" * 40, "v2": "b" * 40}
 FILES = {
     name: name.encode()
@@ -110,13 +112,13 @@ def find(
     ours = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "*"}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(calls)]
     done = subprocess.run(
-        command, env={**inherited, **ours, **env}, capture_output=True, text=True, timeout=120
+        command, env={**inherited, **ours, **env}, capture_output=True, text=True, timeout=WAIT
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_what_is_downloaded_kept_and_refused(endpoint: str, tmp_path: Path) -> None:
+def test_what_is_downloaded_kept_and_refused(endpoint: str, nobody: str, tmp_path: Path) -> None:
     home, other = tmp_path / "home", tmp_path / "other"
     found = find(
         endpoint,
@@ -149,7 +151,7 @@ def test_what_is_downloaded_kept_and_refused(endpoint: str, tmp_path: Path) -> N
         ("owner/open", {"download_dir": str(other)}),
         ("owner/open", {"revision": "v2", "download_dir": str(other)}),
     ]
-    offline = find("http://127.0.0.1:9", home, calls, HF_HUB_OFFLINE="1")
+    offline = find(nobody, home, calls, HF_HUB_OFFLINE="1")
     assert set(offline[0]) == {*SMALL, *SHARDS, "tokenization_own.py"}
     nowhere = "--model: owner/open is no directory here, is not in"
     assert offline[1].startswith(f"{nowhere} the cache that HF_HOME names, and the hub cannot be")

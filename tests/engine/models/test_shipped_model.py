@@ -10,6 +10,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.datasets.tasks import grade, make_samples
 from kvserve.engine.models.hub import find_model
 from tests.checkpoints import greedy
+from tests.thinning import slow
 
 MODEL = "kvserve/tiny"
 TASKS = ["chain", "needle-512", "redundant-chain", "recall"]
@@ -18,8 +19,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 64, "max_num_seqs": 4}, {"num_gpu_blocks_override": 70}],
-    ids=["ample", "chunks", "small-pool"],
+    [
+        *slow({}, {"num_gpu_blocks_override": 70}),
+        {"max_num_batched_tokens": 64, "max_num_seqs": 4},
+    ],
+    ids=["ample", "small-pool", "chunks"],
 )
 def test_greedy_equals_transformers(settings: dict[str, Any]) -> None:
     llm = LLM(MODEL, dtype="float32", **settings)

@@ -98,14 +98,12 @@ for _name in BUDGETED:
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "argument"),
-    [(name, fields, argument) for name, rows in CASES.items() for fields, argument in rows],
-)
-def test_bad_arguments_are_named(name: str, fields: dict[str, Any], argument: str) -> None:
-    with pytest.raises(PolicyError, match=argument) as refused:
-        make_policy({"name": name, **fields})
-    assert refused.value.argument == argument
+@pytest.mark.parametrize("name", CASES)
+def test_bad_arguments_are_named(name: str) -> None:
+    for fields, argument in CASES[name]:
+        with pytest.raises(PolicyError, match=argument) as refused:
+            make_policy({"name": name, **fields})
+        assert refused.value.argument == argument, fields
 
 
 @pytest.mark.parametrize(

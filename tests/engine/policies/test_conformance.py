@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import Event
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.entry_format import FORMATS
+from kvserve.entry_format import FORMATS
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -27,12 +27,54 @@ from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongEntries
 from tests.engine.recorder import Choice, Record, Recorder
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow
 
-LABELS = [case.label for case in CASES]
 (IDS,) = random_prompts([PROMPT], seed=3)
 WINDOW = next(case.make().event_trigger.num_queries for case in CASES if case.policy == "kara")
 MATES = random_prompts([5, 60, 12, 29], seed=4)
-EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
+Spec = tuple[str, str, str]
+"""A kind of checkpoint, a layout and a cache's type."""
+
+
+def kinds(cases: Iterable[Case]) -> list[Case]:
+    """The first of each kind of trigger, and of each way to get queries."""
+    found: dict[Any, Case] = {}
+    for case in cases:
+        if case.policy != LongEntries.name:
+            policy = case.make()
+            kind = type(policy.event_trigger), policy.recomputed_reduction is None
+            found.setdefault(kind, case)
+    return list(found.values())
+
+
+def matrix(
+    specs: Iterable[Spec],
+    cases: Sequence[Case],
+    all_of: Container[Spec] = (),
+    slow: Sequence[Spec] = (),
+) -> pytest.MarkDecorator:
+    """Parametrize by a lab and a case: with all cases ``all_of`` these labs, else with one of each
+    kind. The other cases, and all of ``slow`` labs, are slow."""
+    params = []
+    for spec in (*specs, *slow):
+        quick = cases if spec in all_of else kinds(cases) if spec not in slow else []
+        for some, marks in ((quick, ()), ([c for c in cases if c not in quick], pytest.mark.slow)):
+            labels = tuple(case.label for case in some)
+            for case in some:
+                name = "-".join((*spec, case.label))
+                params.append(pytest.param((spec, labels), case, marks=marks, id=name))
+    return pytest.mark.parametrize(("lab", "case"), params, indirect=["lab"])
+
+
+EACH = matrix(
+    [("llama", "model", "auto"), ("qwen3", "head", "auto"), ("qwen3", "model", "k4v4")],
+    CASES,
+    all_of=[("llama", "model", "auto")],
+    slow=[
+        *(("llama", "layer", "auto"), ("llama", "head", "int8")),
+        *(("qwen3", "layer", "fp8"), ("qwen3", "model", "k8v4")),
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -222,28 +264,37 @@ def outsider() -> Iterator[None]:
     registry._entries.cache_clear()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("llama", "model", "auto"),
-        ("qwen3", "head", "auto"),
-        ("qwen3", "model", "k8v4"),
-        pytest.param(("llama", "layer", "auto"), marks=pytest.mark.slow),
-        pytest.param(("llama", "head", "int8"), marks=pytest.mark.slow),
-        pytest.param(("qwen3", "layer", "fp8"), marks=pytest.mark.slow),
-    ],
-    ids="-".join,
-)
-def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    kind, layout, form = request.param
-    return Lab(write_checkpoint(kind, tmp_path_factory.mktemp(kind)), layout, form)
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec, tuple[str, ...]], Lab]:
+    """Each is made once, and holds the runs of its cases."""
+    by_label = {case.label: case for case in CASES}
+
+    @cache
+    def made(spec: Spec, labels: tuple[str, ...]) -> Lab:
+        kind, layout, form = spec
+        # Every run of a lab is compared with what the full cache gives.
+        cases = [by_label[label] for label in dict.fromkeys(("none-0", *labels))]
+        directory = tmp_path_factory.mktemp(kind)
+        if form == "k4v4":
+            # Heads of 64 channels have two groups. A level is 16 times as far from the next as in 8
+            # bits.
+            wide = write_checkpoint(kind, directory, head_dim=64)
+            return Lab(wide, layout, form, cases, slack=3.0)
+        return Lab(write_checkpoint(kind, directory), layout, form, cases)
+
+    return made
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, labs: Callable[[Spec, tuple[str, ...]], Lab]) -> Lab:
+    return labs(*request.param)
 
 
 def test_every_policy_has_a_row() -> None:
     """Those that keep unequal counts are in test_uneven_engine.py."""
     even = {n for n in registry.policy_names() if policy_is_even(n)}
     assert {case.policy for case in CASES} == even
-    assert len(set(LABELS)) == len(LABELS)
+    assert len({case.label for case in CASES}) == len(CASES)
     assert {case.policy for case in CASES if case.roomy} == even - {"none"}
 
 
@@ -320,9 +371,7 @@ def test_guesses_do_not_matter(lab: Lab, case: Case) -> None:
     "chunk",
     [
         16,
-        4096,
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(WINDOW - 1, marks=pytest.mark.slow),
+        *slow(4096, 1, WINDOW - 1),
     ],
 )
 @EACH

@@ -6,6 +6,7 @@ gpt-oss has sinks too, which take part in every softmax; both run on transformer
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -29,34 +30,46 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("gpt-oss", "model", "auto"),
-        ("gemma3", "head", "auto"),
-        pytest.param(("gpt-oss", "layer", "k8v4"), marks=pytest.mark.slow),
-        pytest.param(("gemma3", "model", "int8"), marks=pytest.mark.slow),
+EACH = matrix.matrix(
+    [("gpt-oss", "model", "auto"), ("gemma3", "head", "auto")],
+    HERE,
+    slow=[
+        *(("gpt-oss", "layer", "k8v4"), ("gemma3", "layer", "k4v4"), ("gemma3", "model", "int8")),
     ],
-    ids="-".join,
 )
-def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> matrix.Lab:
-    kind, layout, form = request.param
-    directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind))
-    # gpt-oss multiplies two projections that grow as they like: so do float32's last bits.
-    # In 4 bits one level more or less is .2 in a logit; a change of its weights by 1e-6 takes
-    # transformers' own pass as far.
-    slack = {"auto": 3.0, "k8v4": 25.0}[form] if kind == "gpt-oss" else 1.0
-    return matrix.Lab(directory, layout, form, HERE, slack=slack)
+
+
+@pytest.fixture(scope="module")
+def labs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., matrix.Lab]:
+    by_label = {case.label: case for case in HERE}
+
+    @cache
+    def made(spec: matrix.Spec, labels: tuple[str, ...]) -> matrix.Lab:
+        kind, layout, form = spec
+        directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind))
+        # gpt-oss multiplies two projections that grow as they like: so do float32's last bits.
+        # In 4 bits one level more or less is .2 in a logit; a change of its weights by 1e-6 takes
+        # transformers' own pass as far.
+        slack = {"auto": 3.0, "k8v4": 25.0}[form] if kind == "gpt-oss" else 1.0
+        cases = [by_label[label] for label in dict.fromkeys(("none-0", *labels))]
+        return matrix.Lab(directory, layout, form, cases, slack=slack)
+
+    return made
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, labs: Callable[..., matrix.Lab]) -> matrix.Lab:
+    return labs(*request.param)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[5:])
-@pytest.mark.parametrize("case", HERE, ids=[case.label for case in HERE])
+@EACH
 def test_the_matrix(lab: matrix.Lab, case: Case, check: Callable[[matrix.Lab, Case], None]) -> None:
     check(lab, case)
 
 
 @pytest.mark.parametrize("swap_space", [0, 1])
-@pytest.mark.parametrize("case", HERE, ids=[case.label for case in HERE])
+@EACH
 def test_a_preempted_sequence_ends_up_the_same(
     lab: matrix.Lab, case: Case, swap_space: int
 ) -> None:
@@ -64,6 +77,6 @@ def test_a_preempted_sequence_ends_up_the_same(
 
 
 @pytest.mark.parametrize("hits", [False, True])
-@pytest.mark.parametrize("case", HERE, ids=[case.label for case in HERE])
+@EACH
 def test_neither_chunks_nor_hits_matter(lab: matrix.Lab, case: Case, hits: bool) -> None:
     matrix.test_neither_chunks_nor_hits_matter(lab, case, 16, hits)

@@ -11,6 +11,8 @@ import pytest
 
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import policy_class, policy_names
+from tests.thinning import slow
+from tests.waiting import WAIT
 
 HERE = Path(__file__).parent
 MATRIX = ("cases.py", "uneven.py")
@@ -32,7 +34,7 @@ def test_a_policy_has_a_worked_example(name: str) -> None:
     assert any(line.search(file.read_text()) for file in tests)
 
 
-@pytest.mark.parametrize("module", ["adakv", "chunkkv", "base", "registry"])
+@pytest.mark.parametrize("module", ["adakv", *slow("chunkkv", "base", "registry")])
 def test_a_module_can_be_the_first_one_imported(module: str) -> None:
     command = [sys.executable, "-c", f"import kvserve.engine.policies.{module}"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=WAIT)

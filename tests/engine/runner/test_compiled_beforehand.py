@@ -21,6 +21,7 @@ from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.engine.guesses import LOOKUP, always_guess
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
+from tests.thinning import slow
 
 WINDOW = {"budget": 16, "window": 4}
 THRESHOLD = {"trigger": "threshold", "threshold": 24}
@@ -48,7 +49,8 @@ CASES |= {
     "spindlekv-raw": {"name": "spindlekv", "window": 4, "codebook": False},
 }
 
-QUICK = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv", "triattention"}
+OFTEN = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv", "triattention"}
+QUICK = {"kara", "spindlekv"}
 
 
 def test_no_policy_is_left_out() -> None:
@@ -66,10 +68,12 @@ def cases() -> Iterator[Any]:
     """A policy, a layout and a type of cache; most of them are slow together."""
     for name, policy in CASES.items():
         for i, layout in enumerate(layouts(policy)):
-            for form in ("auto", "k8v4"):
+            for form in ("auto", "k8v4", "k4v4"):
                 if form == "auto" or name != "spindlekv":
-                    quick = name in QUICK and i == 0 and form == "auto"
-                    yield pytest.param(name, layout, form, marks=[] if quick else pytest.mark.slow)
+                    first = i == 0 and form == "auto"
+                    marks = [] if first and name in QUICK else [pytest.mark.slow]
+                    marks += [pytest.mark.device] * (first and name in OFTEN)
+                    yield pytest.param(name, layout, form, marks=marks)
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")
@@ -94,8 +98,8 @@ def test_nothing_is_compiled_for_a_request(
 
 
 @pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("sizes", [(), (1, 3, 6)], ids=["eager", "captured"])
-@pytest.mark.parametrize("policy", ["none", "kara"])
+@pytest.mark.parametrize("sizes", [*slow(()), (1, 3, 6)], ids=["eager", "captured"])
+@pytest.mark.parametrize("policy", [*slow("none"), "kara"])
 def test_nothing_is_compiled_for_guesses(
     policy: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

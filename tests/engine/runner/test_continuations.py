@@ -28,6 +28,7 @@ from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow, thinned
 
 TURNS = (37, 23, 5, 31)
 """New tokens in each turn's prompt."""
@@ -144,9 +145,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("layout", "mode"),
-    [*((layout, "overlapped") for layout in ("model", "layer", "head")), ("model", "plain"),
-     ("head", "chunks")],
-)  # fmt: skip
+    [
+        *((layout, "overlapped") for layout in ("model", "layer", "head")),
+        pytest.param("model", "plain", marks=pytest.mark.slow),
+        ("head", "chunks"),
+    ],
+)
 def test_turns_are_one_sequence(
     llama_dir: Path, layout: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +180,7 @@ def test_turns_are_one_sequence(
     check_integrity(llm)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "k8v4"])
+@pytest.mark.parametrize("dtype", [*slow("auto", "k8v4"), "k4v4"])
 def test_logs_in_fewer_bits(llama_dir: Path, dtype: str) -> None:
     """Kara as it comes, whose queries are logged in 4 bits, over entries in fewer bits or not."""
     settings: dict[str, Any] = {"block_size": 16, "kv_cache_dtype": dtype}
@@ -197,16 +201,16 @@ def test_turns_are_not_protected_where_none_goes_on(llama_dir: Path) -> None:
     assert refused.value.param == "kv_policy.protect_turns"
 
 
-@pytest.mark.parametrize("swap_space", [0, 1 / 512])
-@pytest.mark.parametrize(
-    ("layout", "policy"),
-    [
-        ("model", KARA),
-        ("model", {**KARA, "query_source": "recompute", "protect_turns": True}),
-        ("model", {"name": "snapkv", "budget": 24, "window": 4}),
-        ("layer", UNEVEN_CASES["pyramidkv"]),
-    ],
-    ids=["kara", "protected", "snapkv", "pyramidkv"],
+@thinned(
+    {
+        "layout,policy": [
+            ("model", KARA),
+            ("model", {**KARA, "query_source": "recompute", "protect_turns": True}),
+            ("model", {"name": "snapkv", "budget": 24, "window": 4}),
+            ("layer", UNEVEN_CASES["pyramidkv"]),
+        ],
+        "swap_space": [0, 1 / 512],
+    }
 )
 def test_followers_that_make_way(
     llama_dir: Path, layout: str, policy: dict[str, Any], swap_space: float
@@ -232,9 +236,11 @@ def test_followers_that_make_way(
 
 @pytest.mark.parametrize(
     ("layout", "policy"),
-    [("model", LEAVING[0]), ("model", {"name": "snapkv", "budget": 24, "window": 4}),
-     ("layer", UNEVEN_CASES["pyramidkv"])],
-    ids=["kara", "snapkv", "pyramidkv"],
+    [
+        ("model", LEAVING[0]),
+        ("layer", UNEVEN_CASES["pyramidkv"]),
+    ],
+    ids=["kara", "pyramidkv"],
 )  # fmt: skip
 def test_wrong_guesses_are_nothing_to_the_next_turn(
     llama_dir: Path, layout: str, policy: dict[str, Any]
@@ -254,7 +260,7 @@ def test_wrong_guesses_are_nothing_to_the_next_turn(
     check_integrity(llm)
 
 
-@pytest.mark.parametrize("layout", ["model", "layer"])
+@pytest.mark.parametrize("layout", [*slow("model"), "layer"])
 def test_histories_that_were_dropped_are_computed_as_they_were(
     llama_dir: Path, layout: str
 ) -> None:
@@ -286,7 +292,7 @@ def test_histories_that_were_dropped_are_computed_as_they_were(
     check_integrity(llm)
 
 
-@pytest.mark.parametrize("layout", ["model", "head"])
+@pytest.mark.parametrize("layout", [*slow("model"), "head"])
 def test_conversations_that_come_back_from_host_memory(llama_dir: Path, layout: str) -> None:
     """On a pool that cannot hold all of them; free blocks are spoilt at once."""
     settings: dict[str, Any] = {"kv_layout": layout, "continuations": "on"}
@@ -360,6 +366,7 @@ def test_flags(llama_dir: Path) -> None:
     assert rows["continuations"][0] == "on" and "prefix cache" in rows["continuations"][1]
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_as_one_does(tmp_path: Path) -> None:
     """Each rank copies blocks of its own heads, and a follower goes on in both."""
     directory = write_checkpoint("llama", tmp_path, vocab_size=129)

@@ -23,7 +23,9 @@ from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.test_pressure import watch
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow, thinned
 
+pytestmark = pytest.mark.device
 SIZES = (3, 17, 40)
 TOKENS = 40
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
@@ -76,8 +78,7 @@ def count_steps(llm: LLM) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["padded", "recorded"])
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
+@thinned({"layout": ["head", "model", "layer"], "sizes": [SIZES, ()]})
 def test_every_policy_generates_what_it_does_without(
     llama_dir: Path, layout: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_every_policy_generates_what_it_does_without(
     assert stats.blocks_released_total == expected.blocks_released_total > 0
 
 
+@pytest.mark.slow
 def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
     """And its model is one that the kernels run."""
     assert read_spec(llama_dir).head_dim in HEAD_DIMS
@@ -120,7 +122,9 @@ def test_no_policy_is_left_out() -> None:
     assert {spec["name"] for spec in [*EVEN, *UNEVEN_CASES.values()]} == set(policy_names())
 
 
-@pytest.mark.parametrize("policy", [KARA, {"name": "h2o", "budget": 24}], ids=["kara", "h2o"])
+@pytest.mark.parametrize(
+    "policy", [*slow(KARA), {"name": "h2o", "budget": 24}], ids=["kara", "h2o"]
+)
 def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: Any) -> None:
     """Swaps, recomputation and freed blocks that are spoilt, all between replays; and nothing that
     a graph reads or writes has moved."""
@@ -212,13 +216,9 @@ def test_the_startup_table_says_what_is_captured(
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),
         ({"enforce_eager": True}, "--enforce-eager captures no graphs"),
-        (
-            {"policy": "spindlekv", "block_size": 16, "code_attention": "rebuild"},
-            "codes are rebuilt in each step",
-        ),
         ({"max_num_seqs": 2}, "all are above --max-num-seqs 2"),
     ],
-    ids=["backend", "eager", "codes", "sizes"],
+    ids=["backend", "eager", "sizes"],
 )
 def test_sizes_that_cannot_be_captured_are_refused(
     llama_dir: Path, settings: dict[str, Any], message: str

@@ -15,6 +15,7 @@ from kvserve.kernels.attention import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
 from tests.meta_device import KARA, small_engine
 
+pytestmark = pytest.mark.device
 VIEWS = {
     *("view", "slice", "select", "transpose", "expand", "unsqueeze", "squeeze", "split", "unbind"),
     *("t", "permute", "as_strided", "detach", "alias", "unfold", "_unsafe_view", "flatten"),

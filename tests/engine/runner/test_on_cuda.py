@@ -23,7 +23,9 @@ from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow
 
+pytestmark = pytest.mark.device
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
 GRAPHS: dict[str, Any] = {
@@ -40,7 +42,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "policy",
-    [KARA, {"name": "adakv", "budget": 8, "window": 4}],
+    [KARA, *slow({"name": "adakv", "budget": 8, "window": 4})],
     ids=lambda policy: policy["name"],
 )
 def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: Any) -> None:
@@ -55,6 +57,7 @@ def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: A
     assert queue.streams == 1, "a stream has a workspace of cuBLAS"
 
 
+@pytest.mark.slow
 def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
     policies = [KARA] * len(PROMPTS)
     expected = generate(make_plain(tiny_dir, KARA), PROMPTS, policies)

@@ -19,6 +19,7 @@ from kvserve.scheduler.step.recovery import start_over
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
 from tests.engine.test_pressure import POISON
+from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -70,9 +71,14 @@ PLACES: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["none", KARA, {"name": "adakv", "budget": 8, "window": 4}])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@thinned(
+    {
+        "overlaps": [False, True],
+        "place": list(PLACES),
+        "policy": [KARA, {"name": "adakv", "budget": 8, "window": 4}, "none"],
+    },
+    together=2,
+)
 def test_the_newest_ends_and_the_others_go_on(
     llama_dir: Path, place: str, policy: Any, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

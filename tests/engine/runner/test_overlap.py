@@ -32,6 +32,7 @@ from tests.engine.runner.test_cuda_graph import (
 )
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import thinned
 
 
 def follow(llm: LLM) -> list[int]:
@@ -54,8 +55,7 @@ def follow(llm: LLM) -> list[int]:
     return depth
 
 
-@pytest.mark.parametrize("layout", ["model", "layer", "head"])
-@pytest.mark.parametrize("sizes", [(), SIZES], ids=["eager", "padded"])
+@thinned({"layout": ["head", "model", "layer"], "sizes": [(), SIZES]})
 def test_every_policy_generates_what_a_plain_loop_does(
     llama_dir: Path, layout: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,17 +94,17 @@ def test_every_policy_generates_what_a_plain_loop_does(
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
 
-@pytest.mark.parametrize("swap_space", [0, 1 / 2048])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        KARA,
-        {**KARA, "query_source": "recompute"},
-        {"name": "h2o", "budget": 24},
-        {"name": "adakv", "budget": 8, "window": 4},
-        {"name": "spindlekv", "flush_every": 16, "ratio": 0.5, "raw_fallback": False},
-    ],
-    ids=["kara", "recompute", "h2o", "adakv", "spindlekv"],
+@thinned(
+    {
+        "policy": [
+            KARA,
+            {**KARA, "query_source": "recompute"},
+            {"name": "h2o", "budget": 24},
+            {"name": "adakv", "budget": 8, "window": 4},
+            {"name": "spindlekv", "flush_every": 16, "ratio": 0.5, "raw_fallback": False},
+        ],
+        "swap_space": [0, 1 / 2048],
+    }
 )
 def test_freed_blocks_are_not_read_again(llama_dir: Path, policy: Any, swap_space: float) -> None:
     """A tiny pool whose free blocks are spoilt at once, with sequences that make way while a token
@@ -221,8 +221,7 @@ def test_an_abort_between_steps(llama_dir: Path) -> None:
         assert ended[str(i)].outputs == expected[i].outputs
 
 
-@pytest.mark.parametrize("layout", ["model", "head"])
-@pytest.mark.parametrize("sizes", [(), SIZES], ids=["eager", "padded"])
+@thinned({"layout": ["model", "head"], "sizes": [(), SIZES]})
 def test_steps_overlap_while_nothing_is_guessed(
     llama_dir: Path, sizes: tuple[int, ...], layout: str
 ) -> None:

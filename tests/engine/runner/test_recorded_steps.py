@@ -32,6 +32,7 @@ from tests.engine.runner.test_cuda_graph import (
 from tests.engine.runner.test_speculation import answers, guessing, run
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow, thinned
 
 
 def recorded_steps(llm: LLM) -> RecordedSteps:
@@ -40,7 +41,7 @@ def recorded_steps(llm: LLM) -> RecordedSteps:
     return graphs
 
 
-@pytest.mark.parametrize("dtype", ["auto", "int8", "k8v4", "fp8"])
+@pytest.mark.parametrize("dtype", ["auto", *slow("int8", "fp8", "k8v4"), "k4v4"])
 def test_logits_are_equal_bit_for_bit(llama_dir: Path, dtype: str) -> None:
     """Over every form of cache, with swaps and recomputation; freed numbers are spoilt."""
     settings: dict[str, Any] = {"kv_cache_dtype": dtype, "block_size": 16}
@@ -90,8 +91,7 @@ def test_a_step_is_planned_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch
     assert steps > TOKENS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2"])
+@thinned({"name": ["gemma2", "gemma3", "granite", "olmo2"], "dtype": ["float32", "bfloat16"]})
 def test_other_families(name: str, dtype: str, tmp_path: Path) -> None:
     """Norms in float32, GELU, norms behind and scaled residuals: the same tokens as without."""
     write_checkpoint(name, tmp_path)

@@ -25,6 +25,7 @@ from tests.engine.guesses import LOOKUP, SPECULATIVE, Oracle, always_guess
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, generate, make_llm, make_plain
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 
@@ -183,9 +184,7 @@ def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, An
     assert oracle.guessed > oracle.confirmed > 20
 
 
-@pytest.mark.parametrize("layout", ["model", "head"])
-@pytest.mark.parametrize("sizes", [(2, 3, 8), ()], ids=["padded", "recorded"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@thinned({"kind": ["llama", "gemma3"], "sizes": [(), (2, 3, 8)], "layout": ["model", "head"]})
 def test_chunks_are_captured_too(
     kind: str, sizes: tuple[int, ...], layout: str, tmp_path: Path
 ) -> None:
@@ -235,8 +234,10 @@ def test_a_step_that_fails_or_finds_no_memory(llama_dir: Path) -> None:
     params = [SamplingParams(temperature=0.0, max_tokens=40 + i, ignore_eos=True) for i in range(3)]
     outputs = run(llm, params)
     reasons = [output.outputs[0].finish_reason for output in outputs]
-    assert reasons == ["length", "error", "error"] and oracle.guessed
-    assert outputs[0].outputs[0].token_ids == plain[0]
+    # A failure that does not come again ends nobody; of too little memory, the newest ends.
+    assert reasons == ["length", "length", "error"] and oracle.guessed
+    for output, tokens in zip(outputs[:2], plain, strict=False):
+        assert output.outputs[0].token_ids[: len(tokens)] == tokens
     core.scheduler.check_integrity()
 
 

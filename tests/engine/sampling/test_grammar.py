@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import EngineConfig
+from kvserve.engine.sampling import grammar
 from kvserve.engine.sampling.grammar import GrammarCompiler
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
 
@@ -118,22 +120,41 @@ def test_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -
     assert set(np.flatnonzero(allowed[1])) == {a}
 
 
-def test_without_a_tokenizer_or_a_backend(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--grammar-backend"):
+def test_what_grammars_take_is_given_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bombs left 644 MiB: some are refused, and some compile and are never asked for again."""
+    grows, trims, mib = list[int](), list[int](), 2**20
+
+    def resident_bytes(held: list[int] = [0]) -> int:  # noqa: B006
+        held[0] += grows[-1]
+        return held[0]
+
+    def fail(wanted: StructuredOutput) -> Any:
+        raise RequestError("no")
+
+    monkeypatch.setattr(grammar, "resident_bytes", resident_bytes)
+    monkeypatch.setattr(grammar, "trim_memory", lambda: trims.append(grows[-1]))
+    grammars = compiler(llm)
+    for grows_by, kept in ((mib, 32), (9 * mib, 0)):
+        grows.append(grows_by)
+        grammars._compiled.clear()
+        for i in range(40):
+            grammars.compile(StructuredOutput.parse({"regex": f"a{{{i + 1}}}"}))
+        assert len(grammars._compiled) == kept
+    assert not trims
+    monkeypatch.setattr(grammars, "_make", fail)
+    for grows_by in (mib, 100 * mib):
+        grows.append(grows_by)
+        with pytest.raises(RequestError) as refused:
+            grammars.compile(StructuredOutput.parse({"regex": "b"}))
+        frames = list(traceback.walk_tb(refused.value.__traceback__))
+        assert frames[-1][0].f_code.co_name == "compile" and refused.value.__context__ is None
+    assert trims == [100 * mib]
+    for _ in range(64):
+        grammars.ended()
+    assert len(trims) == 2
+
+
+def test_other_libraries_are_refused(llm: LLM) -> None:
+    compiler(llm, grammar_backend="llguidance")
+    with pytest.raises(ConfigError, match="--grammar-backend: llguidance compiles all grammars"):
         compiler(llm, grammar_backend="xgrammar")
-
-
-def test_xgrammar_allows_the_same(llm: LLM) -> None:
-    pytest.importorskip("xgrammar")
-    spec = StructuredOutput.parse({"json": SCHEMA})
-    masks = np.zeros((2, 10), np.int32)
-    matchers = [
-        compiler(llm, grammar_backend=name).compile(spec) for name in ("llguidance", "xgrammar")
-    ]
-    assert llm.tokenizer is not None
-    for token in llm.tokenizer.encode('{"a": 1, "b": "x"}', add_special_tokens=False):
-        for matcher, mask in zip(matchers, masks, strict=True):
-            matcher.fill(mask)
-            assert matcher.accept(token)
-        assert (masks[0] == masks[1]).all()

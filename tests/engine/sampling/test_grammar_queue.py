@@ -10,6 +10,7 @@ from kvserve.engine.core.grammar_queue import GrammarQueue
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling.grammar import GrammarCompiler
 from kvserve.sampling_params import StructuredOutput
+from tests.waiting import WAIT
 
 
 class NotingCompiler:
@@ -20,7 +21,7 @@ class NotingCompiler:
         self.queued = threading.Event()
 
     def compile(self, wanted: StructuredOutput) -> Any:
-        self.queued.wait(10)
+        assert self.queued.wait(WAIT)
         self.order.append(wanted.value)
         return object()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvserve.kernels.cpu import build, levels, prebuild
+from tests.waiting import WAIT
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -28,15 +29,15 @@ def start_build(**environment: str) -> subprocess.Popen[str]:
 
 def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
     started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
-    (library,) = {process.communicate(timeout=60)[0].strip() for process in started}
+    (library,) = {process.communicate(timeout=WAIT)[0].strip() for process in started}
     assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
 
 
 def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
     """As one made on another system that shares the home."""
-    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=WAIT)[0].strip()
     Path(library).write_text("")
-    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    again = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=WAIT)[0].strip()
     assert again == library and Path(library).stat().st_size
 
 
@@ -56,14 +57,14 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
-    library = Path(process.communicate(timeout=60)[0].strip())
+    library = Path(process.communicate(timeout=WAIT)[0].strip())
     assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
 
 
 def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    library = Path(process.communicate(timeout=60)[0].strip())
+    library = Path(process.communicate(timeout=WAIT)[0].strip())
     assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
     assert library.parent.stat().st_mode & 0o077 == 0
 
@@ -93,7 +94,7 @@ exec {shutil.which("g++")} "$@"
 def test_a_full_disk_leaves_the_next_folder(tmp_path: Path) -> None:
     path = compiler_without_room(tmp_path, "/cache/")
     process = start_build(XDG_CACHE_HOME=str(tmp_path / "cache"), TMPDIR=str(tmp_path), PATH=path)
-    library = Path(process.communicate(timeout=60)[0].strip())
+    library = Path(process.communicate(timeout=WAIT)[0].strip())
     assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
     assert not list((tmp_path / "cache" / "kvserve").iterdir())
     # The compiler's own files are tried where the library goes, not on a third disk.
@@ -117,7 +118,7 @@ def test_full_disks_leave_torch_and_the_table_says_so(tmp_path: Path) -> None:
         [sys.executable, "-c", START],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT,
         env={**others, "XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path), "PATH": path},
     )
     assert done.returncode == 0, done.stderr

@@ -15,12 +15,19 @@ from tests.kernels.on_triton.test_triton_decode_inputs import (
     buffers,
     some_rows,
 )
+from tests.thinning import thinned
 
 
-@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
-@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (3, 1), (3, 2), (33, 8)])
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)])
-@pytest.mark.parametrize(("block", "log_block"), [(4, 5), (16, 256), (64, 3)])
+@thinned(
+    {
+        "logs": [False, True],
+        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
+        "size,count": [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)],
+        "block,log_block": [(4, 5), (16, 256), (64, 3)],
+    },
+    together=2,
+    rest=False,
+)
 def test_inputs(
     groups: int, heads: int, size: int, count: int, logs: bool, block: int, log_block: int
 ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from kvserve.kernels import elementwise as reference
 from kvserve.kernels.cpu import elementwise as compiled
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-tokens = pytest.mark.parametrize("tokens", [0, 1, 5, 700])
+TOKENS = [0, 1, 5, 700]
+tokens = pytest.mark.parametrize("tokens", TOKENS)
+EACH: dict[str, Sequence[Any]] = {"dtype": list(TOLERANCE), "tokens": TOKENS}
 
 
 def assert_alike(one: Tensor, other: Tensor) -> None:
@@ -25,9 +29,7 @@ def assert_alike(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 48, 131])
+@thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = 3 * torch.randn(tokens, width, dtype=dtype), torch.randn(width, dtype=dtype)
@@ -43,9 +45,7 @@ def test_rms_norm_of_heads_within_a_wider_row(dtype: torch.dtype) -> None:
         )
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 48, 131])
+@thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, added = 3 * torch.randn(2, tokens, width, dtype=dtype)
@@ -55,9 +55,7 @@ def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(normed, compiled.rms_norm(whole, weight, 1e-5))
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 32, 70])
+@thinned({**EACH, "width": [8, 32, 70]}, together=2, rest=False)
 def test_rotate(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(tokens, 4, width, dtype=dtype)
@@ -125,9 +123,7 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Tensor]) -> None:
         call()
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 48, 131])
+@thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_wide_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = 3 * torch.randn(tokens, width).to(dtype), torch.randn(width)
@@ -136,9 +132,7 @@ def test_wide_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
         compiled.wide_rms_norm(x, weight.double(), 1e-5)
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 32, 70])
+@thinned({**EACH, "width": [8, 32, 70]}, together=2, rest=False)
 def test_gelu_and_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (2 * torch.randn(tokens, 2 * width)).to(dtype)

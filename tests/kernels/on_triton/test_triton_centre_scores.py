@@ -11,13 +11,14 @@ from kvserve.kernels.scores.centre_scores import (
     centre_scores_triton,
 )
 from tests.kernels.test_centre_scores import case
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.mark.parametrize("future", FUTURES)
-@pytest.mark.parametrize(("dim", "group"), [(16, 1), (128, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@thinned(
+    {"future": FUTURES, "dim,group": [(16, 1), (128, 3)], "dtype": [torch.float32, torch.float16]}
+)
 def test_against_the_reference(
     device: str, dim: int, group: int, dtype: torch.dtype, future: str
 ) -> None:

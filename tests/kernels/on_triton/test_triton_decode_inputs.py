@@ -20,6 +20,7 @@ from kvserve.kernels.decode_inputs import (
     decode_inputs_torch,
     decode_inputs_triton,
 )
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 ROWS, COLUMNS = 7, 9
@@ -56,9 +57,14 @@ def assert_same(one: RowTables | DecodeInputs, other: RowTables | DecodeInputs) 
         assert same, field.name
 
 
-@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
-@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (3, 1), (3, 2), (33, 8)])
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)])
+@thinned(
+    {
+        "logs": [False, True],
+        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
+        "size,count": [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)],
+    },
+    rest=False,
+)
 def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> None:
     """Twice: the second step goes where the first one's count says."""
     rows = some_rows(groups, heads)
@@ -83,6 +89,12 @@ def test_block_sizes(block: int, log_block: int) -> None:
 FORMS = pytest.mark.parametrize(
     "fill", [decode_inputs_triton, compiled], ids=["triton", "compiled"]
 )
+CHUNKS = {
+    "ragged": ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
+    "padded": ([0, 4, 8, 12], [1, 4, 2]),
+    "one": ([0, 3], [3]),
+    "skipped": ([0, 2, 4], [0, 2]),
+}
 
 
 def chunks_of(starts: list[int], lengths: list[int]) -> Chunks:
@@ -92,29 +104,25 @@ def chunks_of(starts: list[int], lengths: list[int]) -> Chunks:
 
 
 @FORMS
-@pytest.mark.parametrize("logs", [False, True], ids=["plain", "logged"])
-@pytest.mark.parametrize(("groups", "heads"), [(1, 1), (3, 2), (33, 8)])
-@pytest.mark.parametrize(
-    ("starts", "lengths"),
-    [
-        ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
-        ([0, 4, 8, 12], [1, 4, 2]),
-        ([0, 3], [3]),
-        ([0, 2, 4], [0, 2]),
-    ],
-    ids=["ragged", "padded", "one", "skipped"],
+@thinned(
+    {
+        "logs": [False, True],
+        "groups,heads": [(1, 1), (3, 2), (33, 8)],
+        "chunked": list(CHUNKS),
+        "behind": [0, 1],
+    },
+    rest=False,
 )
-@pytest.mark.parametrize("behind", [0, 1])
 def test_chunks(
     fill: FillInputs,
     groups: int,
     heads: int,
-    starts: list[int],
-    lengths: list[int],
+    chunked: str,
     behind: int,
     logs: bool,
 ) -> None:
     """Twice; the last row may be ``behind`` those of the step."""
+    starts, lengths = CHUNKS[chunked]
     rows = some_rows(groups, heads, block=6, log_block=7)
     rows.num_computed.clamp_(max=7 * COLUMNS - 9)
     rows.kv_lens.clamp_(max=6 * COLUMNS - 9)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
+from tests.thinning import thinned
 
 # The interpreter rounds to bfloat16 in its own way: that is for a GPU.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] * torch.cuda.is_available())]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-tokens = pytest.mark.parametrize("tokens", [0, 1, 5])
+TOKENS = [0, 1, 5]
+tokens = pytest.mark.parametrize("tokens", TOKENS)
+EACH: dict[str, Sequence[Any]] = {"dtype": DTYPES, "tokens": TOKENS}
 
 
 def assert_alike(one: Tensor, other: Tensor) -> None:
@@ -29,9 +33,7 @@ def assert_alike(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 48, 131, 1024])
+@thinned({**EACH, "width": [8, 48, 131, 1024]}, rest=False)
 def test_rms_norm(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     x, weight = 3 * torch.randn(tokens, width), torch.randn(width)
     x, weight = x.to(dtype), weight.to(dtype)
@@ -45,9 +47,7 @@ def test_rms_norm_of_heads_within_a_wider_row(device: str, dtype: torch.dtype) -
         assert_alike(rms_norm_triton(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [8, 48, 131, 1024])
+@thinned({**EACH, "width": [8, 48, 131, 1024]}, rest=False)
 def test_add_rms_norm(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     x, added, weight = torch.randn(tokens, width), torch.randn(tokens, width), torch.randn(width)
     x, added, weight = x.to(dtype), added.to(dtype), weight.to(dtype)
@@ -56,9 +56,7 @@ def test_add_rms_norm(device: str, tokens: int, width: int, dtype: torch.dtype) 
     assert torch.equal(normed, rms_norm_triton(whole, weight, 1e-5))
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize(("heads", "dim"), [(1, 8), (3, 64), (5, 70)])
+@thinned({**EACH, "heads,dim": [(1, 8), (3, 64), (5, 70)]}, rest=False)
 def test_rotate(device: str, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     qkv = torch.randn(tokens, heads + 2, dim).to(dtype)
     cos, sin = torch.randn(2, tokens, 1, dim).to(dtype)
@@ -67,9 +65,7 @@ def test_rotate(device: str, tokens: int, heads: int, dim: int, dtype: torch.dty
     )
 
 
-@dtypes
-@tokens
-@pytest.mark.parametrize("width", [37, 1500])
+@thinned({**EACH, "width": [37, 1500]}, rest=False)
 def test_silu_and_mul(device: str, tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = (4 * torch.randn(tokens, 2 * width + 3)).to(dtype)[:, : 2 * width]
     assert_alike(silu_and_mul_triton(gate_up), reference.silu_and_mul(gate_up))

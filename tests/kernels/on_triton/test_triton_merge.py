@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.entry_format import FORMATS
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 from tests.kernels.coded_case import coded_case
@@ -19,6 +19,7 @@ from tests.kernels.on_triton.test_triton_paged_attention import TOLERANCE, Case
 from tests.kernels.on_triton.test_triton_quantized import Rows
 from tests.kernels.on_triton.test_triton_windows import windowed
 from tests.kernels.test_remainder import random_remainder
+from tests.thinning import thinned
 
 Inputs = tuple[Any, dict[str, Any]]
 """What attention takes, without and with names."""
@@ -79,6 +80,7 @@ CASES: dict[str, Callable[[], Inputs]] = {
     "codes": of_codes,
     "int8": partial(of_levels, "int8"),
     "k8v4": partial(of_levels, "k8v4"),
+    "k4v4": partial(of_levels, "k4v4"),
 }
 
 
@@ -90,8 +92,7 @@ def results(given: Inputs, num_splits: int) -> list[Tensor]:
     return [out, more["shares"].out.clone()] if "shares" in more else [out]
 
 
-@pytest.mark.parametrize("num_splits", [2, 4, 19])
-@pytest.mark.parametrize("case", CASES)
+@thinned({"case": list(CASES), "num_splits": [2, 4, 19]})
 def test_parts_add_up_to_the_whole(case: str, num_splits: int) -> None:
     """And what no program has written is not read."""
     given = CASES[case]()

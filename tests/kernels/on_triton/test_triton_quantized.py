@@ -7,21 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
 
 pytestmark = pytest.mark.usefixtures("device")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-BLOCK, DIM = 16, 32
+BLOCK, DIM = 16, 64
 
 
-def new_blocks(form: EntryFormat, blocks: int = 8, heads: int = 2) -> QuantizedBlocks:
-    pool = torch.full((blocks, 2, heads * form.lane_bytes(BLOCK, DIM)), 7, dtype=torch.uint8)
-    return QuantizedBlocks(pool, form, BLOCK, DIM)
+def new_blocks(
+    form: EntryFormat, blocks: int = 8, heads: int = 2, dim: int = DIM
+) -> QuantizedBlocks:
+    pool = torch.full((blocks, 2, heads * form.lane_bytes(BLOCK, dim)), 7, dtype=torch.uint8)
+    return QuantizedBlocks(pool, form, BLOCK, dim)
 
 
 @EACH
@@ -56,18 +58,20 @@ def test_store_gather_and_move(form: EntryFormat, dtype: torch.dtype) -> None:
 class Rows:
     """Three rows of tables, one of them nobody's, over the second of two layers."""
 
-    def __init__(self, form: EntryFormat, tables: int, group: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, form: EntryFormat, tables: int, group: int, dtype: torch.dtype, dim: int = DIM
+    ) -> None:
         heads, columns, self.held = 2 // tables, 3, [40, 21]
-        self.blocks = new_blocks(form, 20, heads)
+        self.blocks = new_blocks(form, 20, heads, dim)
         names = torch.randperm(19)[: 2 * tables * columns] + 1
         own = names.view(2, tables, columns)
         self.tables = torch.cat([own, torch.full((1, tables, columns), -1)]).int()
         for row, length in enumerate(self.held):
             place = torch.arange(length)
             slots = own[row][:, place // BLOCK] * BLOCK + place % BLOCK
-            k, v = torch.randn(2, length, 2, DIM)
+            k, v = torch.randn(2, length, 2, dim)
             TORCH.store(self.blocks, 1, slots, k, v + 0.3)
-        self.q = torch.randn(64, 2 * group, DIM).to(dtype)
+        self.q = torch.randn(64, 2 * group, dim).to(dtype)
         self.per_row = tables
 
     def arguments(self, lengths: list[int]) -> tuple[Any, ...]:
@@ -81,11 +85,11 @@ class Rows:
 
 
 @EACH
-@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize(("tables", "dim"), [(1, 32), (1, 64), (2, 128)])
 @pytest.mark.parametrize("lengths", [[1, 1], [9, 4]], ids=["decode", "chunks"])
-def test_attention(form: EntryFormat, tables: int, lengths: list[int]) -> None:
+def test_attention(form: EntryFormat, tables: int, dim: int, lengths: list[int]) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16
-    case = Rows(form, tables, 2, dtype).arguments(lengths)
+    case = Rows(form, tables, 2, dtype, dim).arguments(lengths)
     within = 1e-5 if dtype is torch.float32 else 4e-3
     expected = paged_attention_torch(*case)
     for splits in (1, 2):

@@ -7,24 +7,26 @@ import torch
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
-@pytest.mark.parametrize(
-    ("count", "keep", "budget", "max_chunk"),
-    [
-        (1, 1, 0, 8),
-        (9, 9, 4, 4),
-        (16, 11, 9, 3),
-        (17, 6, 3, 8),  # a budget of less than a chunk
-        (40, 12, 11, 4),  # a single token leaves no gap
-        (100, 30, 24, 5),
-        (100, 44, 8, 6),  # many gaps compete for two chunks
-        (480, 144, 16, 8),
-    ],
+@thinned(
+    {
+        "count,keep,budget,max_chunk": [
+            (1, 1, 0, 8),
+            (9, 9, 4, 4),
+            (16, 11, 9, 3),
+            (17, 6, 3, 8),  # a budget of less than a chunk
+            (40, 12, 11, 4),  # a single token leaves no gap
+            (100, 30, 24, 5),
+            (100, 44, 8, 6),  # many gaps compete for two chunks
+            (480, 144, 16, 8),
+        ],
+        "levels": [2, 9, None],
+    }
 )
-@pytest.mark.parametrize("levels", [2, 9, None])
 def test_places(count: int, keep: int, budget: int, max_chunk: int, levels: int | None) -> None:
     """``levels``: so many different scores only."""
     scores = torch.rand(2, 3, count) ** 4

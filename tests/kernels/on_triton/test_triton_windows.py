@@ -11,6 +11,7 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 from tests.kernels.on_triton.test_triton_paged_attention import TOLERANCE, Case
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -35,9 +36,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("window", [1, 20, 100])
-@pytest.mark.parametrize("shape", SHAPES)
+@thinned({"shape": SHAPES, "window": [1, 20, 100], "num_splits": [1, 3]})
 def test_windows(shape: tuple, window: int, num_splits: int) -> None:
     *sizes, chunks = shape
     case = Case(*(*sizes, [200, 2, 3, 65], chunks))
@@ -48,9 +47,7 @@ def test_windows(shape: tuple, window: int, num_splits: int) -> None:
     torch.testing.assert_close(found, paged_attention_torch(*how), atol=within, rtol=within)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("cap", [0.0, 1.5])
-@pytest.mark.parametrize("window", [30, None])
+@thinned({"window": [30, None], "cap": [0.0, 1.5], "num_splits": [1, 3]})
 def test_sinks_and_capped_logits(window: int | None, cap: float, num_splits: int) -> None:
     case = Case(1, 2, 2, 32, 16, torch.float32, [200, 0, 3, 65], [40, 1, 3, 33])
     q, keys, values, tables, chunks, scale = case.inputs

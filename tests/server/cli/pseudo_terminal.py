@@ -13,7 +13,7 @@ import termios
 import threading
 from types import TracebackType
 
-from tests.server.conftest import wait_until
+from tests.waiting import WAIT, wait_until
 
 
 class Pty:
@@ -51,17 +51,17 @@ class Pty:
     ) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join(5)
+        self._reader.join(WAIT)
         os.close(self._ours)
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str) -> None:
         """Wait until ``text`` is shown; what was shown up to it counts no more."""
-        wait_until(lambda: text in self.shown or self.process.poll() is not None, seconds)
+        wait_until(lambda: text in self.shown or self.process.poll() is not None)
         assert text in self.shown, self.shown
         self.shown = self.shown.partition(text)[2]
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def ended(self, seconds: float = 20) -> int:
-        return self.process.wait(seconds)
+    def ended(self) -> int:
+        return self.process.wait(WAIT)

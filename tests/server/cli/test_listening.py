@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from kvserve.server.settings.serve_settings import ServeSettings
 def test_an_open_door_is_named(
     settings: ServeSettings, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("kvserve").propagate = True
     warn_if_open(settings)
     assert ("--api-key" in caplog.text) == warned
 

@@ -9,31 +9,45 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvserve.server.cli import runner
+from kvserve.server.cli.commands import run as run_command
 from kvserve.server.cli.runner import table
 from kvserve.server.http.http_protocol import MAX_HEAD
-from tests.server.conftest import wait_until
+from tests.server.fake_engine import FakeEngine
+from tests.waiting import WAIT, wait_until
 
 CODE = """
-import sys
+import contextlib, sys
 from kvserve.server.cli import commands as cli
 from kvserve.server.cli import runner
 from tests.server.fake_engine import FakeEngine
+
+@contextlib.contextmanager
+def listen(settings, listen=runner.listen):
+    with listen(settings) as listener:
+        print(listener.getsockname()[1], flush=True)
+        yield listener
+
+runner.listen = listen
 runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
 cli.main(sys.argv[2:])
 """
 
 
 class Process:
-    """The command in a process of its own; its stderr is read as it comes."""
+    """The command in a process of its own: it prints the port it has got, and its stderr is read
+    as it comes."""
 
     def __init__(self, engine: dict[str, Any], *argv: str) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-c", CODE, repr(engine), *argv],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -51,14 +65,14 @@ class Process:
 
     @property
     def url(self) -> str:
-        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None, 20)
-        match = re.search(r"http://[^\s]+", self.text)
+        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None)
+        match = re.search(r"http://\S+", self.text)
         assert match, self.text
         return match[0]
 
     def wait(self) -> int:
-        status = self.popen.wait(15)
-        self._reader.join(5)
+        status = self.popen.wait(WAIT)
+        self._reader.join(WAIT)
         return status
 
 
@@ -78,7 +92,7 @@ def run() -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Process]:
-    process = Process({}, "--model", "m", "--port", "0")
+    process = Process({}, "--model", "m", "--port", "0", "--served-model-name", "a", "b")
     yield process
     process.popen.kill()
     process.popen.wait()
@@ -91,43 +105,23 @@ def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]
     return thread, results
 
 
-def test_start_up_and_drain(run: Callable[..., Process]) -> None:
-    process = run("--port", "0", "--served-model-name", "a", "b")
-    url = process.url
-    assert httpx.get(f"{url}/health").status_code == 200
-    table_text = process.text
-    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
-        assert part in table_text
+def complete(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
 
-    body = {"prompt": "SLOW", "max_tokens": 150}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=30))
-    stream_body = {**body, "stream": True}
-    streaming, streamed = in_thread(
-        lambda: httpx.post(f"{url}/v1/completions", json=stream_body, timeout=30)
-    )
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
-    process.popen.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-    refused = httpx.post(f"{url}/v1/completions", json=body)
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-    thread.join()
-    streaming.join()
-    assert results[0].json()["usage"]["completion_tokens"] == 150
-    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
-    assert process.wait() == 0
-    assert "Traceback" not in process.text
-    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
-    assert "/health" not in process.text
+
+def until_running(url: str, number: int) -> None:
+    with httpx.Client(base_url=url, timeout=WAIT) as http:
+        wait_until(lambda: http.get("/v1/kv/stats").json()["num_running"] == number)
 
 
 def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) -> None:
     process = run("--port", "0", "--shutdown-timeout", "0.2")
     url = process.url
     body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
-    stream = {"prompt": "SLOW", "max_tokens": 400, "stream": True}
-    streaming, streamed = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=stream))
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 2)
+    thread, results = in_thread(lambda: complete(url, body))
+    stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
+    streaming, streamed = in_thread(lambda: complete(url, stream))
+    until_running(url, 2)
     process.popen.send_signal(signal.SIGINT)
     thread.join()
     streaming.join()
@@ -142,8 +136,8 @@ def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
     process = run("--port", "0")
     url = process.url
     body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=9))
-    wait_until(lambda: httpx.get(f"{url}/v1/kv/stats").json()["num_running"] == 1)
+    thread, results = in_thread(lambda: complete(url, body))
+    until_running(url, 1)
     process.popen.send_signal(signal.SIGTERM)
     wait_until(lambda: "again to stop at once" in process.text)
     process.popen.send_signal(signal.SIGTERM)
@@ -153,37 +147,65 @@ def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
 
 
 def test_health_while_loading(run: Callable[..., Process]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = run("--port", str(port), start_delay=30.0)
+    process = run("--port", "0", start_delay=3600.0)
+    assert process.popen.stdout is not None
+    url = f"http://127.0.0.1:{int(process.popen.stdout.readline())}"
 
-    def status() -> int:
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code
-        except httpx.ConnectError:
-            return 0
+    with httpx.Client(base_url=url, timeout=WAIT) as http:
 
-    wait_until(lambda: status() == 503, 20)
+        def status() -> int:
+            try:
+                return http.get("/health").status_code
+            except httpx.ConnectError:
+                return 0
+
+        wait_until(lambda: status() == 503, process.popen)
     process.popen.send_signal(signal.SIGTERM)
     assert process.wait() == 0
-    assert "Traceback" not in process.text
+    assert "stopped before" in process.text and "Traceback" not in process.text
 
 
-def test_errors_at_the_start(run: Callable[..., Process]) -> None:
+def test_an_error_at_the_start(run: Callable[..., Process]) -> None:
     message = "model-00002-of-00003.safetensors is missing"
     process = run("--port", "0", start_error=message)
     assert process.wait() == 1
     assert process.text.splitlines()[1:] == [f"kvserve serve: error: {message}"]
+
+
+class NeverStarted(FakeEngine):
+    """It would take half an hour."""
+
+    async def start(self) -> None:
+        raise AssertionError("the engine was started")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--port", "taken"), "cannot listen on 127.0.0.1"),
+        (("--ssl-keyfile", "/none", "--ssl-certfile", "/none"), "error: --ssl-certfile"),
+        (("--allow-request-policy", "listed", "--request-policies", "kara", "no"), "'no'"),
+        (("--read-timeout", "0"), "--read-timeout"),
+        (("--max-connections", "0"), "--max-connections"),
+        (("--chat-template", "/nowhere/at/all"), "--chat-template"),
+    ],
+)
+def test_flags_are_read_before_a_model_is_loaded(
+    flags: tuple[str, ...],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runner, "make_engine", lambda config: NeverStarted())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
         taken.listen()
-        process = run("--port", str(taken.getsockname()[1]))
-        assert process.wait() == 1
-    assert "cannot listen on 127.0.0.1" in process.text and process.text.count("\n") == 2
-    process = run("--port", "0", "--ssl-keyfile", "/none", "--ssl-certfile", "/none")
-    assert process.wait() == 1
-    assert "error: --ssl-certfile" in process.text and process.text.count("\n") == 2
+        words = [port if word == "taken" else word for word in flags]
+        free = () if "--port" in flags else ("--port", "0")
+        assert run_command(["serve", "--model", "m", *free, *words]) in (1, 2)
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("kvserve serve: error: ") and named in error
 
 
 @pytest.mark.parametrize(
@@ -199,18 +221,48 @@ def test_errors_at_the_start(run: Callable[..., Process]) -> None:
 )
 def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
     address = plain.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=5) as client:
+    with socket.create_connection((address[0], int(address[1])), timeout=WAIT) as client:
         client.sendall(data)
         answer = b""
         while not answer.endswith(b"}}") and (part := client.recv(10_000)):
             answer += part
     assert answer.startswith(b"HTTP/1.1 %d " % status) and b'{"error":{"message":"' in answer
-    assert httpx.get(f"{plain.url}/health").status_code == 200
+    assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
+
+
+def test_the_table(plain: Process) -> None:
+    assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
+    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
+        assert part in plain.text
+
+
+def test_it_drains(plain: Process, tmp_path: Path) -> None:
+    """The last test of this process."""
+    process, url = plain, plain.url
+    assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
+
+    body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
+    thread, results = in_thread(lambda: complete(url, body))
+    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
+    until_running(url, 2)
+    process.popen.send_signal(signal.SIGTERM)
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
+    refused = complete(url, body)
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    (tmp_path / "go").touch()
+    thread.join()
+    streaming.join()
+    assert results[0].json()["usage"]["completion_tokens"] == 150
+    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
+    assert process.wait() == 0
+    assert "Traceback" not in process.text
+    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
+    assert "/health" not in process.text
 
 
 def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:
     process = run("--port", "0")
-    response = httpx.post(f"{process.url}/v1/completions", json={"prompt": "DIE"})
+    response = complete(process.url, {"prompt": "DIE"})
     assert response.status_code == 500
     assert httpx.get(f"{process.url}/health").status_code == 503
     assert process.wait() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -11,8 +12,9 @@ import pytest
 
 from kvserve.server.cli import commands as cli
 from tests.server.cli.pseudo_terminal import Pty
-from tests.server.conftest import RunningServer, StartServer, wait_until
+from tests.server.conftest import RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
+from tests.waiting import wait_until
 
 
 def run(server: RunningServer, *argv: str) -> int:
@@ -45,11 +47,11 @@ def test_a_conversation(
 def test_an_answer_that_is_stopped(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("SLOW\ntwo\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("HALF\ntwo\n"))
 
     def interrupt() -> None:
-        wait_until(lambda: bool(server.state.generations), 30)
-        signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: bool(server.engine.seen))
+        os.kill(os.getpid(), signal.SIGINT)  # which wakes the thread that waits for the answer
 
     thread = threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job has none
@@ -69,9 +71,12 @@ def test_an_answer_that_is_stopped(
 
 
 def test_errors(
-    server: RunningServer, start_server: StartServer, capsys: pytest.CaptureFixture[str]
+    server: RunningServer,
+    start_server: StartServer,
+    nobody: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["chat", "--url", "http://127.0.0.1:9/v1", "-q", "a"]) == 1
+    assert cli.run(["chat", "--url", f"{nobody}/v1", "-q", "a"]) == 1
     assert "--url" in capsys.readouterr().err
     assert cli.run(["chat", "--url", server.url, "-q", "a", "--max-tokens", "1"]) == 0
     assert run(server, "chat", "-q", "a", "--kv-policy", "{") == 1
@@ -89,7 +94,7 @@ def test_commands_of_a_conversation(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = (
-        *("one", "/retry", "/nonsense", "//slash", "/clear", "/system be brief", "/policy kara"),
+        *("one", "/nonsense", "//slash", "/clear", "/system be brief", "/policy kara"),
         *("/policy {", "/stats", "two", "/help", "/quit", "never"),
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -101,26 +106,24 @@ def test_commands_of_a_conversation(
     texts = [server.engine.tokenizer.decode(ids) for ids, _, _ in server.engine.seen]
     assert texts == [
         "<user>one<assistant>",
-        "<user>one<assistant>",
         "<user>one<assistant>0 1 <user>/slash<assistant>",
         "<system>be brief<user>two<assistant>",
     ]
     assert server.engine.seen[-1][1].kv_policy == "kara"
 
 
-def test_nothing_to_say_again(
+def test_slashes_mean_nothing_to_complete(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/retry\n"))
-    assert run(server, "chat") == 0
-    assert "nothing has been said" in capsys.readouterr().err and not server.engine.seen
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\nhi\n"))
+    assert run(server, "complete", "--max-tokens", "1") == 0
+    assert capsys.readouterr().out == "0 \n0 \n"
+    assert cli.run(["top"]) == 2
+    assert "at / in a browser" in capsys.readouterr().err
 
 
-def test_at_a_terminal_it_waits_greets_and_says_bye(start_server: StartServer) -> None:
-    server = start_server(ready=False)
+def test_at_a_terminal_it_greets_and_says_bye(server: RunningServer) -> None:
     with Pty("chat", "--url", server.url, "--max-tokens", "2") as chat:
-        chat.wait_for("waiting: the model is still loading")
-        server.call(server.state.mark_ready)
         chat.wait_for("/help lists commands")
         chat.type("hi\n")
         chat.wait_for("0 1 ")

@@ -13,8 +13,8 @@ from threading import Thread
 import openai
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.server.real_server import MODEL, Server, start
+from tests.waiting import WAIT, wait_until
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 REPLICA = "ray::ServeReplica:kvserve:engine"
@@ -120,7 +120,7 @@ class TestReplicas:
     def test_both_replicas_take_requests_and_report(self, server: Server) -> None:
         streams = [Stream(server, 100) for _ in range(4)]
         for stream in streams:
-            stream.join(30)
+            stream.join(WAIT)
             assert stream.error is None
         assert engines(server) == {"0", "1"}
         assert min(requests_by_engine(server).values()) >= 1
@@ -136,40 +136,40 @@ class TestReplicas:
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             chunks = answer.iter_bytes()  # closes the stream when nobody names it
             next(chunks)
-            wait_until(lambda: server.stats()["num_running"] == 1, 10)
-        wait_until(server.idle, 10)
+            wait_until(lambda: server.stats()["num_running"] == 1)
+        wait_until(server.idle)
 
     def test_a_dead_replica_fails_its_own_requests_and_comes_back(self, server: Server) -> None:
         streams = [Stream(server), Stream(server)]
-        wait_until(lambda: all(stream.chunks for stream in streams), 10)
+        wait_until(lambda: all(stream.chunks for stream in streams))
         victim, _ = replicas(server)
         orphans = descendants(victim)
         assert orphans
         os.kill(victim, signal.SIGKILL)
         for stream in streams:
-            stream.join(60)
+            stream.join(WAIT)
         (error,) = [stream.error for stream in streams if stream.error is not None]
         assert "the replica that had this request stopped" in str(error)
         assert server.complete(max_tokens=2).status_code == 200
-        wait_until(lambda: not orphans.keys() & descendants(1).keys(), 10)
-        wait_until(lambda: len(replicas(server)) == 2 and engines(server) == {"0", "1"}, 60)
+        wait_until(lambda: not orphans.keys() & descendants(1).keys())
+        wait_until(lambda: len(replicas(server)) == 2 and engines(server) == {"0", "1"})
         after = [Stream(server, 50) for _ in range(4)]
         for stream in after:
-            stream.join(30)
+            stream.join(WAIT)
             assert stream.error is None
-        wait_until(server.idle, 10)
+        wait_until(server.idle)
 
     def test_it_ends_with_all_its_processes(self, server: Server) -> None:
         below = descendants(server.process.pid)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
-        wait_until(lambda: not below.keys() & descendants(1).keys(), 20)
+        assert server.process.wait(WAIT) == 0
+        wait_until(lambda: not below.keys() & descendants(1).keys())
 
 
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
 def test_without_ray_the_extra_is_named() -> None:
     process = start("--model", MODEL, "--data-parallel-size", "2", "--port", "0")
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=WAIT)
     assert process.returncode == 1
     assert "pip install 'kvserve[ray]'" in told and "Traceback" not in told
 
@@ -177,6 +177,6 @@ def test_without_ray_the_extra_is_named() -> None:
 def test_autoscaling_needs_replicas() -> None:
     argv = ["--autoscaling-config", '{"max_replicas": 4}']
     process = start("--model", MODEL, *argv)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=WAIT)
     assert process.returncode == 2
     assert "--autoscaling-config needs --data-parallel-size 2 or more" in told

@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.real_server import Server
 from tests.server.ui.browser import CHROMIUM, DESKTOP, Watched
+from tests.waiting import WAIT
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def chromium() -> Iterator[Any]:
 @pytest.fixture
 def watched(chromium: Any) -> Iterator[Watched]:
     context = chromium.new_context(viewport=DESKTOP)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(1000 * WAIT)
     yield Watched(context.new_page())
     context.close()
 

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import wait_until
 from tests.server.real_server import Server
+from tests.waiting import wait_until
 
-KARA = ("--policy", "kara", "--policy.window", "64", "--policy.buffer", "8")
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server(*KARA, "--allow-kv-trace", "--num-gpu-blocks-override", "300")
-    yield server
-    server.stop()
+@pytest.fixture
+def server(real_server: Server) -> Server:
+    return real_server
 
 
 def test_what_was_dropped_is_what_usage_says(server: Server) -> None:
@@ -41,31 +36,36 @@ def test_more_than_is_followed_at_once_is_refused(server: Server) -> None:
     answer = server.complete(**body)
     assert answer.status_code == 429 and answer.json()["error"]["code"] == "too_many_traces"
     assert answer.headers["Retry-After"]
-    wait_until(server.idle, 30)
+    wait_until(server.idle)
 
 
 def test_the_stream_shows_the_request_that_runs(server: Server) -> None:
-    asked = threading.Thread(target=server.complete, kwargs={"max_tokens": 800, "ignore_eos": True})
-    asked.start()
+    enough = threading.Event()
+
+    def ask() -> None:
+        while not enough.is_set():
+            server.complete(max_tokens=800, ignore_eos=True)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
     seen: list[dict[str, Any]] = []
     with server.http.stream("GET", "/v1/kv/events") as response:
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            seen.append(json.loads(line.removeprefix("data: ")))
-            if len(seen) > 200 or (not asked.is_alive() and not seen[-1]["requests"]):
-                break
-    asked.join()
+        lines = response.iter_lines()
+        while not any(each["compactions"] for event in seen for each in event["requests"]):
+            line = next(lines)
+            if line.startswith("data: "):
+                seen.append(json.loads(line.removeprefix("data: ")))
+        enough.set()
+    asking.join()
     assert seen[0]["cells"], "the first event came before there was a view"
-    running = [event for event in seen if event["requests"] and event["cells"]]
-    assert running
-    for event in running:
+    for event in seen:
+        if not event["requests"]:  # between two of them
+            continue
         runs = event["cells"]["runs"]
         counts = dict.fromkeys(range(5), 0)
         for owner, count in zip(runs[::2], runs[1::2], strict=True):
             counts[owner] += count
         (request,) = event["requests"]
-        assert sum(counts.values()) == event["blocks_total"] == 300
+        assert sum(counts.values()) == event["blocks_total"] == 3000
         assert counts[0] == event["blocks_free"] and counts[1] == event["blocks_cached"]
         assert counts[4] + counts[2] == request["blocks"] and counts[2] == request["log_blocks"]
-    assert any(event["requests"][0]["compactions"] for event in running)

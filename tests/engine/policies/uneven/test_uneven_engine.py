@@ -25,6 +25,7 @@ from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
 from tests.engine.policies.cases import UNEVEN_CASES
 from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import thinned
 
 (PROMPT,) = random_prompts([70], seed=8)
 MATES = random_prompts([22, 55, 41, 90], seed=9)
@@ -101,8 +102,7 @@ def test_logits_are_those_of_dense_attention_over_the_kept_sets(
     torch.testing.assert_close(logits, dense.logits[len(PROMPT) - 1 :], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "gemma3"])
-@pytest.mark.parametrize("label", ["adakv", "adakv-threshold", "pyramidkv"])
+@thinned({"label": ["adakv", "pyramidkv", "adakv-threshold"], "kind": ["gpt-oss", "gemma3"]})
 def test_so_they_are_where_other_layers_have_windows(kind: str, label: str, tmp_path: Path) -> None:
     """With sinks in every softmax of gpt-oss."""
     directory = write_checkpoint(kind, tmp_path)
@@ -118,9 +118,8 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
 ) -> None:
     expected = run_alone(label)[0]
     for settings in (
-        {"max_num_batched_tokens": 96 if label == "pyramidinfer" else 16},
-        {"swap_space": 0, "enable_prefix_caching": False},
-        {"swap_space": 1 / 2048},
+        {"swap_space": 0, "max_num_batched_tokens": 96 if label == "pyramidinfer" else 16},
+        {"swap_space": 1 / 2048, "enable_prefix_caching": False},
     ):
         llm = make_llm(llama_dir, UNEVEN_CASES[label], **settings)
         scheduler = llm.engine.core.scheduler

@@ -1,0 +1,331 @@
+"""``kvserve eval --fidelity``: how far policies' next tokens are from the full cache's.
+
+It needs no reference answers: any text is forced through the engine, or the full cache's own
+answers are. Figures are of the second half of each text's tokens, where events have begun; the
+curve in the JSON file is of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvserve.benchmarks.datasets.datasets import read_tasks
+from kvserve.benchmarks.measuring.benchmark import Benchmark
+from kvserve.benchmarks.measuring.fidelity import (
+    CITIES,
+    Fidelity,
+    Text,
+    bytes_held,
+    fidelity,
+    full_log_probs,
+    pieces,
+    with_facts,
+)
+from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
+from kvserve.benchmarks.reports.columns import columns
+from kvserve.benchmarks.reports.plots import plot_fidelity
+from kvserve.benchmarks.reports.report import Report
+from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.options import at_least, number
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.policies.base import PolicyError
+from kvserve.log import ConfigError, RequestError
+from kvserve.progress import progress
+from kvserve.sampling_params import SamplingParams
+
+_COLUMNS = columns(
+    *("text", "policy", "kv_cache_dtype", "mean_held_bytes", "of_full", "of_full_at_end"),
+    *("kl", "kl_error", "nll_lost", "nll_lost_error", "same", "facts", "events_per_text", "n"),
+)
+_AT_ONCE = 1 << 30  # bytes of the full cache's log-probabilities that are kept at once
+_PROMPT = 64
+_BINS = 16
+
+
+def add_fidelity_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("fidelity to the full cache, instead of tasks")
+    words = (
+        "force texts through the engine under each policy and compare the distributions of next "
+        "tokens with the full cache's: KL divergence, likelihood lost, equal first choices"
+    )
+    group.add_argument("--fidelity", action="store_true", help=words)
+    words = "text files (default: Python's own documentation)"
+    group.add_argument("--text", nargs="+", type=Path, metavar="FILE", default=[], help=words)
+    words = "force the full cache's own answers to --tasks or --benchmark"
+    group.add_argument("--from-answers", action="store_true", help=words)
+    words = "of these answers; 0 is greedy (default: 0)"
+    group.add_argument(
+        "--temperature", type=number(0, 2, closed=True), default=0.0, metavar="X", help=words
+    )
+    words = "tokens of each piece of a text (default: 3000)"
+    group.add_argument("--text-len", type=at_least(128), default=3000, metavar="N", help=words)
+    words = f"sentences planted in each piece and asked for at its end, up to {len(CITIES)}"
+    group.add_argument("--facts", type=at_least(0), default=0, metavar="N", help=words)
+
+
+def check_fidelity_arguments(args: argparse.Namespace) -> None:
+    """Refuse combinations that have no meaning."""
+    if not args.fidelity:
+        for flag, value in (("--text", args.text), ("--facts", args.facts)):
+            if value:
+                args.fail(f"{flag} needs --fidelity")
+        if args.from_answers or args.temperature:
+            args.fail(f"{'--from-answers' if args.from_answers else '--temperature'}: --fidelity")
+        return
+    if args.facts > len(CITIES):
+        args.fail(f"--facts: at most {len(CITIES)}")
+    if args.from_answers and (args.text or args.facts):
+        args.fail("--from-answers: answers are the text; leave --text and --facts out")
+    if not args.from_answers and (args.tasks or args.benchmark):
+        args.fail("--fidelity reads --text; with --from-answers it takes --tasks or --benchmark")
+    if args.from_answers and not (args.tasks or args.benchmark):
+        args.fail("--from-answers needs --tasks or --benchmark, which have the prompts")
+
+
+class FidelityRun(Benchmark):
+    """Every policy on every text; the full cache first."""
+
+    def __init__(
+        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+    ) -> None:
+        super().__init__(args, checkpoint, policies)
+        self._tokenizer = checkpoint.tokenizer()
+        self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
+        self._target = target_of(args.match_bytes, self.policies)
+        self._refused: dict[str, str] = {}
+        self._found: dict[tuple[str, str, str], list[tuple[Text, Fidelity]]] = {}
+        self._ran: dict[tuple[str, str, str], PolicySpec] = {}
+
+    # ---- texts --------------------------------------------------------------------------------
+
+    def _texts(self) -> Iterator[tuple[str, list[Text]]]:
+        """The texts of each kind; with ``--match-bytes`` the first is for finding budgets alone."""
+        count = self.args.num_samples + (self._target is not None)
+        if self.args.from_answers:
+            yield from self._answers(count)
+            return
+        sources = [(path.stem, _read(path)) for path in self.args.text]
+        if not sources:
+            from pydoc_data.topics import topics
+
+            sources = [("python-docs", "\n\n".join(topics[name] for name in sorted(topics)))]
+        length = self.args.text_len
+        for name, source in sources:
+            tokens = np.array(self._encode(source), np.int32)
+            if len(tokens) < length:
+                raise ConfigError(f"--text: {name} has {len(tokens):,} tokens, fewer than {length}")
+            first = np.array(self._tokenizer.encode(""), np.int32)
+            yield (
+                name,
+                [
+                    with_facts(
+                        f"{name} {i}",
+                        np.concatenate([first, piece]),
+                        _PROMPT,
+                        self.args.facts,
+                        self._encode,
+                        np.random.default_rng([self.args.seed, i]),
+                    )
+                    for i, piece in enumerate(pieces(tokens, count, length - len(first)))
+                ],
+            )
+
+    def _answers(self, count: int) -> Iterator[tuple[str, list[Text]]]:
+        """The full cache's answers to first turns."""
+        args = self.args
+        engine = self.engines.build(NO_COMPRESSION, kv_cache_dtype="auto")
+        longest = args.max_model_len or self.checkpoint.spec.max_position
+        for name, workload in read_tasks(args, self._tokenizer, longest, count).items():
+            prompts = [workload.prompt(i, []) or [] for i in range(len(workload))]
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(
+                    temperature=args.temperature,
+                    max_tokens=args.max_new_tokens or args.text_len,
+                    seed=args.seed + i,
+                )
+                engine.add_request(str(i), prompt, params)
+            answers: dict[int, list[int]] = {}
+            while engine.has_unfinished_requests:
+                for output in engine.step():
+                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+            yield (
+                name,
+                [
+                    Text(f"{name} {i}", np.array(prompt + answers[i], np.int32), len(prompt))
+                    for i, prompt in enumerate(prompts)
+                    if len(answers[i]) > 1
+                ],
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    # ---- measuring ----------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        rows = [
+            (spec, stored)
+            for spec, stored in product(self.policies, self._dtypes)
+            if (spec, stored) != (NO_COMPRESSION, "auto")
+        ]
+        for kind, texts in self._texts():
+            if self._target is not None:
+                rows_here = [(self._matched(spec, kind, texts[:1], d), spec, d) for spec, d in rows]
+                texts = texts[1:]
+            else:
+                rows_here = [(spec, spec, stored) for spec, stored in rows]
+            longest = max(len(text.token_ids) for text in texts)
+            at_once = max(1, _AT_ONCE // (4 * longest * self.checkpoint.spec.vocab_size))
+            title, hidden = f"{kind}: texts x rows", self.args.disable_tqdm
+            bar = progress(total=len(texts) * (1 + len(rows)), desc=title, hidden=hidden)
+            with bar:
+                for start in range(0, len(texts), at_once):
+                    part = texts[start : start + at_once]
+                    full, own = full_log_probs(self._build(NO_COMPRESSION, "auto", part), part)
+                    self._add(kind, NO_COMPRESSION, NO_COMPRESSION, "auto", part, own)
+                    bar.update(len(part))
+                    for ran, spec, stored in rows_here:
+                        if f"{spec.label} in {stored}" in self._refused:
+                            continue
+                        try:
+                            figures = fidelity(self._build(ran, stored, part), part, full)
+                        except (ConfigError, RequestError) as error:
+                            self._refuse(spec, stored, error)
+                            continue
+                        self._add(kind, ran, spec, stored, part, figures)
+                        bar.update(len(part))
+
+    def _refuse(self, spec: PolicySpec, stored: str, error: Exception) -> None:
+        """With ``--policy all`` what cannot run is named; what was asked for by name ends it."""
+        if not self.args.every_policy:
+            raise error
+        self._refused[f"{spec.label} in {stored}"] = str(error)
+
+    def _build(self, spec: PolicySpec, stored: str, texts: Sequence[Text]) -> LLMEngine:
+        """An engine that holds these texts at once."""
+        model = self.checkpoint.spec
+        entry = 8 * model.num_layers * model.num_kv_heads * model.head_dim
+        tokens = sum(len(text.token_ids) + 1024 for text in texts)
+        return self.engines.build(
+            spec,
+            kv_cache_dtype=stored,
+            max_num_seqs=len(texts),
+            kv_cache_memory=None if self.args.num_gpu_blocks_override else 2 * entry * tokens,
+            async_scheduling=False,
+            enable_prefix_caching=False,
+        )
+
+    def _add(
+        self,
+        kind: str,
+        ran: PolicySpec,
+        spec: PolicySpec,
+        stored: str,
+        texts: Sequence[Text],
+        figures: Sequence[Fidelity],
+    ) -> None:
+        key = kind, spec.label, stored
+        self._ran[key] = ran
+        self._found.setdefault(key, []).extend(zip(texts, figures, strict=True))
+
+    def _matched(
+        self, spec: PolicySpec, kind: str, texts: Sequence[Text], stored: str
+    ) -> PolicySpec:
+        """The policy with a budget that holds the target's bytes, on a text that does not count."""
+        target = self._target
+        if target is None or spec == target or not can_match(spec):
+            return spec
+
+        def held(tried: PolicySpec) -> float:
+            return float(np.mean(bytes_held(self._build(tried, stored, texts), texts)))
+
+        if not isinstance(target, float):
+            [first, *_] = self._dtypes
+            target = float(np.mean(bytes_held(self._build(target, first, texts), texts)))
+        try:
+            return matched(spec, target, len(texts[0].token_ids), held)
+        except PolicyError as error:
+            refused: Exception = ConfigError(f"--match-bytes: {error}")
+        except (ConfigError, RequestError) as error:
+            refused = error
+        self._refuse(spec, stored, refused)
+        return spec
+
+    # ---- what is reported ---------------------------------------------------------------------
+
+    def report(self) -> Report:
+        rows = [self._row(*key) for key in self._found]
+        settings = self.settings("num_samples", "text_len", "facts", "temperature", "match_bytes")
+        settings["text"] = [str(path) for path in self.args.text]
+        about = [
+            f"{self.checkpoint.name}; KL divergence of the full cache's distribution of the next "
+            "token to the policy's, and likelihood lost, in nats a token, with standard errors "
+            "over texts; bytes and figures are of the second half of each text"
+        ]
+        notes = [f"{name}: cannot run: {why}" for name, why in self._refused.items()]
+        plots = plot_fidelity(rows, self.args.save_plots) if self.args.save_plots and rows else []
+        return Report("fidelity", about, _COLUMNS, rows, settings, notes, plots=plots)
+
+    def _row(self, kind: str, label: str, stored: str) -> dict[str, Any]:
+        found = self._found[kind, label, stored]
+        full = self._found[kind, NO_COMPRESSION.label, "auto"][: len(found)]
+        spec = self._ran[kind, label, stored]
+        kl = [figures.kl[text.later].mean().item() for text, figures in found]
+        lost = [
+            (figures.nll - own.nll)[text.later].mean().item()
+            for (text, figures), (_, own) in zip(found, full, strict=True)
+        ]
+        facts = [hit for text, figures in found for hit in figures.facts_found(text)]
+        held = float(np.mean([figures.mean_bytes(text) for text, figures in found]))
+        at_end = float(np.mean([figures.bytes_at_end(text) for text, figures in found]))
+        whole = float(np.mean([own.mean_bytes(text) for text, own in full]))
+        return {
+            "text": kind,
+            "policy": spec.label,
+            "policy_args": spec.as_dict,
+            "kv_cache_dtype": stored,
+            "mean_held_bytes": held,
+            "of_full": held / whole,
+            "bytes_at_end": at_end,
+            "of_full_at_end": at_end
+            / float(np.mean([own.bytes_at_end(text) for text, own in full])),
+            "kl": float(np.mean(kl)),
+            "kl_error": _error(kl),
+            "nll": float(np.mean([f.nll[text.later].mean().item() for text, f in found])),
+            "nll_lost": float(np.mean(lost)),
+            "nll_lost_error": _error(lost),
+            "same": float(np.mean([f.same[t.later].float().mean().item() for t, f in found])),
+            "facts": float(np.mean(facts)) if facts else None,
+            "events_per_text": float(np.mean([figures.events for _, figures in found])),
+            "n": len(found),
+            "curve": _curve(found),
+        }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--text: {path}: {error.strerror}") from None
+
+
+def _error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
+def _curve(found: Sequence[tuple[Text, Fidelity]]) -> list[float]:
+    """KL over position: the mean of each sixteenth of the texts."""
+    parts = [
+        [part.mean().item() for part in figures.kl[: text.num_text].chunk(_BINS)]
+        for text, figures in found
+    ]
+    shortest = min(map(len, parts))
+    return np.mean([part[:shortest] for part in parts], axis=0).tolist()

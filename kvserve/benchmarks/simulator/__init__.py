@@ -1,1 +1,0 @@
-"""Serving simulated from the cost of a step."""

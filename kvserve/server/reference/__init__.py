@@ -1,1 +1,0 @@
-"""Generates pages of the docs: ``python -m kvserve.server.reference FOLDER``."""

@@ -1,0 +1,137 @@
+"""`kvserve eval --fidelity`: forced texts equal decoding, and what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.benchmarks.measuring.fidelity import Text, fidelity, full_log_probs
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.sampling_params import SamplingParams
+from kvserve.server.cli.commands import run
+from tests.benchmarks.conftest import Bench
+
+KARA = {"window": 64, "buffer": 8}
+LENGTH, PROMPT = 330, 40
+
+
+def build(policy: str, **fields: Any) -> LLMEngine:
+    config = EngineConfig.from_flat(
+        model="kvserve/tiny",
+        dtype="float32",
+        policy=policy,
+        policy_args=fields,
+        num_gpu_blocks_override=128,
+        max_num_batched_tokens=100,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+    )
+    return LLMEngine(config)
+
+
+def texts(count: int) -> list[Text]:
+    ids = np.random.default_rng(0).integers(2, 200, (count, LENGTH), np.int32)
+    return [Text(str(i), row, PROMPT) for i, row in enumerate(ids)]
+
+
+def test_forcing_a_text_equals_decoding_it() -> None:
+    """The same likelihoods, and as many events, though tokens are computed in chunks."""
+    given = texts(2)
+    full, own = full_log_probs(build("none"), given)
+    assert all(figures.kl.abs().max() < 1e-6 for figures in own)
+    [forced, _] = fidelity(build("kara", **KARA), given, full)
+    engine, seen = build("kara", **KARA), list[Tensor]()
+    tokens, runner = torch.from_numpy(given[0].token_ids.astype(np.int64)), engine.core.runner
+    logits = runner.model.logits
+
+    def noted(hidden: Tensor) -> Tensor:
+        seen.append(logits(hidden)[:1].clone())
+        return logits(hidden)
+
+    runner.model.logits = noted  # type: ignore[method-assign]
+    runner.force = lambda positions: tokens[positions.clamp(max=LENGTH - 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH - PROMPT, ignore_eos=True)
+    engine.add_request("0", given[0].token_ids[:PROMPT].tolist(), params)
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests:
+        outputs = engine.step() or outputs
+    log_probs = torch.cat(seen).log_softmax(dim=-1)[: LENGTH - PROMPT]
+    nll = -log_probs.gather(1, tokens[PROMPT:, None])[:, 0]
+    assert forced.events == len(outputs[0].compactions) > 2
+    torch.testing.assert_close(forced.nll, nll, atol=1e-4, rtol=0)
+    assert forced.kl.max() > 1e-4, "an event changes what follows"
+
+
+def test_bytes_are_those_of_the_second_half() -> None:
+    given = texts(1)
+    engine = build("none")
+    entry = engine.core._sequences.block_bytes / engine.core.scheduler.layout.block_size
+    [own] = full_log_probs(engine, given)[1]
+    # Of 290 forced tokens the second half: 185 to 330 tokens are held; a chunk counts as its mean.
+    assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 330) / 2, rel=0.1)
+    assert own.bytes_at_end(given[0]) == entry * LENGTH
+
+
+def test_the_command(bench: Bench, tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(str(i * i) for i in range(500)))
+    flags = ["--fidelity", "--text", str(text), "--text-len", "300", "--num-samples", "2"]
+    flags += ["--facts", "1", "--save-plots", str(tmp_path), "--compare-kv-cache-dtypes", "auto"]
+    policies = ["kara:window=64,buffer=8", "kara:window=4096,buffer=8", "snapkv:budget=64"]
+    status, result = bench("eval", *flags, "int8", *(f"--policy={each}" for each in policies))
+    assert status == 0 and (tmp_path / "fidelity.png").exists()
+    rows = {(row["policy"], row["kv_cache_dtype"]): row for row in result["rows"]}
+    assert len(rows) == 8
+    none, never = rows["none", "auto"], rows["kara:window=4096,buffer=8", "auto"]
+    assert never["kl"] == none["kl"] == 0.0 and never["events_per_text"] == 0
+    assert none["of_full"] == 1.0 and rows["none", "int8"]["of_full"] < 0.6
+    kara = rows["kara:window=64,buffer=8", "auto"]
+    assert kara["of_full"] < 0.9 and kara["kl"] != 0 and kara["n"] == 2
+    assert len(kara["curve"]) == 16 and kara["curve"][0] == 0.0
+    assert all(row["facts"] == 0.0 for row in result["rows"]), "random weights know nothing"
+
+
+def test_every_policy_at_equal_bytes(bench: Bench) -> None:
+    """Named bytes, held by all that can hold as few."""
+    flags = ["--fidelity", "--text-len", "400", "--num-samples", "1", "--match-bytes", "60000"]
+    status, result = bench("eval", *flags, "--policy", "all")
+    assert status == 0
+    held = {row["policy"].partition(":")[0]: row["mean_held_bytes"] for row in result["rows"]}
+    assert len(held) > 10
+    for name in ("streaming_llm", "rkv", "keydiff", "snapkv"):
+        assert held[name] == pytest.approx(60000, rel=0.15), name
+
+
+def test_the_full_caches_own_answers(bench: Bench) -> None:
+    flags = ["--fidelity", "--from-answers", "--tasks", "chain", "--num-samples", "2"]
+    flags += ["--temperature", "0.7", "--text-len", "128", "--policy", "kara:window=32,buffer=4"]
+    status, result = bench("eval", *flags)
+    assert status == 0 and [row["n"] for row in result["rows"]] == [2, 2]
+    assert result["rows"][0]["nll"] > 0 and result["rows"][1]["kl"] != 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--facts", "2"], "--facts needs --fidelity"),
+        (["--fidelity", "--facts", "99"], "--facts: at most"),
+        (["--fidelity", "--tasks", "chain"], "--fidelity reads --text"),
+        (["--fidelity", "--from-answers"], "--from-answers needs --tasks"),
+        (["--fidelity", "--from-answers", "--text", "a", "--tasks", "chain"], "leave --text"),
+        (["--fidelity", "--text", "/nowhere.txt"], "--text: /nowhere.txt"),
+        (["--fidelity", "--policy", "all"], "--policy"),
+    ],
+)
+def test_what_is_refused(
+    flags: list[str], message: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(model_dir), "--load-format", "dummy", "--num-samples", "1"]
+    assert run(["eval", *model, *flags]) != 0
+    assert message in capsys.readouterr().err
