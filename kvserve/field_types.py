@@ -15,7 +15,7 @@ _NUMBERS = (
 _WHOLE = ("n", "top_k", "min_tokens", "priority")
 _WHOLE_OR_NONE = (
     *("max_tokens", "seed", "logprobs", "prompt_logprobs"),
-    *("thinking_end", "thinking_token_budget"),
+    *("thinking_start", "thinking_end", "thinking_token_budget"),
 )
 
 
@@ -43,11 +43,15 @@ def check_types(settings: Any) -> None:
     for name, kind, wanted in several:
         value = getattr(settings, name)
         items = () if value is None else value
-        if not isinstance(items, Iterable) or not all(isinstance(item, kind) for item in items):
+        if not isinstance(items, Iterable) or not _all_are(items, kind):
             _refuse(name, wanted, value)
-    for number in (settings.logit_bias or {}).values():
-        if not isinstance(number, Real):
-            _refuse("logit_bias", "a mapping of token ids to numbers", settings.logit_bias)
+    if not _all_are((settings.logit_bias or {}).values(), Real):
+        _refuse("logit_bias", "a mapping of token ids to numbers", settings.logit_bias)
+
+
+def _all_are(items: Iterable[Any], kind: Any) -> bool:
+    """Whether all are of a kind. There may be 200,000, so each type is looked at once."""
+    return all(issubclass(each, kind) for each in set(map(type, items)))
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:

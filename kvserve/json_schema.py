@@ -1,13 +1,35 @@
-"""JSON schemas that clients send: their text, and how deep they are, references included."""
+"""JSON schemas that clients send: their text, how deep they are, and schemas within others."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from kvserve.log import RequestError
 
 MAX_DEPTH = 128
+COMPACT: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": True,
+}
+"""How llguidance reads schemas. White space is fixed: if it were free, a model might never get to
+the end of a document. Of ``oneOf`` any is allowed: a grammar cannot say "only one"."""
+_FORMATS = frozenset(
+    (
+        *("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri"),
+        *("uuid", "unknown"),
+    )
+)
+"""Those of strings that llguidance enforces. Others are annotations (2020-12, section 7.2.1)."""
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))
+"""Keywords whose values are no schemas."""
+_MAPS = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+)
+"""Keywords whose values are maps of schemas, by names that are no keywords."""
 
 
 def schema_text(schema: Any, name: str, field: str) -> str:
@@ -18,7 +40,7 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         deep = too_deep(schema)
-        text = "" if deep else json.dumps(schema)
+        text = "" if deep else json.dumps(_each(schema, _without_unknown_format))
     except RecursionError:
         deep = True
     except (TypeError, ValueError) as exc:
@@ -30,6 +52,44 @@ def schema_text(schema: Any, name: str, field: str) -> str:
             code="invalid_grammar",
         )
     return text
+
+
+def within(schema: Any, name: str) -> Any:
+    """A schema as it must be to stand at ``#/$defs/NAME`` of another: its references to itself and
+    its anchors are changed. Its definitions may be called what those of others are called."""
+
+    def moved(node: dict[str, Any]) -> dict[str, Any]:
+        node = {key: value for key, value in node.items() if key not in ("$schema", "$id")}
+        reference, anchor = node.get("$ref"), node.get("$anchor")
+        if isinstance(reference, str) and reference.startswith("#"):
+            path = reference[1:]
+            own = f"/$defs/{name}{path}" if path[:1] in ("", "/") else f"{name}-{path}"
+            node["$ref"] = "#" + own
+        if isinstance(anchor, str):
+            node["$anchor"] = f"{name}-{anchor}"
+        return node
+
+    return _each(schema, moved)
+
+
+def _without_unknown_format(node: dict[str, Any]) -> dict[str, Any]:
+    known = not isinstance(node.get("format"), str) or node["format"] in _FORMATS
+    return node if known else {key: value for key, value in node.items() if key != "format"}
+
+
+def _each(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy of which ``change`` has changed each object that is a schema."""
+    if isinstance(schema, list):
+        return [_each(one, change) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in change(schema).items():
+        if key in _MAPS and isinstance(value, dict):
+            made[key] = {name: _each(one, change) for name, one in value.items()}
+        else:
+            made[key] = value if key in _DATA else _each(value, change)
+    return made
 
 
 def too_deep(schema: Any) -> bool:

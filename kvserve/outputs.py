@@ -141,6 +141,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token a map by token id, of the most probable tokens and of the one drawn; ``None``
     unless the request set ``logprobs``."""
+    text_offsets: list[int] | None = None
+    """For each token where its text begins; a token that is a part of a character begins where that
+    does. ``None`` unless the request set ``logprobs``."""
     finish_reason: str | None = None
     """``stop``, ``length`` (``max_tokens``, the context, or a full pool), ``abort`` or ``error``;
     ``None`` while it runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ _MAX_BIAS = 2**16
 MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
 """The most strings of a choice, and the most characters of any structured output."""
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
+COMPOSED = "composed"
+"""The kind of what a server has made of several grammars; no request may send it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,9 @@ class SamplingParams:
     ``{"grammar": ...}`` or ``{"json_object": True}``."""
     thinking_end: int | None = None
     """The token that ends the model's reasoning. Structured output applies after it."""
+    thinking_start: int | None = None
+    """The token that begins the reasoning, if it is not known whether the model reasons: it does if
+    this is its first token. ``None``: it reasons, if ``thinking_end`` is given."""
     thinking_token_budget: int | None = None
     """The most tokens of reasoning; then ``thinking_end`` is forced, which must be given."""
     priority: int = 0
@@ -213,7 +218,7 @@ class SamplingParams:
             ("logit_bias", len(bias) <= _MAX_BIAS, f"of at most {_MAX_BIAS} tokens"),
             (
                 "logit_bias",
-                _token_ids(list(bias)) and all(abs(x) <= MAX_LOGIT_BIAS for x in bias.values()),
+                _token_ids(list(bias)) and _within(bias.values(), MAX_LOGIT_BIAS),
                 f"token ids with values between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
             ),
             (
@@ -252,7 +257,11 @@ def _in_range(logprobs: int | None) -> bool:
 
 
 def _token_ids(ids: Sequence[int]) -> bool:
-    return all(0 <= token < _MAX_INT for token in ids)
+    return not ids or 0 <= min(ids) <= max(ids) < _MAX_INT
+
+
+def _within(numbers: Collection[float], most: float) -> bool:
+    return all(-most <= number <= most for number in numbers)
 
 
 def _is_salt(salt: object) -> bool:

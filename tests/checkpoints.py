@@ -265,8 +265,13 @@ def _greedy(
     return [done.token_ids for done in generate(directory, prompts, tokens)]
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A byte-level tokenizer with 3 specials and a chat template, for a 259-token vocabulary."""
+def write_tokenizer(
+    directory: Path, marks: Sequence[str] = (), plain_marks: Sequence[str] = ()
+) -> Path:
+    """A byte-level tokenizer with 3 specials and a chat template, for a 259-token vocabulary.
+
+    ``marks`` are further special tokens, ``plain_marks`` tokens that texts show.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -277,8 +282,12 @@ def write_tokenizer(directory: Path) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", extra_special_tokens=["<user>"]
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=["<user>", *marks],
     )
+    tokenizer.add_tokens(list(plain_marks))
     tokenizer.chat_template = (
         "<s>{% for m in messages %}<user>{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}</s>{% endif %}"

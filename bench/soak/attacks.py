@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ import httpx
 
 from bench.soak.bombs import grammar_bombs, long_prompts, scored_bombs
 from bench.soak.bystander import Bystander
+from bench.soak.fields import bodies
 from bench.soak.malformed import malformed
 from bench.soak.report import Check, write_attacks
 from bench.soak.served import Served, resident
@@ -185,24 +187,12 @@ def _texts(url: str) -> Statuses:
 
 
 def _large(url: str) -> Statuses:
-    """As large, as deep and as long as they may be."""
-    deep: Any = "a"
-    for _ in range(200):
-        deep = [deep]
-    schema = {"type": "object", "properties": {"a": deep}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    chat = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 2}
-    texts = (
-        json.dumps({"prompt": "a", "max_tokens": 1, "user": "u" * (15 * 2**20)}),
-        json.dumps({"prompt": [1] * 3_000_000, "max_tokens": 1}),
-        json.dumps({"prompt": ["a"] * 200_000, "max_tokens": 1}),
-    )
-    headers = {"Content-Type": "application/json"}
+    """Fields as large as they may be, one in twenty of them (``bench.soak.fields`` has all)."""
     with _http(url) as http:
-        for _ in range(3):
-            yield http.post("/v1/chat/completions", json=chat).status_code
-            for text in texts:
-                yield http.post("/v1/completions", content=text, headers=headers).status_code
+        document = http.get("/openapi.json").json()
+        for body in islice(bodies(document, 15 * 2**20), 0, None, 20):
+            headers = {"Content-Type": "application/json"}
+            yield http.post(body.path, content=body.text, headers=headers).status_code
 
 
 def _malformed(url: str) -> Statuses:

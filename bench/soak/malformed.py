@@ -17,6 +17,7 @@ ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/responses",
+    "/v1/messages",
     "/tokenize",
     "/detokenize",
     "/abort_requests",

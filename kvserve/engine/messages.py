@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvserve.outputs import (
@@ -45,6 +45,7 @@ class NewSequence:
     allowed_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
     structured_output: StructuredOutput | None = None
+    thinking_start: int | None = None
     thinking_end: int | None = None
     thinking_token_budget: int | None = None
     kv_trace: bool = False
@@ -55,6 +56,20 @@ class NewSequence:
     num_answered: int = 0
     """So many of ``token_ids`` are its answer so far: they are computed at the speed of a prompt,
     with its policy's events where they would have been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """All branches of a request: the first, and the others' ids. What is long is sent once."""
+
+    first: NewSequence
+    seq_ids: list[int]
+
+    def each(self) -> Iterator[NewSequence]:
+        """The branches; they share their lists. The first one has the prompt's scores."""
+        yield self.first
+        for branch, seq_id in enumerate(self.seq_ids, 1):
+            yield replace(self.first, seq_id=seq_id, branch=branch, prompt_logprobs=None)
 
 
 @dataclass(frozen=True, slots=True)

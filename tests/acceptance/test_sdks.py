@@ -1,4 +1,4 @@
-"""Libraries around the OpenAI protocol understand the answers."""
+"""Libraries around the protocols of OpenAI and Anthropic understand the answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 ANSWER = " Adam= Kevin7+ Rachel8, Adam5; answer Adam5"
 
 
-def test_litellm_langchain_and_instructor(server: Server, run_client: RunClient) -> None:
+def test_libraries(server: Server, run_client: RunClient) -> None:
     found = run_client("sdk_client", server.url, MODEL)
     assert found["litellm"]["text"] == found["litellm"]["streamed"] == ANSWER
     assert found["litellm"]["error"] == "BadRequestError"
@@ -20,3 +20,6 @@ def test_litellm_langchain_and_instructor(server: Server, run_client: RunClient)
     assert langchain["tool"] == "Point"
     for point in (langchain["point"], *found["instructor"].values()):
         assert 0 <= point["x"] <= 9 and point["label"] in ("a", "b")
+    agent = found["anthropic"]
+    assert agent["tool"] == "point" and agent["counted"] and agent["text"] == ANSWER
+    assert agent["reason"] == "tool_use"

@@ -226,3 +226,14 @@ def test_nobody_there(serve: Serve, nobody: str, capsys: pytest.CaptureFixture[s
     status, saved = serve("--ready-check-timeout-sec", "0", url=nobody)
     assert status == 1 and not saved
     assert f"no server answers at {nobody}" in capsys.readouterr().err
+
+
+def test_a_server_that_wants_a_key_is_named(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said to list no model."""
+    for server in run_server(FakeEngine(), api_keys=("a",)):
+        assert serve("--num-prompts", "1", url=server.url)[0] == 1
+        assert "--api-key: the server answers HTTP 401" in capsys.readouterr().err
+        key = ("--api-key", "a", "--num-prompts", "1", "--input-len", "4")
+        assert serve(*key, url=server.url)[1]["completed"] == 1

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from tests.checkpoints import write_byte_fallback_tokenizer, write_tokenizer
 
@@ -126,3 +126,38 @@ def test_any_tokens_give_growing_text(
         assert detokenizer.text.startswith(before)
         if kind == "tokenizer":
             assert detokenizer.text == tokenizer.decode(ids, skip)
+
+
+def test_stop_strings_cost_no_more_the_longer_they_match(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kind: work that grows with what is held back (DOORS 2): two looks a character, and a copy
+    for all choices of a request."""
+    looks = 0
+    begin_with = StopStrings.begin_with
+
+    def counted(self: StopStrings, text: str) -> bool:
+        nonlocal looks
+        looks += 1
+        return begin_with(self, text)
+
+    monkeypatch.setattr(StopStrings, "begin_with", counted)
+    word = " remember"
+    given = [(word * 120)[:999] + chr(0x4E00 + i) for i in range(128)]
+    stops = StopStrings(tokenizer, given, skip_special=True)
+    detokenizer = IncrementalDetokenizer(tokenizer, stops)
+    text = word * 130
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        detokenizer.push(token)
+    assert looks <= 2 * len(text)
+    assert len(detokenizer._held) == 999 and detokenizer.length == len(text)
+    for token in tokenizer.encode(chr(0x4E05), add_special_tokens=False):
+        detokenizer.push(token)
+    assert detokenizer.stop == given[5]
+
+
+def test_stop_strings_that_hold_one_another(tokenizer: Tokenizer) -> None:
+    _, detokenizer = stream(tokenizer, "xabcd", "abcx", "bc", "abcde")
+    assert (detokenizer.text, detokenizer.stop) == ("xa", "bc")
+    _, detokenizer = stream(tokenizer, "xabcd", "bcd", "abcd")
+    assert (detokenizer.text, detokenizer.stop) == ("x", "abcd")

@@ -9,14 +9,16 @@ characters.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvserve.engine.core.request_policies import read_policy
+from kvserve.engine.frontend.chat_template import Forms
 from kvserve.engine.messages import PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
@@ -33,41 +35,69 @@ from kvserve.outputs import (
 )
 from kvserve.sampling_params import SamplingParams
 
-BOS, EOS, END = 1, 2, 3
+BOS, EOS, END, TOOL_CALL, START, CALLS = 1, 2, 3, 4, 5, 6
+_MARKS = {"</think>": END, "<tool_call>": TOOL_CALL, "<think>": START, "[TOOL_CALLS]": CALLS}
 
 
 class FakeTokenizer:
+    """Its template writes calls as Hermes does."""
+
     template = "fake"
     longest_token = 1
+    added_tokens: ClassVar = {mark: (token, token == CALLS) for mark, token in _MARKS.items()}
+    wanted = Forms()
 
     def describe(self) -> dict[str, Any]:
         return {"eos_token": chr(EOS), "chat_template": self.template}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         text.encode()  # refuses lone surrogates, as real tokenizers do
-        text = text.replace("</think>", chr(END))
+        for mark, token in _MARKS.items():
+            text = text.replace(mark, chr(token))
         return [BOS] * add_special_tokens + [ord(char) for char in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         shown = (i for i in ids if i not in (BOS, EOS) or not skip_special_tokens)
-        return "".join(map(chr, shown)).replace(chr(END), "</think>")
+        marks = {token: mark for mark, token in _MARKS.items()}
+        return "".join(marks.get(i, chr(i)) for i in shown)
 
-    def apply_chat_template(
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        ends = [0]
+        for token in token_ids:
+            ends.append(ends[-1] + len(self.token_text(token)))
+        return ends
+
+    def forms(self, chat_template: str | None = None) -> Forms:
+        return self.wanted
+
+    def render_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        **chat_template_kwargs: Any,
-    ) -> list[int]:
-        if chat_template_kwargs.get("refuse"):
+        **kwargs: Any,
+    ) -> str:
+        if kwargs.get("refuse"):
             raise ValueError("no such conversation")
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        self.seen = messages, chat_template_kwargs
+        formed = self.forms().apply(messages)
+        self.seen = formed, kwargs
         self.template_seen = chat_template
-        text += "<assistant>" * add_generation_prompt
-        return self.encode(text + "</think>\n" * chat_template_kwargs.get("close", False))
+        text = ""
+        for message in formed:
+            text += f"<{message['role']}>{message['content']}"
+            for call in message.get("tool_calls", ()):
+                text += f"<tool_call>\n{json.dumps(call['function'])}\n</tool_call>"
+        return (
+            text + "<assistant>" * add_generation_prompt + "</think>\n" * kwargs.get("close", False)
+        )
 
 
 @dataclass
@@ -206,6 +236,8 @@ class FakeEngine:
     def _extend(
         self, choice: CompletionOutput, step: int, params: SamplingParams, text: str
     ) -> None:
+        if params.logprobs is not None:
+            choice.text_offsets = [*(choice.text_offsets or []), len(choice.text)]
         choice.text += text
         token = END if choice.text.endswith("</think>") else 100 + step
         choice.token_ids.append(token)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.soak.fields import bodies as large
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.server.fake_engine import FakeEngine
 
@@ -23,6 +24,7 @@ QUICK = settings(
 WHOLE = settings(QUICK, max_examples=3000)
 ROUTES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/abort_requests"),
 )
 ANYTHING = st.recursive(
@@ -70,6 +72,21 @@ def test_a_body_is_answered_or_its_field_named(
     path: str, served: RunningServer, document: dict[str, Any], data: st.DataObject
 ) -> None:
     judge(path, served, document, data)
+
+
+def test_every_field_may_be_large(served: RunningServer, document: dict[str, Any]) -> None:
+    """``python -m bench.soak.fields`` measures what each costs; here each is answered."""
+    sent = list(large(document, 20_000))
+    fields = {(body.path, body.field.partition(".")[0].partition("(")[0]) for body in sent}
+    for path in ROUTES:
+        for name, schema in schema_of(path, document)["properties"].items():
+            several = schema.get("anyOf", [schema])
+            kinds = {one.get("type") for one in several if "enum" not in one}
+            assert (path, name) in fields or not kinds & {"array", "object", "string"}, (path, name)
+    headers = {"Content-Type": "application/json"}
+    for body in sent:
+        answer = served.http.post(body.path, content=body.text, headers=headers)
+        assert answer.status_code < 500, (body.path, body.field, body.fill, answer.text[:300])
 
 
 def test_a_limit_is_named_as_it_was_sent(served: RunningServer) -> None:

@@ -186,7 +186,7 @@ class Serving:
 
     async def _poll(self, client: ServingClient) -> None:
         """Sample the cache of a kvserve server; other servers do not have this route."""
-        while (stats := await client.get("/v1/kv/stats")) is not None:
+        while (stats := (await client.get("/v1/kv/stats"))[0]) is not None:
             self._samples.append(stats)
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -294,7 +294,9 @@ def _next_body(
 
 
 async def _first_model(client: ServingClient) -> str:
-    models = await client.get("/v1/models")
+    models, said = await client.get("/v1/models")
+    if said in (401, 403):
+        raise ConfigError(f"--api-key: the server answers HTTP {said}; it wants another key")
     if not models or not models.get("data"):
         raise ConfigError("--model: the server's /v1/models lists no model; name one")
     return str(models["data"][0]["id"])

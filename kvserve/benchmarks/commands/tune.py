@@ -42,11 +42,11 @@ CARDS = {
 """Memory as nvidia-smi shows it, in GiB, and the data sheet's bandwidth in TB/s."""
 _SHORT = {"8b": "llama-3.1-8b", "14b": "qwen3-14b", "32b": "qwen3-32b", "70b": "llama-3.1-70b"}
 _BITS = {16: 16.0, 8: 8.0, 4: 4.156}  # with AWQ's scales and zeros: 20 bits for 128 weights
-_DTYPES = ("auto", "int8", "k8v4")
+_DTYPES = ("auto", "k8v4", "k4v4")
 _STEP = 1.5  # GiB of a card beside weights and pool: a guess, which the start-up table measures
-_HELD_TODAY = (
-    "kvserve holds 4-bit checkpoints in bfloat16 so far, and FP8 as such from compute capability "
-    "9.0 on: elsewhere --quantization 16 says what runs today"
+_WIDENED = (
+    "AWQ, GPTQ, compressed-tensors, FP8, Q4_0, Q4_1 and Q8_0 are held in their bits; other GGUF "
+    "types and gpt-oss's experts are widened: for them take --quantization 16"
 )
 _ROWS = (PolicySpec("kara"), *(PolicySpec("kara", {"ratio": ratio}) for ratio in (0.3, 0.5)))
 _COLUMNS = (
@@ -239,7 +239,7 @@ class Arithmetic:
 
     def _notes(self) -> list[str]:
         gains = [row["most_speed_up"] for row in self._rows if row["most_speed_up"]]
-        notes = [] if self._args.quantization == 16 else [_HELD_TODAY]
+        notes = [] if self._args.quantization == 16 else [_WIDENED]
         if not gains:
             notes.append("nothing of that length fits: more cards, or weights of fewer bits")
         elif max(gains) < 1.03:

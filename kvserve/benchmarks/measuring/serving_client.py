@@ -124,15 +124,16 @@ class ServingClient:
         if status != 200:
             raise ServerGone(f"/health says {status}")
 
-    async def get(self, path: str) -> dict[str, Any] | None:
-        """The JSON at a path, or ``None`` if the server does not have the path."""
+    async def get(self, path: str) -> tuple[dict[str, Any] | None, int]:
+        """The JSON at a path, ``None`` if the server does not have the path, and the status."""
         import httpx
 
         try:
             response = await self.http.get(path, timeout=10)
-            return dict(response.json()) if response.status_code == 200 else None
+            found = dict(response.json()) if response.status_code == 200 else None
+            return found, response.status_code
         except (httpx.HTTPError, ValueError):
-            return None
+            return None, 0
 
 
 def _take(answer: Answer, event: Mapping[str, Any], now: float) -> None:

@@ -12,7 +12,13 @@ from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
 from kvserve.engine.core.grammar_queue import GrammarQueue
 from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.engine.device.pages import KeptMemory
-from kvserve.engine.messages import FinishedSequence, NewSequence, RefusedSequence, StepOutputs
+from kvserve.engine.messages import (
+    Branches,
+    FinishedSequence,
+    NewSequence,
+    RefusedSequence,
+    StepOutputs,
+)
 from kvserve.engine.sampling.grammar import Matcher
 from kvserve.log import RequestError, logger
 
@@ -46,13 +52,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A new sequence whose message could not be decoded."""
+    """Sequences whose message could not be decoded."""
 
-    seq_id: int
+    seq_ids: list[int]
     reason: str
 
 
-Command = NewSequence | Abort | ResetPrefixCache | WatchPool | Stop | Unreadable
+Command = Branches | Abort | ResetPrefixCache | WatchPool | Stop | Unreadable
 
 
 class Channel(Protocol):
@@ -109,11 +115,14 @@ def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
                 pool.on = command.on
             elif isinstance(command, Unreadable):
                 message = f"the engine could not read the request: {command.reason}"
-                refused.append(RefusedSequence(command.seq_id, message, None, "internal_error"))
-            elif command.structured_output is not None:
-                grammars.add(command, command.structured_output)
+                for seq_id in command.seq_ids:
+                    refused.append(RefusedSequence(seq_id, message, None, "internal_error"))
             else:
-                add(command)
+                for new in command.each():
+                    if new.structured_output is not None:
+                        grammars.add(new, new.structured_output)
+                    else:
+                        add(new)
         for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
             add(new, compiled)
         if refused or ended or reset:

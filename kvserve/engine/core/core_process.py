@@ -33,13 +33,13 @@ from kvserve.engine.core.core_loop import (
 )
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.device.pages import share_one_arena
-from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
+from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
 from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
-    for kind in (NewSequence, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
+    for kind in (Branches, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
 }
 _REFUSED, _FAILED = b"refused", b"failed"
 _IDLE_POLL_MS = 500
@@ -214,9 +214,10 @@ def _read_command(kind: bytes, body: bytes) -> Command:
     try:
         command: Command = msgspec.msgpack.decode(body, type=_KINDS[kind])
     except msgspec.ValidationError as error:
-        if kind != NewSequence.__name__.encode():
+        if kind != Branches.__name__.encode():
             raise
-        return Unreadable(msgspec.msgpack.decode(body)["seq_id"], str(error))
+        read = msgspec.msgpack.decode(body)
+        return Unreadable([read["first"]["seq_id"], *read["seq_ids"]], str(error))
     return command
 
 

@@ -47,6 +47,7 @@ class Intake:
         self._policies = RequestPolicies(config, built)
         self._grammars = grammars
         self._tracer = tracer
+        self._rules_of: tuple[str, RowRules | None] = "", None
         self._seeds = np.random.default_rng(config.model.seed)
 
     def sequence(
@@ -161,15 +162,18 @@ class Intake:
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
-        """Check every token id that a request brings: they index tensors of the device."""
-        end = None if new.thinking_end is None else [new.thinking_end]
+        """Check every token id that a request brings, once for all its branches: they index
+        tensors of the device."""
+        if new.branch and new.request_id == self._rules_of[0]:
+            return
+        marks = [mark for mark in (new.thinking_start, new.thinking_end) if mark is not None]
         named: dict[str, Collection[int] | None] = {
             "prompt": new.token_ids,
             "stop_token_ids": new.stop_token_ids,
             "logit_bias": new.logit_bias,
             "allowed_token_ids": new.allowed_token_ids,
             "bad_words": [token for word in new.bad_words for token in word],
-            "thinking_end": end,
+            "thinking_end": marks,
         }
         for name, ids in named.items():
             if ids and not 0 <= min(ids) <= max(ids) < self._info.vocab_size:
@@ -188,19 +192,27 @@ class Intake:
             seed=seed ^ branch,
             min_len=prompt + new.min_tokens,
             logprobs=new.logprobs,
-            rules=RowRules.of(new),
+            rules=self._rules(new),
             think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
+            think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
             grammar=self._grammar(new, matcher),
         )
+
+    def _rules(self, new: NewSequence) -> RowRules | None:
+        """The request's rules: its branches come one after another, and share them."""
+        if not new.branch or new.request_id != self._rules_of[0]:
+            self._rules_of = new.request_id, RowRules.of(new)
+        return self._rules_of[1]
 
     def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
         wanted = new.structured_output
         if wanted is None:
             return None
         matcher = matcher or self._grammars.compile(wanted)
-        return SequenceGrammar(matcher, new.thinking_end, new.stop_token_ids, wanted.field)
+        thinking = new.thinking_start, new.thinking_end
+        return SequenceGrammar(matcher, thinking, new.stop_token_ids, wanted.field)
 
 
 def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:

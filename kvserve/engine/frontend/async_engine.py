@@ -140,9 +140,8 @@ class AsyncEngine:
         events: asyncio.Queue[_Event] = asyncio.Queue()
         self._queues[request_id] = events
         try:
-            output, sequences = self._processor.add(request_id, text, token_ids, params)
-            for new in sequences:
-                self._client.add(new)
+            output, branches = self._processor.add(request_id, text, token_ids, params)
+            self._client.add(branches)
             while not output.finished:
                 event = await events.get()
                 # Only the newest output is yielded; nothing comes behind an error.

@@ -23,7 +23,7 @@ from kvserve.engine.core.core_loop import (
     run_core,
 )
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.messages import EngineInfo, NewSequence, StepOutputs
+from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
 from kvserve.log import EngineDeadError, logger
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class EngineClient(Protocol):
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
 
-    def add(self, new: NewSequence) -> None: ...
+    def add(self, new: Branches) -> None: ...
 
     def abort(self, seq_ids: list[int]) -> None: ...
 
@@ -83,7 +83,7 @@ class ThreadClient:
         self._thread.start()
         return core.info
 
-    def add(self, new: NewSequence) -> None:
+    def add(self, new: Branches) -> None:
         self._commands.put(new)
 
     def abort(self, seq_ids: list[int]) -> None:
@@ -142,7 +142,7 @@ class ProcessClient:
         self._reader = asyncio.create_task(self._read(self._link, on_outputs, on_death))
         return info
 
-    def add(self, new: NewSequence) -> None:
+    def add(self, new: Branches) -> None:
         assert self._link is not None, "not started"
         self._link.send(new)
 

@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
 from kvserve.engine.frontend.tokenizer import Tokenizer
+
+_SURROGATES = range(0xD800, 0xE000)
+"""Characters that no decoded text has: they stand for tokens that are left out of the text."""
+_LEFT_OUT = re.compile("[\ud800-\udfff]")
+
+
+class StopStrings:
+    """The stop strings of one request, for all its choices.
+
+    They may have special tokens in them, also those that the text leaves out (``hidden``).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special: bool) -> None:
+        hidden = [
+            (text, token_id)
+            for text, (token_id, special) in tokenizer.added_tokens.items()
+            if skip_special and special and any(text in stop for stop in stops)
+        ]
+        self.hidden = {i: chr(code) for (_, i), code in zip(hidden, _SURROGATES, strict=False)}
+        marked = {}
+        for stop in stops:
+            found = stop
+            for text, token_id in hidden:
+                found = found.replace(text, self.hidden.get(token_id, text))
+            marked[found] = stop
+        self._given = marked
+        self._sorted = sorted(marked)
+        self._all = tuple(marked)
+        self._firsts = {stop[0] for stop in marked}
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def in_none(self, text: str) -> bool:
+        """Whether no stop string begins in the text, by its characters alone."""
+        return self._firsts.isdisjoint(text)
+
+    def begin_with(self, text: str) -> bool:
+        at = bisect_left(self._sorted, text)
+        return at < len(self._sorted) and self._sorted[at].startswith(text)
+
+    def at_end_of(self, text: str) -> tuple[str, int] | None:
+        """The longest one that the text ends with, and its length there."""
+        if not text.endswith(self._all):
+            return None
+        found = max((stop for stop in self._all if text.endswith(stop)), key=len)
+        return self._given[found], len(found)
 
 
 class IncrementalDetokenizer:
@@ -15,7 +64,7 @@ class IncrementalDetokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop_strings: Sequence[str] = (),
+        stop_strings: StopStrings | Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
@@ -23,7 +72,9 @@ class IncrementalDetokenizer:
         self.text = ""
         self.stop: str | None = None
         self._tokenizer = tokenizer
-        self._stops = tuple(stop_strings)
+        if not isinstance(stop_strings, StopStrings):
+            stop_strings = StopStrings(tokenizer, stop_strings, skip_special=skip_special_tokens)
+        self._stops = stop_strings
         self._include_stop = include_stop
         self._skip_special = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -42,36 +93,46 @@ class IncrementalDetokenizer:
             self._stream = DecodeStream(self._ids, self._skip_special)
         if piece:
             self._ids.clear()
+        if token_id in self._stops.hidden:
+            piece = (piece or "") + self._stops.hidden[token_id]
+        if piece:
             self._append(piece)
+
+    @property
+    def length(self) -> int:
+        """Characters of the text so far, those that are held back included."""
+        return len(self.text) + len(self._shown(self._held))
 
     def flush(self) -> None:
         """At the end, show what was held back, unfinished characters included."""
         if self.stop is None:
-            self.text += self._held + self._behind()
+            self.text += self._shown(self._held) + self._behind()
             self._held = ""
 
     def _behind(self) -> str:
         return self._tokenizer.decode(self._ids, self._skip_special)
 
     def _append(self, piece: str) -> None:
-        tail = self._held + piece
-        # A stop string starts in what is held or in the new piece: earlier text was cleared of it.
-        found = [(tail.find(stop), stop) for stop in self._stops if stop in tail]
-        if found:
-            at, self.stop = min(found)
-            self.text += tail[: at + (len(self.stop) if self._include_stop else 0)]
-            self._held = ""
-            return
-        keep = self._longest_opening(tail)
-        self.text += tail[: len(tail) - keep]
-        self._held = tail[len(tail) - keep :]
+        """Add text. What is held back is its longest end that begins a stop string.
 
-    def _longest_opening(self, tail: str) -> int:
-        """Length of the longest end of ``tail`` that begins a stop string."""
-        lengths = (
-            size
-            for stop in self._stops
-            for size in range(min(len(stop) - 1, len(tail)), 0, -1)
-            if tail.endswith(stop[:size])
-        )
-        return max(lengths, default=0)
+        Each character is added once and dropped once, so the work does not grow with what is held.
+        """
+        if not self._stops or (not self._held and self._stops.in_none(piece)):
+            self.text += piece
+            return
+        tail, start = self._held + piece, 0
+        for end in range(len(self._held) + 1, len(tail) + 1):
+            while start < end and not self._stops.begin_with(tail[start:end]):
+                start += 1
+            found = self._stops.at_end_of(tail[start:end])
+            if found is not None:
+                self.stop, length = found
+                self.text += self._shown(tail[: end - length])
+                self.text += self.stop if self._include_stop else ""
+                self._held = ""
+                return
+        self.text += self._shown(tail[:start])
+        self._held = tail[start:]
+
+    def _shown(self, text: str) -> str:
+        return _LEFT_OUT.sub("", text) if self._stops.hidden else text

@@ -38,9 +38,9 @@ class LLMEngine:
     ) -> None:
         """Queue a request; raises ``RequestError`` and leaves nothing behind if it is refused."""
         text, token_ids = tokenize(self.tokenizer, prompt)
-        _, sequences = self._outputs.add(request_id, text, token_ids, params)
+        _, branches = self._outputs.add(request_id, text, token_ids, params)
         try:
-            for new in sequences:
+            for new in branches.each():
                 self.core.add(new)
         except RequestError:
             self.abort_request(request_id)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer
+from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import FinishedSequence, NewSequence, StepOutputs, policy_spec
+from kvserve.engine.messages import (
+    Branches,
+    FinishedSequence,
+    NewSequence,
+    StepOutputs,
+    policy_spec,
+)
 from kvserve.log import RequestError, logger
 from kvserve.outputs import (
     CompletionOutput,
@@ -52,8 +58,8 @@ class OutputProcessor:
 
     def add(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
-    ) -> tuple[RequestOutput, list[NewSequence]]:
-        """Register a request; the sequences returned are for the core."""
+    ) -> tuple[RequestOutput, Branches]:
+        """Register a request; the branches returned are for the core."""
         request = RequestOutput(
             request_id,
             prompt,
@@ -62,19 +68,18 @@ class OutputProcessor:
             metrics=RequestMetrics(time.time()),
             prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
         )
-        sequences = []
-        kv_policy = self._tasks.resolve(params.kv_policy, prompt, token_ids)
-        params = replace(params, kv_policy=kv_policy)
-        for choice in request.outputs:
+        first = self._sequence(request_id, prompt, token_ids, params)
+        stops = self._stops(params)
+        seq_ids = list(range(self._next_id, self._next_id + params.n))
+        self._next_id += params.n
+        for seq_id, choice in zip(seq_ids, request.outputs, strict=True):
             choice.logprobs = None if params.logprobs is None else []
+            choice.text_offsets = None if params.logprobs is None else []
             choice.kv_trace = [] if params.kv_trace else None
-            self._branches[self._next_id] = _Branch(
-                request, choice, params, self._detokenizer(params)
-            )
-            sequences.append(self._sequence(request_id, token_ids, params, choice.index))
-            self._next_id += 1
-        self._by_request[request_id] = [new.seq_id for new in sequences]
-        return request, sequences
+            detokenizer = self._detokenizer(params, stops)
+            self._branches[seq_id] = _Branch(request, choice, params, detokenizer)
+        self._by_request[request_id] = seq_ids
+        return request, Branches(first, seq_ids[1:])
 
     def remove(self, request_id: str) -> list[int]:
         """Forget a request; returns its unfinished sequences, to be aborted."""
@@ -163,6 +168,8 @@ class OutputProcessor:
         finished: FinishedSequence | None,
     ) -> None:
         branch.choice.token_ids.append(token)
+        if branch.choice.text_offsets is not None and branch.detokenizer is not None:
+            branch.choice.text_offsets.append(branch.detokenizer.length)
         if branch.choice.logprobs is not None and logprobs is not None:
             branch.choice.logprobs.append(self._with_text(logprobs))
         stopping = finished is not None and finished.stop_token == token
@@ -198,19 +205,29 @@ class OutputProcessor:
             del self._by_request[request.request_id]
             branch.metrics.finished_time = time.time()
 
-    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+    def _stops(self, params: SamplingParams) -> StopStrings | None:
+        """The stop strings, once for all choices."""
         if self._tokenizer is None:
+            return None
+        skip = params.skip_special_tokens
+        return StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
+
+    def _detokenizer(
+        self, params: SamplingParams, stops: StopStrings | None
+    ) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None or stops is None:
             return None
         return IncrementalDetokenizer(
             self._tokenizer,
-            params.stop_strings,
+            stops,
             skip_special_tokens=params.skip_special_tokens,
             include_stop=params.include_stop_str_in_output,
         )
 
     def _sequence(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, branch: int
+        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
     ) -> NewSequence:
+        """The first branch."""
         stop_ids = [] if params.ignore_eos else self._eos
         return NewSequence(
             seq_id=self._next_id,
@@ -223,12 +240,12 @@ class OutputProcessor:
             top_k=params.top_k,
             min_p=params.min_p,
             seed=params.seed,
-            branch=branch,
+            branch=0,
             min_tokens=params.min_tokens,
             logprobs=params.logprobs,
-            kv_policy=policy_spec(params.kv_policy),
+            kv_policy=policy_spec(self._tasks.resolve(params.kv_policy, prompt, token_ids)),
             priority=params.priority,
-            prompt_logprobs=params.prompt_logprobs if branch == 0 else None,
+            prompt_logprobs=params.prompt_logprobs,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -236,6 +253,7 @@ class OutputProcessor:
             allowed_token_ids=list(params.allowed_token_ids or ()),
             bad_words=self._bad_words(params),
             structured_output=params.structured_output,
+            thinking_start=params.thinking_start,
             thinking_end=params.thinking_end,
             thinking_token_budget=params.thinking_token_budget,
             kv_trace=params.kv_trace,

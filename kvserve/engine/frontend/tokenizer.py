@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
+from kvserve.engine.frontend.chat_template import Forms, find_forms
 from kvserve.log import ConfigError, RequestError
+
+_TEMPLATES_KEPT = 16
+_SHORT = 1000
+"""Characters, or tokens, up to which a text is not worth a batch."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -33,7 +42,10 @@ class Tokenizer:
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
         self.backend = self._hf.backend_tokenizer
+        self.backend.no_padding()
+        self.backend.no_truncation()
         self._texts: dict[int, str] = {}
+        self._forms: dict[str | None, Forms] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -48,6 +60,12 @@ class Tokenizer:
         """Characters of the longest token, the most that a text can have per token."""
         return max(map(len, self._hf.get_vocab()), default=1)
 
+    @cached_property
+    def added_tokens(self) -> dict[str, tuple[int, bool]]:
+        """Tokens that no text is merged into: id, and whether ``skip_special_tokens`` skips it."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {token.content: (token_id, token.special) for token_id, token in added}
+
     def describe(self) -> dict[str, Any]:
         """What remote clients need to build the same prompts."""
         return {
@@ -61,43 +79,130 @@ class Tokenizer:
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        # Without transformers' warning about its own limit: the engine has one, and refuses.
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+        if len(text) <= _SHORT:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # A batch does not hold the interpreter's lock, and makes no offsets.
+        [encoded] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoded.ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) <= _SHORT:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, special ones included."""
+        """One token by itself, special ones included. A part of a character has no text: it is
+        ``bytes:`` and its bytes (``bytes:\\xf0\\x9f``), as OpenAI writes it."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+            held = self.token_bytes(token_id)
+            try:
+                text = held.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in held)
+            self._texts[token_id] = text
         return text
 
-    def apply_chat_template(
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        token = self.backend.id_to_token(token_id)
+        if token is None or token in self.added_tokens:
+            return (token or "").encode()
+        if self._decoder == "ByteLevel":
+            letters = _byte_letters()
+            if all(letter in letters for letter in token):
+                return bytes(letters[letter] for letter in token)
+        if self._decoder == "ByteFallback":
+            byte = _BYTE.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Where each token's text begins in the text of all, special ones included, and its end."""
+        stream, length, offsets = DecodeStream(skip_special_tokens=False), 0, [0]
+        for token_id in token_ids:
+            try:
+                length += len(stream.step(self.backend, token_id) or "")
+            except Exception:  # bytes that make no character
+                stream = DecodeStream(skip_special_tokens=False)
+            offsets.append(length)
+        return offsets
+
+    @cached_property
+    def _decoder(self) -> str:
+        """How tokens stand for bytes: a part of the decoder."""
+        described = repr(self.backend.decoder)
+        return next((kind for kind in ("ByteLevel", "ByteFallback") if kind in described), "")
+
+    def forms(self, chat_template: str | None = None) -> Forms:
+        """What a template wants of conversations; the tokenizer's own by default."""
+        if chat_template not in self._forms:
+            while len(self._forms) >= _TEMPLATES_KEPT:
+                self._forms.pop(next(iter(self._forms)))
+
+            def render(messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
+                return self._render(messages, chat_template=chat_template, **kwargs)
+
+            self._forms[chat_template] = find_forms(render)
+        return self._forms[chat_template]
+
+    def render_chat(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
         chat_template: str | None = None,
-        **chat_template_kwargs: Any,
-    ) -> list[int]:
-        """Messages to prompt ids; raises ``RequestError`` where the template refuses them."""
+        **kwargs: Any,
+    ) -> str:
+        """Messages as the prompt's text, in the form that the template wants.
+
+        ``kwargs`` are ``add_generation_prompt``, ``continue_final_message``, ``tools`` and what
+        the template knows. Raises ``RequestError`` where it refuses them.
+        """
         if not self.has_chat_template and chat_template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions or --chat-template",
                 param="messages",
             )
+        formed = self.forms(chat_template).apply(messages)
         try:
-            text = self._hf.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **chat_template_kwargs,
-            )
+            return self._render(formed, chat_template=chat_template, **kwargs)
         except Exception as error:  # jinja2 raises what the template's author chose
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
-        return self.encode(str(text), add_special_tokens=False)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], **kwargs: Any
+    ) -> list[int]:
+        """``render_chat``, as ids."""
+        return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """As the tokenizer does, but that drops a content that is ``None``."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        own: Any = None if tools is None else [dict(tool) for tool in tools]
+        texts: Any = render_jinja_template(
+            [[dict(message) for message in messages]],
+            own,
+            chat_template=self._hf.get_chat_template(chat_template, own),
+            add_generation_prompt=add_generation_prompt,
+            **{**self._hf.special_tokens_map, **kwargs},
+        )
+        return str(texts[0][0])
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in the vocabularies of byte-level BPE."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -38,6 +38,15 @@ def borrowed_spec(
     """What config.json says of a decoder that transformers knows; ``ConfigError`` names what keeps
     it from running here."""
     config = _text_config(directory, overrides)
+    try:
+        return _spec(config, architecture)
+    except ConfigError:
+        raise
+    except Exception as error:  # a config that no one here has thought of
+        raise _refused(architecture, f"its config.json is not understood ({error})") from None
+
+
+def _spec(config: Any, architecture: str) -> ModelSpec:
     causal = _causal_class(config)
     if causal is None or not causal._supports_attention_backend:
         raise _refused(architecture, "transformers cannot hand its attention to another program")
@@ -314,7 +323,7 @@ def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
 
     try:
         whole = AutoConfig.from_pretrained(directory, local_files_only=True, **(overrides or {}))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what the config's class raises
         raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
     return whole.get_text_config(decoder=True)
 
@@ -326,6 +335,10 @@ def _causal_class(config: Any) -> Any:
 
 
 def _check_layers(config: Any, architecture: str) -> None:
+    fields = "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    lists = [name for name in fields if isinstance(config.to_dict().get(name), list)]
+    if different := lists or sorted(getattr(config, "per_layer_attributes", None) or ()):
+        raise _refused(architecture, f"its layers differ in {', '.join(different)}")
     kinds = getattr(config, "layer_types", None) or ()
     for index, kind in enumerate(kinds):
         if kind not in _FULL | _WINDOWED:

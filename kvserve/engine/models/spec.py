@@ -226,8 +226,9 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
     """The one that a config.json names, or else the decoder of its ``model_type``."""
-    if raw.get("architectures"):
-        return str(raw["architectures"][0])
+    named = raw.get("architectures")
+    if isinstance(named, list) and named:
+        return str(named[0])
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     known = {**NAMES, "internlm2": "InternLM2ForCausalLM"}

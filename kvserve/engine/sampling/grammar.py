@@ -35,19 +35,21 @@ _TIDY_EVERY = 64
 class SequenceGrammar:
     """One sequence's place in its grammar.
 
-    The grammar applies from the token behind ``after`` on (``None``: from the first one), until one
-    of ``stop_token_ids`` is sampled.
+    ``thinking`` are the tokens that begin and end reasoning. The grammar applies from the token
+    behind the end on (``None``: from the first one), until one of ``stop_token_ids`` is sampled.
+    With a beginning there is reasoning only if the first token is that.
     """
 
     def __init__(
         self,
         matcher: Matcher,
-        after: int | None,
+        thinking: tuple[int | None, int | None],
         stop_token_ids: Sequence[int],
         field: str = "structured_outputs",
     ) -> None:
         self._matcher = matcher
-        self._after = after
+        self._begins, self._ends = thinking
+        self._after = None if self._begins is not None else self._ends
         self._stop_token_ids = stop_token_ids
         self._field = field
         self._over = False
@@ -62,9 +64,14 @@ class SequenceGrammar:
         except BaseException as error:
             self._fail(error)
             mask[:] = -1  # what is sampled now will not be sent
+        if self._begins is not None and self._begins < 32 * len(mask):
+            mask.view(np.uint32)[self._begins // 32] |= np.uint32(1 << self._begins % 32)
 
     def accept(self, token_id: int) -> None:
-        if self._after is not None:
+        begins, self._begins = self._begins, None
+        if token_id == begins:
+            self._after = self._ends
+        elif self._after is not None:
             self._after = None if token_id == self._after else self._after
         elif not self._over:
             try:

@@ -8,22 +8,23 @@ failure in the library, panics included, is that client's error.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import thread_time
 from typing import Any, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import StructuredOutput
+from kvserve.sampling_params import COMPOSED, StructuredOutput
 
 MakeMatcher = Callable[[], "Matcher"]
 Compile = Callable[[StructuredOutput], MakeMatcher]
 
-_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Fixed white space: if it were free, a model might never get to the end of a document."""
 _LIMITS: Any = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -33,10 +34,14 @@ _LIMITS: Any = {
 }
 """What llguidance may spend on one grammar: some 50 MiB, and some 0.1 s in a step."""
 _TRIAL_TOKENS = 8
+_SLOW, _SLOW_IN_A_ROW = 0.01, 6
+"""CPU seconds for a mask from which on it is slow, and how many masks in a row may not be. Those of
+ordinary grammars take .0004 in the middle, and some take .02 once; all rows of a step wait."""
 _STOPPED = dict.fromkeys(
     ("NoExtension", "NoExtensionBias"), "no text matches it: no token may come next"
 )
 """Names that llguidance has for the end of a grammar, in words."""
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
@@ -93,6 +98,11 @@ def refused(wanted: StructuredOutput, reason: str) -> RequestError:
         reason = "it failed there; it may be too complex"
     reason = reason.partition("<state>")[0].strip()  # behind it comes the library's state
     reason = _STOPPED.get(reason, reason)
+    if keywords := _UNIMPLEMENTED.search(reason):
+        reason = (
+            f"{keywords[1]} cannot be enforced while a text is generated; leave it out and check "
+            "the answer"
+        )
     return RequestError(
         f"{wanted.field}: the grammar backend refuses it: {reason[:300]}",
         param=wanted.field,
@@ -118,11 +128,40 @@ def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> M
 def compile_and_try(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
     """Compile a grammar and follow it for a few tokens, with masks of ``words`` numbers.
 
-    So a grammar that would fail or take long in a step, which all sequences share, fails here.
+    So a grammar that would fail or take long in a step, which all sequences share, fails here. One
+    whose masks become slow later fails then.
     """
-    make = compile(wanted)
-    _walk(make(), words)
-    return make
+    make, meter = compile(wanted), _Meter()
+    _walk(_Metered(make(), meter), words)
+    return lambda: _Metered(make(), meter)
+
+
+class _Meter:
+    """How many masks of one grammar were slow in a row, for whatever sequences."""
+
+    in_a_row = 0
+
+    def add(self, seconds: float) -> None:
+        self.in_a_row = self.in_a_row + 1 if seconds > _SLOW else 0
+        self.check()
+
+    def check(self) -> None:
+        if self.in_a_row >= _SLOW_IN_A_ROW:
+            raise ValueError(f"it takes more than {1000 * _SLOW:g} ms for each token; shorten it")
+
+
+class _Metered:
+    """A matcher that fails where its grammar is too slow."""
+
+    def __init__(self, matcher: Matcher, meter: _Meter) -> None:
+        self._matcher, self._meter = matcher, meter
+        self.accept = matcher.accept
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        self._meter.check()
+        started = thread_time()
+        self._matcher.fill(mask)
+        self._meter.add(thread_time() - started)
 
 
 def _walk(matcher: Matcher, words: int) -> None:
@@ -167,23 +206,27 @@ class _GuidanceMatcher:
 def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     """``backend`` is a fast tokenizer of the package tokenizers."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+    options: Any = COMPACT
     limits = LLParserLimits(**_LIMITS)
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def grammar(wanted: StructuredOutput) -> str:
-        if wanted.kind == "json":
-            return str(LLMatcher.grammar_from_json_schema(wanted.value, overrides=_COMPACT))
-        if wanted.kind == "json_object":
-            schema = {"type": "object"}
-            return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT))
+        if wanted.kind == COMPOSED:
+            return wanted.value
+        if wanted.kind in ("json", "json_object"):
+            schema = wanted.value or '{"type": "object"}'
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
         if wanted.kind == "regex":
             return str(LLMatcher.grammar_from_regex(wanted.value))
         if wanted.kind == "choice":
-            options = "|".join(map(_pattern, json.loads(wanted.value)))
-            return str(LLMatcher.grammar_from_regex(options))
-        return str(LLMatcher.grammar_from_lark(wanted.value))
+            either = "|".join(map(_pattern, json.loads(wanted.value)))
+            return str(LLMatcher.grammar_from_regex(either))
+        gbnf = "::=" in wanted.value and not is_lark_syntax(wanted.value)
+        text = gbnf_to_lark(wanted.value) if gbnf else wanted.value
+        return str(LLMatcher.grammar_from_lark(text))
 
     def compile(wanted: StructuredOutput) -> MakeMatcher:
         first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)

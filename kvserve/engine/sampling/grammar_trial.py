@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ _HELPER = "kvserve.engine.sampling.grammar_helper"
 _ROOT = str(Path(__file__).parents[3])
 """The folder that has the package."""
 _REMEMBERED = 1024
+REPLY_SECONDS = 60.0
+"""How long the helper may take for a reply: it ends a trial after 20 s itself."""
 
 
 class GrammarTrial:
@@ -54,18 +57,26 @@ class GrammarTrial:
             self._process.wait()
 
     def _ask(self, wanted: StructuredOutput) -> str:
-        process = self._running()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(asdict(wanted)) + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        except OSError:
-            reply = ""
-        if not reply:
+        """The helper's reply. One that ends, or does not reply, is replaced once: it was killed or
+        stopped from outside."""
+        for _ in range(2):
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            late = threading.Timer(REPLY_SECONDS, process.kill)
+            late.daemon = True
+            late.start()
+            try:
+                process.stdin.write(json.dumps(asdict(wanted)) + "\n")
+                process.stdin.flush()
+                reply = process.stdout.readline()
+            except OSError:
+                reply = ""
+            finally:
+                late.cancel()
+            if reply:
+                return str(json.loads(reply))
             logger.error("the process that tries grammars ended (exit code %s)", process.wait())
-            raise RuntimeError("the process that tries grammars ended")
-        return str(json.loads(reply))
+        raise RuntimeError("the process that tries grammars ended")
 
     def _running(self) -> subprocess.Popen[str]:
         """The helper, started again if it has ended."""

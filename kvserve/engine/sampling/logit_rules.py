@@ -22,27 +22,36 @@ from kvserve.scheduler.messages.output import NewRequest
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """One sequence's rules. ``allowed`` empty allows every token; bad words are token ids."""
+    """The rules of a request, which its branches share.
 
-    presence: float
-    frequency: float
-    repetition: float
-    bias: dict[int, float]
-    allowed: tuple[int, ...]
-    bad_words: tuple[tuple[int, ...], ...]
+    ``allowed`` empty allows every token. ``words`` are token ids [W, L], aligned at their ends,
+    with -1 in front.
+    """
+
+    penalties: tuple[float, float, float]
+    """Presence, frequency and repetition."""
+    biased: IntArray
+    bias: np.ndarray[Any, Any]
+    allowed: IntArray
+    words: IntArray
 
     @classmethod
     def of(cls, new: NewSequence) -> RowRules | None:
-        """What a sequence asks for, if anything."""
-        rules = cls(
-            new.presence_penalty,
-            new.frequency_penalty,
-            new.repetition_penalty,
-            new.logit_bias,
-            tuple(new.allowed_token_ids),
-            tuple(map(tuple, new.bad_words)),
+        """What a request asks for, if anything."""
+        penalties = new.presence_penalty, new.frequency_penalty, new.repetition_penalty
+        asked = new.logit_bias or new.allowed_token_ids or new.bad_words
+        if penalties == (0.0, 0.0, 1.0) and not asked:
+            return None
+        longest = max(map(len, new.bad_words), default=1)
+        return cls(
+            penalties,
+            np.fromiter(new.logit_bias.keys(), np.int32),
+            np.fromiter(new.logit_bias.values(), np.float32),
+            np.array(new.allowed_token_ids, np.int32),
+            np.array([[-1] * (longest - len(w)) + w for w in new.bad_words], np.int32).reshape(
+                -1, longest
+            ),
         )
-        return None if rules == cls(0.0, 0.0, 1.0, {}, (), ()) else rules
 
 
 class LogitRules:
@@ -75,15 +84,14 @@ class LogitRules:
         if self._slot[row] < 0:
             self._slot[row] = self._take_slot()
         slot, output = int(self._slot[row]), seq.token_ids[seq.num_prompt_tokens :]
-        settings = rules.presence, rules.frequency, rules.repetition
-        self._settings[slot] = self._on_device(settings, torch.float32)
+        self._settings[slot] = self._on_device(rules.penalties, torch.float32)
         counts = np.bincount(output, minlength=self._vocab_size)
         self._counts[slot] = self._on_device(counts, torch.int32)
         self._in_prompt[slot] = False
         prompt = np.unique(seq.token_ids[: seq.num_prompt_tokens])
         self._in_prompt[slot].index_fill_(0, self._on_device(prompt), True)
-        self._bias[slot] = self._on_device(self._bias_of(rules), torch.float32)
-        self._set_words(slot, rules.bad_words, output)
+        self._set_bias(slot, rules)
+        self._set_words(slot, rules.words, output)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
         self._slot[to] = self._slot[source]
@@ -135,24 +143,23 @@ class LogitRules:
             self._free = list(range(size, size + more))
         return self._free.pop()
 
-    def _bias_of(self, rules: RowRules) -> Tensor:
-        bias = torch.zeros(self._vocab_size)
-        if rules.allowed:
-            bias.fill_(-torch.inf)
-            bias[list(rules.allowed)] = 0.0
-        if rules.bias:
-            bias[list(rules.bias)] += torch.tensor(list(rules.bias.values()))
-        return bias
+    def _set_bias(self, slot: int, rules: RowRules) -> None:
+        bias = self._bias[slot]
+        bias.fill_(-torch.inf if len(rules.allowed) else 0.0)
+        if len(rules.allowed):
+            bias.index_fill_(0, self._on_device(rules.allowed), 0.0)
+        if len(rules.biased):
+            added = self._on_device(rules.bias, torch.float32)
+            bias.index_add_(0, self._on_device(rules.biased), added)
 
-    def _set_words(self, slot: int, words: tuple[tuple[int, ...], ...], output: IntArray) -> None:
+    def _set_words(self, slot: int, words: IntArray, output: IntArray) -> None:
         count, length = self._words.shape[1:]
-        longest = max(map(len, words), default=1)
-        wider, longer = max(len(words) - count, 0), max(longest - length, 0)
+        wider, longer = max(len(words) - count, 0), max(words.shape[1] - length, 0)
         self._words = F.pad(self._words, (longer, 0, 0, wider), value=-1)
         self._history = F.pad(self._history, (longer, 0), value=-1)
         self._words[slot] = -1
-        for i, word in enumerate(words):
-            self._words[slot, i, -len(word) :] = self._on_device(word)
+        if len(words):
+            self._words[slot, : len(words), -words.shape[1] :] = self._on_device(words)
         kept = self._history.shape[1]
         self._history[slot] = -1
         if kept and len(output):

@@ -43,6 +43,8 @@ class RowSampling:
     rules: RowRules | None = None
     think_end: int = -1
     """The token that ends the reasoning if its length is limited, else -1."""
+    think_start: int = -1
+    """If not -1, there is reasoning only if this is the first token."""
     think_limit: int = 0
     """Logical position at which ``think_end`` is forced if it was not sampled before."""
     prompt: PromptScoring | None = None
@@ -98,9 +100,11 @@ class SamplingRows:
         self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        # The token that ends a row's reasoning (-1: no limit, or it has ended), and where it is
-        # forced.
+        # The token that ends a row's reasoning (-1: no limit, or it has ended), where it is forced,
+        # and the token that begins it (-1: it has begun), with its place.
         self._think_end = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self._think_start = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
+        self._think_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._think_limit = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._rules = LogitRules(max_rows, vocab_size, device)
         # Host: random, filtered, has min_len, log-probabilities wanted (-1: none), has rules,
@@ -132,8 +136,12 @@ class SamplingRows:
             self._prompts[seq.row], self._grammars[seq.row] = s.prompt, s.grammar
             self._set_stop_ids(seq.row, seq.stop_token_ids)
             self._rules.set_row(seq, s.rules)
-            ended = s.think_end in seq.token_ids[seq.num_prompt_tokens :]
+            output = seq.token_ids[seq.num_prompt_tokens :]
+            plain = s.think_start >= 0 and len(output) > 0 and output[0] != s.think_start
+            ended = plain or s.think_end in output
             self._think_end[seq.row].fill_(-1 if ended else s.think_end)
+            self._think_start[seq.row].fill_(s.think_start)
+            self._think_from[seq.row].fill_(seq.num_prompt_tokens)
             self._think_limit[seq.row].fill_(s.think_limit)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
@@ -145,7 +153,7 @@ class SamplingRows:
         self._rules.move_rows(to, source)
         for tensor in (
             *(self._settings, self._seeds, self._min_len, self._stop_ids),
-            *(self._think_end, self._think_limit),
+            *(self._think_end, self._think_limit, self._think_start, self._think_from),
         ):
             tensor[dst] = tensor[src]
 
@@ -215,10 +223,12 @@ class SamplingRows:
 
     def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Force the token that ends the reasoning in rows that have used up their budget."""
-        end = self._think_end[rows]
-        late = (end >= 0) & (positions >= self._think_limit[rows])
+        end, start = self._think_end[rows], self._think_start[rows]
+        undecided = (start >= 0) & (positions == self._think_from[rows])
+        late = (end >= 0) & (positions >= self._think_limit[rows]) & ~undecided
         tokens = torch.where(late, end, tokens)
-        self._think_end[rows] = torch.where(tokens == end, -1, end)
+        over = (tokens == end) | (undecided & (tokens != start))
+        self._think_end[rows] = torch.where(over, -1, end)
         return tokens
 
     def _hold_back_stops(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ _FLAGS: tuple[str, ...] = (
 _LINK = ("-fopenmp", "-shared", "-fPIC")
 _SECONDS = 600
 """A compiler that hangs; the largest file takes minutes on a machine that has more to do."""
+_DIGEST = 32
+"""Bytes behind a library that say whether it is whole: a machine may stop while it is written."""
 _ROOM = 2**20
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 _HERE = Path(__file__).parent
@@ -94,10 +96,17 @@ def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
 
 
 def _open(library: Path) -> ctypes.CDLL:
+    data = library.read_bytes()
+    if data[-_DIGEST:] != _digest(data[:-_DIGEST]):  # the process that runs it would end
+        raise _WrongFolder("the build was cut")
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise _WrongFolder(f"the build does not load: {error}") from None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
 def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
@@ -143,6 +152,9 @@ def _build_in(folder: Path, command: list[str], file: str) -> Path:
     os.close(handle)
     try:
         _compile([*command, "-o", unfinished], folder)
+        with open(unfinished, "rb+") as file_of:
+            digest = _digest(file_of.read())
+            file_of.write(digest)
         _open(Path(unfinished))
         os.replace(unfinished, folder / file)
     except BaseException:

@@ -24,6 +24,7 @@ from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.cli.listening import address_of, listen, warn_if_open
 from kvserve.server.http.app import create_app
 from kvserve.server.http.http_protocol import LimitedHttpProtocol
+from kvserve.server.parsers.chat_format import ChatFormat
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
@@ -287,18 +288,24 @@ def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
         ("live page", _on(options.ui), "/" if options.ui else "--no-ui"),
         ("kv_trace in requests", _on(options.allow_kv_trace), "--allow-kv-trace"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
-        ("reasoning", options.reasoning_parser or "off", "--reasoning-parser"),
-        ("tools", _tools(options), "--tool-call-parser, --enable-auto-tool-choice"),
+        ("reasoning", _reasoning(state.chat), "--reasoning-parser"),
+        ("tools", _tools(state.chat), _tools_from(options)),
         ("queue", f"{options.max_queued} sequences", "--max-queued-requests"),
         ("traces", settings.otlp_traces_endpoint or "off", "--otlp-traces-endpoint"),
         ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
     ]
 
 
-def _tools(options: ServerOptions) -> str:
-    if options.auto_tools and options.tool_parser is not None:
-        return options.tool_parser
-    return "only required and named"
+def _reasoning(form: ChatFormat) -> str:
+    return "harmony" if form.harmony else "off" if form.reasoning is None else form.reasoning.name
+
+
+def _tools(form: ChatFormat) -> str:
+    return "harmony" if form.harmony else form.tools.name if form.tools else "required and named"
+
+
+def _tools_from(options: ServerOptions) -> str:
+    return "--tool-call-parser" if options.tool_parser else "as the chat template writes calls"
 
 
 def _on(value: object) -> str:

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import kvserve
-from kvserve.server.http import info_routes, openai_routes, ops_routes
+from kvserve.server.http import anthropic_routes, info_routes, openai_routes, ops_routes
 from kvserve.server.http.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -37,6 +37,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.root_path = options.root_path
     app.state.server = state
     app.include_router(openai_routes.router)
+    app.include_router(anthropic_routes.router)
     app.include_router(info_routes.router)
     app.include_router(ops_routes.router)
     app.include_router(ui_routes.make_router(state))

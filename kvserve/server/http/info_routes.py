@@ -15,9 +15,10 @@ from kvserve.log import RequestError
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import Status, Text, Tokens, answers
 from kvserve.server.openai.chat_protocol import TokenizeChatRequest
-from kvserve.server.openai.prompts import decode, encode, encode_chat, in_thread
-from kvserve.server.openai.protocol import DetokenizeRequest, TokenizeRequest, parse
+from kvserve.server.openai.prompts import decode_long, encode, encode_chat
+from kvserve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from kvserve.server.openai.responses import json_response, kv_stats
+from kvserve.server.state.beside import beside
 from kvserve.server.state.server_state import ServerState
 
 router = APIRouter(tags=["server"], route_class=JsonRoute)
@@ -105,30 +106,30 @@ async def server_info(request: Request) -> Response:
 
 @router.post("/tokenize", responses=answers(Tokens), openapi_extra=_either(_TEXT, _CHAT))
 @router.post("/v1/tokenize", include_in_schema=False)
-async def tokenize(body: dict[str, Any], request: Request) -> Response:
+async def tokenize(body: TokenizeChatRequest | TokenizeRequest, request: Request) -> Response:
     """Token ids of a text (``prompt``), or of ``messages`` under the chat template."""
     state = _state(request)
     state.check_ready()
-    if "messages" in body:
-        chat = parse(TokenizeChatRequest, body)
-        state.check_model(chat.model)
-        ids, with_strings = await encode_chat(state, chat), chat.return_token_strs
+    state.check_model(body.model)
+    if isinstance(body, TokenizeChatRequest):
+        ids = await encode_chat(state, body)
     else:
-        text = parse(TokenizeRequest, body)
-        state.check_model(text.model)
-        [ids] = await encode(state, [text.prompt], text.add_special_tokens, whole=True)
-        with_strings = text.return_token_strs
-    strings = None
-    if with_strings:
-        strings = await in_thread(lambda: [decode(state, [i], "prompt") for i in ids])
-    return json_response(
-        {
-            "count": len(ids),
-            "max_model_len": state.engine.max_model_len,
-            "tokens": ids,
-            "token_strs": strings,
-        }
-    )
+        [ids] = await encode(state, [body.prompt], body.add_special_tokens, whole=True)
+
+    def answer() -> Response:
+        strings = None
+        if body.return_token_strs:
+            strings = list(map(state.require_tokenizer("prompt").token_text, ids))
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": state.engine.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    return await beside(answer)
 
 
 @router.post("/detokenize", responses=answers(Text))
@@ -138,7 +139,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     state = _state(request)
     state.check_ready()
     state.check_model(body.model)
-    return json_response({"prompt": await in_thread(lambda: decode(state, body.tokens, "tokens"))})
+    return await beside(
+        lambda: json_response({"prompt": decode_long(state, body.tokens, "tokens")})
+    )
 
 
 # ---- KV cache ---------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class RequestIdMiddleware:
             if started:
                 raise
             error = as_api_error(exc, state["request_id"])
-            await error.response()(scope, receive, send_with_id)
+            await error.response(scope["path"])(scope, receive, send_with_id)
 
 
 class MetricsMiddleware:
@@ -118,7 +118,8 @@ class TurnstileMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Requires ``Authorization: Bearer KEY`` on every path that is not in ``open_paths``.
+    """Requires ``Authorization: Bearer KEY``, or Anthropic's ``x-api-key: KEY``, on every path that
+    is not in ``open_paths``.
 
     The number of the key goes with the request (``state["api_key"]``).
     """
@@ -138,13 +139,16 @@ class ApiKeyMiddleware:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         # The router matches the same path, so no protected route can pass for an open one.
         if get_route_path(scope) in self._open_paths:
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers and scheme.lower() != "bearer":
+            scheme, key = "bearer", headers["x-api-key"]
         digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
         # No early exit: the time must not reveal which key came close.
         matches = [secrets.compare_digest(digest, known) for known in self._digests]
@@ -175,7 +179,7 @@ class BodyLimitMiddleware:
         error = ApiError(413, f"the body is larger than {self._limit} bytes", code="body_too_large")
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > self._limit:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         size = 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -23,9 +24,9 @@ from kvserve.server.http.schemas import (
 )
 from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
-from kvserve.server.openai.logprobs import Echo, prompt_logprobs
+from kvserve.server.openai.logprobs import Echo, chat_logprobs, leave_prompt_only, prompt_logprobs
 from kvserve.server.openai.prompts import decode, encode, truncate
-from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest, log_once
 from kvserve.server.openai.response_items import ResponseWriter, response_head
 from kvserve.server.openai.responses import (
     Json,
@@ -39,30 +40,36 @@ from kvserve.server.openai.responses import (
 from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest
 from kvserve.server.openai.streaming import ChatChunks, CompletionChunks, stream_response
 from kvserve.server.parsers.message_parser import read_message
-from kvserve.server.state.clients import from_client
+from kvserve.server.state.beside import CLIENT, beside
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
 
+_HEADER_MOST = 1000
+_NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
+_Answer = TypeVar("_Answer", bound=Response)
+
 
 @router.post("/completions", responses=streamed(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one prompt or several."""
-    state, model = _admit(body, request)
-    params = from_client(body.sampling_params(state.default_sampling), request)
+    state, model = admit(body, request)
+    params = body.sampling_params(state.default_sampling, client=CLIENT.get())
     request_id = name_request(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
     state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
-    echoes = _echoes(state, body, prompts)
+    echoes = await beside(lambda: _echoes(state, body, prompts))
     fingerprint = state.fingerprint(body.kv_policy)
     generation = Generation(
         state, prompts, params, request_id, request.headers, body.token_limit_field
     )
     if body.stream:
-        chunks = CompletionChunks(body, request_id, model, len(prompts), fingerprint, echoes=echoes)
+        tokenizer = state.engine.tokenizer
+        about = request_id, model, len(prompts), fingerprint
+        chunks = CompletionChunks(body, *about, echoes=echoes, tokenizer=tokenizer)
         return await stream_response(
             generation, chunks, request.receive, state.options.ping_interval
         )
@@ -72,6 +79,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         choices = []
         for i, output in enumerate(outputs):
             echo = echoes[i] if echoes else None
+            if body.scores_only:
+                leave_prompt_only(output)
+            if echo is not None:
+                echo.encode(output, params.logprobs or 0, state.require_tokenizer("echo"))
             choices += _completion_choices(body, i * params.n, params.logprobs or 0, echo, output)
         return json_response(completion(head, outputs, choices))
 
@@ -81,13 +92,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 @router.post("/chat/completions", responses=streamed(ChatCompletion))
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    state, model = _admit(body, request)
+    state, model = admit(body, request)
     request_id = name_request(body, request, "chatcmpl")
     plan = await plan_chat(state, body)
     fingerprint = state.fingerprint(body.kv_policy)
-    params = from_client(plan.params, request)
     generation = Generation(
-        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
@@ -103,7 +113,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
-    chat = body.as_chat()
+    chat = await beside(body.as_chat)
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
     if chat.kv_trace:
@@ -112,26 +122,26 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             param="kv_trace",
             code="unsupported_field",
         )
-    state, model = _admit(chat, request)
+    state, model = admit(chat, request)
     request_id = name_request(chat, request, "resp")
     try:
         plan = await plan_chat(state, chat)
     except RequestError as error:
         raise error.renamed(OWN_NAMES) from None
-    params = from_client(plan.params, request)
     generation = Generation(
-        state, [plan.prompt], params, request_id, request.headers, body.token_limit_field
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
     if body.stream:
-        return await stream_response(
+        stream = await stream_response(
             generation, writer, request.receive, state.options.ping_interval
         )
+        return say_skipped(body.skipped(), stream)
 
     def answer(outputs: list[RequestOutput]) -> Response:
         writer.advance(outputs[0])
-        return json_response(writer.body(outputs[0]))
+        return say_skipped(body.skipped(), json_response(writer.body(outputs[0])))
 
     return await generation.finish(request.receive, answer)
 
@@ -157,7 +167,7 @@ async def get_model(name: str, request: Request) -> Response:
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
+def admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
     """Refuse what can be refused without looking at the prompt."""
     state: ServerState = request.app.state.server
     state.check_health()
@@ -165,6 +175,15 @@ def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]
     state.check_allowed(body.kv_policy)
     state.check_trace(body.kv_trace)
     return state, model
+
+
+def say_skipped(skipped: Sequence[str], answer: _Answer) -> _Answer:
+    """The answer, with a header that names what of the request this server does not do."""
+    if skipped:
+        names = _NOT_IN_HEADERS.sub("?", ", ".join(skipped)[:_HEADER_MOST])
+        answer.headers["X-Kvserve-Skipped"] = names
+        log_once(f"requests ask for what this server does not do, and is skipped: {names}")
+    return answer
 
 
 def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:
@@ -180,10 +199,11 @@ def _echoes(
     """What ``echo`` puts before the completions."""
     if not body.echo:
         return None
+    tokenizer = state.require_tokenizer("echo")
     echoes = []
     for given, ids in zip(body.prompt, prompts, strict=True):
         text = given if isinstance(given, str) else decode(state, ids, "prompt")
-        first = "" if body.logprobs is None else decode(state, ids[:1], "prompt")
+        first = "" if body.logprobs is None else tokenizer.token_text(ids[0])
         echoes.append(Echo(text, first))
     return echoes
 
@@ -193,8 +213,6 @@ def _completion_choices(
 ) -> list[Json]:
     """The choices of one prompt, numbered from ``first`` on."""
     choices = []
-    if echo is not None:
-        echo.encode(output, top)
     scored = prompt_logprobs(output) if body.prompt_logprobs is not None else None
     for choice in output.outputs:
         part = completion_choice(first + choice.index, choice, top, echo)
@@ -215,7 +233,8 @@ def _chat_answer(
     choices = []
     for choice in output.outputs:
         message, reason = read_message(choice, plan.parser())
-        part = chat_choice(choice, plan.params.logprobs or 0, message, reason)
+        logprobs = chat_logprobs(choice, plan.params.logprobs or 0, plan.token_bytes)
+        part = chat_choice(choice, logprobs, message, reason)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
         if body.kv_trace:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import Status, answers
+from kvserve.server.openai.fields import Strings
 from kvserve.server.openai.responses import json_response
 from kvserve.server.state.errors import ApiError, unavailable
 from kvserve.server.state.generation import Generation
@@ -20,6 +21,10 @@ router = APIRouter(tags=["operations"], route_class=JsonRoute)
 
 _PROBE_SECONDS = 20.0
 _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, kv_policy="none")
+
+
+class AbortRequest(BaseModel):
+    request_ids: Strings
 
 
 def _state(request: Request) -> ServerState:
@@ -57,16 +62,14 @@ async def load(request: Request) -> Response:
 
 
 @router.post("/abort_requests")
-async def abort_requests(
-    request_ids: Annotated[list[str], Body(embed=True)], request: Request
-) -> Response:
+async def abort_requests(body: AbortRequest, request: Request) -> Response:
     """End requests by their ids, as in their answers or in ``X-Request-Id``; ignores unknown ids.
 
     The clients of these requests get an error with code ``aborted``.
     """
     state = _state(request)
     state.check_ready()
-    wanted = set(request_ids)
+    wanted = set(body.request_ids)
     aborted = []
     for generation in list(state.generations):
         bare = generation.request_id.partition("-")[2]

@@ -120,6 +120,21 @@ class ResponseBody(_Open):
     usage: dict[str, Any]
 
 
+class Message(_Open):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
 class ModelCard(_Open):
     id: str
     object: Literal["model"]

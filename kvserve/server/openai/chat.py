@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvserve.log import RequestError
-from kvserve.outputs import RequestOutput
-from kvserve.sampling_params import SamplingParams
+from kvserve.outputs import CompletionOutput, RequestOutput
+from kvserve.sampling_params import SamplingParams, StructuredOutput
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, NamedTool
-from kvserve.server.openai.prompts import encode_chat
-from kvserve.server.parsers.message_parser import MessageParser, NamedCall
-from kvserve.server.parsers.reasoning import ReasoningParser, ReasoningSplit
-from kvserve.server.parsers.tool_parsers import PARSERS, REQUIRED, ToolSplit, ToolSyntax
+from kvserve.server.openai.logprobs import TokenBytes
+from kvserve.server.openai.prompts import decode, encode_chat
+from kvserve.server.openai.structured import answer_or_calls, one_call, some_calls
+from kvserve.server.parsers.chat_format import DeltaParser
+from kvserve.server.parsers.harmony import HarmonyParser, count_reasoning
+from kvserve.server.parsers.message_parser import MessageParser, NamedCall, WithoutReasoning
+from kvserve.server.parsers.reasoning import ReasoningSplit
+from kvserve.server.parsers.tool_formats import REQUIRED
+from kvserve.server.parsers.tool_parsers import ToolSplit
+from kvserve.server.state.beside import CLIENT, beside
 from kvserve.server.state.server_state import ServerState
 
 _PROMPT_END = 16
@@ -24,68 +32,94 @@ class ChatPlan:
 
     prompt: list[int]
     params: SamplingParams
-    reasoning: ReasoningParser | None
-    inside: bool | None
-    tools: ToolSyntax | str | None
-    """The format of calls, or the name of the one function that must be called."""
-    parallel: bool
-
-    def parser(self) -> MessageParser | None:
-        if self.reasoning is None and self.tools is None:
-            return None
-        split = None if self.reasoning is None else ReasoningSplit(self.inside)
-        if isinstance(self.tools, ToolSyntax):
-            return MessageParser(split, ToolSplit(self.tools, self.parallel))
-        return MessageParser(split, None if self.tools is None else NamedCall(self.tools))
+    parser: Callable[[], DeltaParser | None]
+    count: Callable[[CompletionOutput], int]
+    """Tokens of a choice that are reasoning."""
+    token_bytes: TokenBytes
 
     def reasoning_tokens(self, output: RequestOutput) -> int:
-        if self.reasoning is None:
-            return 0
-        return sum(self.reasoning.count_tokens(choice, self.inside) for choice in output.outputs)
+        return sum(map(self.count, output.outputs))
 
 
 async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan:
     """Plan a chat request. Raises ``RequestError``, which names the field that cannot work."""
-    tools = _tools(state, body)
+    _check_tools(state, body)
     prompt = await encode_chat(state, body)
-    reasoning, inside = state.reasoning, None
+    form, reasoning = state.chat, state.chat.reasoning
+    more: dict[str, Any] = {"thinking_token_budget": body.thinking_token_budget}
+    inside = None
     if reasoning is not None:
-        end = state.require_tokenizer("messages").decode(
-            prompt[-_PROMPT_END:], skip_special_tokens=False
-        )
+        end = decode(state, prompt[-_PROMPT_END:], "messages")
         inside = reasoning.begins_inside(end)
-    # If the template has switched reasoning off, there is none to wait for or to limit.
-    off = inside is False
-    params = body.sampling_params(
-        state.default_sampling,
-        thinking_end=None if reasoning is None or off else reasoning.end_id,
-        thinking_token_budget=None if off else body.thinking_token_budget,
-        **_keep_marks(body, tools),
-    )
-    parallel = body.parallel_tool_calls is not False
-    return ChatPlan(prompt, params, reasoning, inside, tools, parallel)
+        if inside is False:
+            # The template has switched reasoning off: there is none to wait for or to limit.
+            more["thinking_token_budget"] = None
+        elif not reasoning.opens_by_itself(end) or reasoning.start_id is not None:
+            more["thinking_end"] = reasoning.end_id
+            more["thinking_start"] = reasoning.start_id if reasoning.opens_by_itself(end) else None
+    if body.skip_special_tokens is None and form.skips_marks(body.calls_tools):
+        more["skip_special_tokens"] = False
+    more["structured_outputs"] = await beside(lambda: _structured(state, body))
+    params = body.sampling_params(state.default_sampling, client=CLIENT.get(), **more)
+
+    def parser() -> DeltaParser | None:
+        made = _parser(state, body, inside)
+        return (
+            made if made is None or body.include_reasoning is not False else WithoutReasoning(made)
+        )
+
+    def count(choice: CompletionOutput) -> int:
+        if form.harmony:
+            return count_reasoning(choice.token_ids, lambda ids: decode(state, ids, "messages"))
+        return 0 if reasoning is None else reasoning.count_tokens(choice, inside)
+
+    return ChatPlan(prompt, params, parser, count, state.require_tokenizer("messages").token_bytes)
 
 
-def _tools(state: ServerState, body: ChatCompletionRequest) -> ToolSyntax | str | None:
-    if not body.calls_tools:
-        return None
-    if isinstance(body.tool_choice, NamedTool):
-        return body.tool_choice.function.name
-    if body.tool_choice == "required":
-        return REQUIRED
-    options = state.options
-    if options.tool_parser is None or not options.auto_tools:
+def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
+    """Refuse calls whose format is not known; those that a grammar forces have ours."""
+    known = state.chat.harmony or state.chat.tools is not None
+    if body.calls_tools and not (body.forces_calls or known):
         raise RequestError(
-            'tools with tool_choice "auto" need a server with --enable-auto-tool-choice and '
-            '--tool-call-parser; "required" and a named function work without these flags',
+            'tools with tool_choice "auto": it is not known how this model writes calls (its chat '
+            "template does not show it in a form that is known); name the format with "
+            '--tool-call-parser, or send tool_choice "required" or a named function',
             param="tools",
             code="unsupported_field",
         )
-    return PARSERS[options.tool_parser]
 
 
-def _keep_marks(body: ChatCompletionRequest, tools: ToolSyntax | str | None) -> dict[str, bool]:
-    """Keep special tokens in the text if they mark the calls."""
-    if isinstance(tools, ToolSyntax) and tools.special and body.skip_special_tokens is None:
-        return {"skip_special_tokens": False}
-    return {}
+def _structured(state: ServerState, body: ChatCompletionRequest) -> StructuredOutput | None:
+    """What the text must match: the answer's form, and that of calls."""
+    form, answer, functions = state.chat, body.answer_form, body.functions
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(body.tool_choice, NamedTool):
+        functions = [f for f in functions if f["name"] == body.tool_choice.function.name]
+    if form.harmony and (body.forces_calls or answer is not None):
+        functions = functions if body.calls_tools else []
+        return answer_or_calls(form, answer, functions, must_call=body.forces_calls)
+    if isinstance(body.tool_choice, NamedTool):
+        return one_call(functions[0])
+    if body.forces_calls:
+        return some_calls(functions, parallel)
+    if answer is None or not body.calls_tools:
+        return answer
+    return answer_or_calls(form, answer, functions, parallel=parallel)
+
+
+def _parser(
+    state: ServerState, body: ChatCompletionRequest, inside: bool | None
+) -> DeltaParser | None:
+    form = state.chat
+    tools = {function["name"]: function.get("parameters") or {} for function in body.functions}
+    tools = tools if body.calls_tools else {}
+    if form.harmony:
+        return HarmonyParser(tools)
+    split = None if form.reasoning is None else ReasoningSplit(inside)
+    if not tools:
+        return None if split is None else MessageParser(split, None)
+    if isinstance(body.tool_choice, NamedTool):
+        return MessageParser(split, NamedCall(body.tool_choice.function.name))
+    parallel = body.parallel_tool_calls is not False
+    syntax = REQUIRED if body.forces_calls or form.tools is None else form.tools
+    return MessageParser(split, ToolSplit(syntax, tools, parallel))

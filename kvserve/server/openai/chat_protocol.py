@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvserve.log import RequestError
-from kvserve.sampling_params import MAX_LOGPROBS, StructuredOutput
+from kvserve.sampling_params import MAX_LOGPROBS
 from kvserve.server.openai.fields import Content, FirstFault
-from kvserve.server.openai.protocol import GenerationRequest
-from kvserve.server.openai.structured import one_call, some_calls
+from kvserve.server.openai.protocol import GenerationRequest, parse
+from kvserve.server.openai.structured import GUIDED
 
 
 class FunctionCall(BaseModel):
+    """``arguments`` are JSON text; some clients send the object itself."""
+
     name: str
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = ""
 
 
 class ToolCall(BaseModel):
@@ -37,6 +41,10 @@ class Function(BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        given = {**self.__dict__, **(self.model_extra or {})}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Tool(BaseModel):
@@ -66,27 +74,16 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], FirstFault()] | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as templates expect it: ``system`` for ``developer``, arguments as objects,
-        and the reasoning under both names.
-        """
-        message = self.model_dump(exclude_none=True)
-        if self.role == "developer":
-            message["role"] = "system"
-        thought = self.reasoning_content or self.reasoning
-        if thought:
-            message |= {"reasoning": thought, "reasoning_content": thought}
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = _object(call["function"]["arguments"])
-        return message
+    def fields(self) -> dict[str, Any]:
+        """What was given; the chat template gets it in the form that it wants."""
+        calls = None if self.tool_calls is None else [_call(call) for call in self.tool_calls]
+        given = {**self.__dict__, **(self.model_extra or {}), "tool_calls": calls}
+        return {name: value for name, value in given.items() if value is not None}
 
 
-def _object(arguments: str) -> Any:
-    """Arguments as an object: templates write the JSON. A text that is not JSON stays a text."""
-    try:
-        return json.loads(arguments) if arguments else {}
-    except ValueError:
-        return arguments
+def _call(call: ToolCall) -> dict[str, Any]:
+    given = {**call.__dict__, **(call.model_extra or {}), "function": dict(call.function.__dict__)}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatPrompt(BaseModel):
@@ -101,7 +98,10 @@ class ChatPrompt(BaseModel):
     tools: Annotated[list[Tool], FirstFault()] | None = None
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()] or None
+        tools = [
+            {"type": tool.type, "function": tool.function.fields()} for tool in self.tools or ()
+        ]
+        return tools or None
 
     @model_validator(mode="after")
     def _check_messages(self) -> ChatPrompt:
@@ -123,6 +123,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
@@ -140,10 +141,11 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
             raise RequestError(
                 f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
             )
-        if self.forced_calls() is not None and super().structured_output() is not None:
-            raise RequestError(
-                "tool_choice does not go with structured output", param="tool_choice"
-            )
+        guided = [
+            name for name in ("structured_outputs", *GUIDED) if getattr(self, name) is not None
+        ]
+        if self.forces_calls and guided:
+            raise RequestError(f"tool_choice does not go with {guided[0]}", param="tool_choice")
         return self
 
     @property
@@ -153,21 +155,31 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         return super().tools_for_template() if self.calls_tools else None
 
-    def forced_calls(self) -> StructuredOutput | None:
-        """The structured output that a ``tool_choice`` of ``required`` or a function forces."""
-        functions = [tool.function.model_dump(exclude_none=True) for tool in self.tools or ()]
-        if isinstance(self.tool_choice, NamedTool):
-            wanted = self.tool_choice.function.name
-            return one_call(next(f for f in functions if f["name"] == wanted))
-        if self.tool_choice == "required":
-            return some_calls(functions, self.parallel_tool_calls is not False)
-        return None
+    @property
+    def forces_calls(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def structured_output(self) -> StructuredOutput | None:
-        return self.forced_calls() or super().structured_output()
+    @cached_property
+    def functions(self) -> list[dict[str, Any]]:
+        return [tool.function.fields() for tool in self.tools or ()]
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse_chat(given: dict[str, Any], own_names: Mapping[Any, str]) -> ChatCompletionRequest:
+    """The chat request that another API's request stands for; fields that are ``None`` are left
+    out. Errors name the other API's fields (``own_names``)."""
+    try:
+        return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+    except RequestValidationError as exc:
+        first, *_ = exc.errors()
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError) and cause.param in own_names:
+            raise cause.renamed(own_names) from None
+        body, *path = first["loc"]
+        renamed = {**first, "loc": (body, *(own_names.get(part, part) for part in path))}
+        raise RequestValidationError([renamed]) from None
 
 
 class TokenizeChatRequest(ChatPrompt):

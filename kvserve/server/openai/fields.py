@@ -5,9 +5,39 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import FailFast, PlainValidator
+from pydantic import AfterValidator, FailFast, PlainValidator
 
 from kvserve.log import RequestError, shown
+
+_MOST_VALUES = {
+    **dict.fromkeys(("messages", "input"), 2**17),
+    **dict.fromkeys(("tools", "system", "instructions"), 2**16),
+    **dict.fromkeys(("structured_outputs", "response_format", "text", "guided_json"), 2**15),
+    **dict.fromkeys(("guided_regex", "guided_grammar", "chat_template", "metadata", "user"), 1000),
+    **{"prompt": 2**21, "tokens": 2**17, "logit_bias": 2**16, "allowed_token_ids": 2**18},
+    **{"guided_choice": 10_000, "chat_template_kwargs": 10_000},
+}
+"""Fields that may be long, and how many values (texts, numbers, lists, ...) they may hold."""
+_MOST_LISTS = {"prompt": 2**13}
+_FEW_VALUES, _FEW_LISTS, _FEW_BYTES = 128, 2**15, 2**16
+
+
+def check_size(name: str, size: int, values: int, lists: int, context: int) -> None:
+    """Refuse a field of ``size`` bytes with so many values and lists or objects among them.
+
+    It is read as far as it might be served: a message takes at least a token of the context.
+    """
+    most = _MOST_VALUES.get(name, _FEW_VALUES)
+    if name in ("messages", "input"):
+        most = min(most, max(4 * context, 2**14))
+    for what, found, limit in (
+        ("values", values, most),
+        ("lists and objects", lists, min(most, _MOST_LISTS.get(name, _FEW_LISTS))),
+        ("bytes", size, size if name in _MOST_VALUES else _FEW_BYTES),
+    ):
+        if found > limit:
+            message = f"{name} holds {found} {what}, and at most {limit} are read"
+            raise RequestError(message, param=name)
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -67,7 +97,7 @@ def _parse_content(value: Any) -> str:
 
 
 def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
-    if value is None or isinstance(value, str | dict):
+    if value is None or isinstance(value, dict) or (isinstance(value, str) and len(value) < 1000):
         return value
     raise RequestError('kv_policy must be a name or an object like {"name": "kara", "window": 512}')
 
@@ -104,6 +134,7 @@ class FirstFault(FailFast):
 
 
 TokenIds = Annotated[list[int], FirstFault()]
+DistinctIds = Annotated[list[int], FirstFault(), AfterValidator(lambda ids: [*dict.fromkeys(ids)])]
 Strings = Annotated[list[str], FirstFault()]
 LogitBias = Annotated[
     dict[int, float] | None,

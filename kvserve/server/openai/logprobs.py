@@ -6,7 +6,7 @@ the memory, and the event loop would wait for one long call of the encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,12 +15,14 @@ import orjson
 
 from kvserve.outputs import CompletionOutput, Logprob, RequestOutput
 from kvserve.server.parsers.tool_parsers import Json
+from kvserve.server.state.engine_protocol import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
 _SLICE = 256
 """Tokens that are encoded at once."""
 
-_Step = tuple[int, Mapping[int, Logprob]]
+_Step = tuple[int, Mapping[int, Logprob], int]
+TokenBytes = Callable[[int], bytes]
 
 
 class _Columns(NamedTuple):
@@ -40,54 +42,73 @@ class Echo:
     first: str = ""
     columns: list[bytes] = field(default_factory=list)
     """The prompt's part of each list of ``_Columns``, as JSON without brackets."""
-    end: int = 0
-    """Where the text behind the prompt begins."""
 
-    def encode(self, prompt: RequestOutput, top: int) -> None:
+    def encode(self, prompt: RequestOutput, top: int, tokenizer: Tokenizer) -> None:
         """Encode the prompt's logprobs, once for all choices; the first token has none."""
         if prompt.prompt_logprobs is None or self.columns:
             return
-        start = _Columns([self.first], [None], [None], [0])
+        offsets = self._offsets(prompt.prompt_token_ids, tokenizer)
+        start = _Columns([self.first], [None], [None], [next(offsets)])
         encoded = [[_inner(column)] for column in start]
-        offset = len(self.first)
         entries = (entry or {} for entry in islice(prompt.prompt_logprobs, 1, None))
-        steps = zip(prompt.prompt_token_ids[1:], entries, strict=True)
+        steps = zip(prompt.prompt_token_ids[1:], entries, offsets, strict=True)
         while some := list(islice(steps, _SLICE)):
-            columns, offset = _columns(some, top, offset)
-            for parts, column in zip(encoded, columns, strict=True):
+            for parts, column in zip(encoded, _columns(some, top), strict=True):
                 parts.append(_inner(column))
-        self.end = offset
         self.columns = [b",".join(parts) for parts in encoded]
+
+    def _offsets(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
+        """Where each token begins in the text, which may lack the special tokens before it."""
+        ends = tokenizer.offsets(token_ids)
+        missing = ends[-1] - len(self.text)
+        return iter([max(end - missing, 0) for end in ends[:-1]])
+
+
+def leave_prompt_only(output: RequestOutput) -> None:
+    """Take out the one token that was generated only because the engine ends with one."""
+    for choice in output.outputs:
+        choice.text, choice.token_ids = "", []
+        choice.logprobs = None if choice.logprobs is None else []
+        choice.finish_reason, choice.stop_reason = choice.finish_reason and "length", None
 
 
 def completion_logprobs(
-    choice: CompletionOutput, top: int, start: int = 0, offset: int = 0, echo: Echo | None = None
-) -> tuple[Json | None, int]:
-    """Logprobs in the completions form from token ``start`` on, and where its text ends.
+    choice: CompletionOutput, top: int, start: int = 0, echo: Echo | None = None
+) -> Json | None:
+    """Logprobs in the completions form from token ``start`` on.
 
-    Its text begins at ``offset``; with an encoded ``echo`` the prompt's tokens come first.
+    With an ``echo`` its text comes first; from the first token on its tokens do, too.
     """
     if choice.logprobs is None:
-        return None, offset
-    steps = _steps(choice, start)
-    if echo is None or not echo.columns:
-        columns, offset = _columns(steps, top, offset)
-        return columns._asdict(), offset
-    columns, offset = _columns(steps, top, echo.end)
+        return None
+    steps = _steps(choice, start, 0 if echo is None else len(echo.text))
+    columns = _columns(steps, top)
+    if echo is None or not echo.columns or start:
+        return columns._asdict()
     joined = [
         orjson.Fragment(b"[%b%b%b]" % (prompt, b"," if steps else b"", _inner(column)))
         for prompt, column in zip(echo.columns, columns, strict=True)
     ]
-    return dict(zip(_Columns._fields, joined, strict=True)), offset
+    return dict(zip(_Columns._fields, joined, strict=True))
 
 
-def chat_logprobs(choice: CompletionOutput, top: int, start: int = 0) -> Json | None:
+def chat_logprobs(
+    choice: CompletionOutput, top: int, token_bytes: TokenBytes, start: int = 0
+) -> Json | None:
     """Logprobs in the chat form, from token ``start`` on."""
     if choice.logprobs is None:
         return None
+
+    def token(token_id: int, item: Logprob) -> Json:
+        held = list(token_bytes(token_id))
+        return {"token": item.decoded_token, "logprob": _finite(item), "bytes": held}
+
     content = (
-        {**_chat_token(entry[token_id]), "top_logprobs": [*map(_chat_token, _best(entry, top))]}
-        for token_id, entry in _steps(choice, start)
+        {
+            **token(token_id, entry[token_id]),
+            "top_logprobs": [token(*each) for each in _best(entry, top)],
+        }
+        for token_id, entry, _ in _steps(choice, start)
     )
     return {"content": _in_slices(content), "refusal": None}
 
@@ -111,18 +132,21 @@ def prompt_logprobs(output: RequestOutput) -> Any:
     )
 
 
-def _columns(steps: Iterable[_Step], top: int, offset: int) -> tuple[_Columns, int]:
-    """The lists for some tokens whose text begins at ``offset``, and where it ends."""
+def _columns(steps: Iterable[_Step], top: int) -> _Columns:
     columns = _Columns([], [], [], [])
-    for token_id, entry in steps:
+    for token_id, entry, offset in steps:
         sampled = entry[token_id]
-        best = {item.decoded_token: _finite(item) for item in _best(entry, top)}
+        names: dict[str, float] = {}
+        for other, item in [(token_id, sampled), *_best(entry, top)]:
+            name = item.decoded_token
+            if name in names and other != token_id:
+                name = f"token_id:{other}"  # another token has the same text
+            names[name] = _finite(item)
         columns.tokens.append(sampled.decoded_token)
         columns.token_logprobs.append(_finite(sampled))
-        columns.top_logprobs.append({sampled.decoded_token: _finite(sampled), **best})
+        columns.top_logprobs.append(names)
         columns.text_offset.append(offset)
-        offset += len(sampled.decoded_token)
-    return columns, offset
+    return columns
 
 
 def _in_slices(items: Iterator[Any]) -> Any:
@@ -142,22 +166,18 @@ def _inner(items: Any) -> bytes:
     return orjson.dumps(items)[1:-1]
 
 
-def _steps(choice: CompletionOutput, start: int) -> list[_Step]:
-    logprobs = choice.logprobs or []
-    return list(zip(choice.token_ids[start:], logprobs[start:], strict=False))
+def _steps(choice: CompletionOutput, start: int, before: int = 0) -> list[_Step]:
+    """Tokens, their log-probabilities, and where they begin behind ``before`` characters."""
+    entries, offsets = choice.logprobs or [], choice.text_offsets or [0] * len(choice.token_ids)
+    rows = zip(choice.token_ids[start:], entries[start:], offsets[start:], strict=False)
+    return [(token, entry, before + offset) for token, entry, offset in rows]
 
 
-def _best(entry: Mapping[int, Logprob], top: int) -> list[Logprob]:
+def _best(entry: Mapping[int, Logprob], top: int) -> list[tuple[int, Logprob]]:
     """The ``top`` most probable; ``entry`` also has the sampled token, whatever its rank."""
-    return sorted(
-        (item for item in entry.values() if item.rank <= top), key=lambda item: item.rank
-    )[:top]
+    ranked = [(token, item) for token, item in entry.items() if item.rank <= top]
+    return sorted(ranked, key=lambda pair: pair[1].rank)[:top]
 
 
 def _finite(item: Logprob) -> float:
     return max(item.logprob, _MIN_LOGPROB)
-
-
-def _chat_token(item: Logprob) -> Json:
-    token = item.decoded_token
-    return {"token": token, "logprob": _finite(item), "bytes": list(token.encode())}

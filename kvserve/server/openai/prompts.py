@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from kvserve.engine.device.pages import resident_bytes, trim_memory
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.state.beside import LARGE, in_thread
 from kvserve.server.state.server_state import ServerState
 
 _INLINE = 1_000
@@ -22,11 +20,6 @@ _SEAM = 64
 """Tokens that the whole text may have fewer than its beginning, where that was cut off."""
 _FEW = 16
 """The most texts that are tokenized, or messages that a template gets, on the event loop."""
-_TEXTS = ThreadPoolExecutor(4, "kvserve-text")
-"""Threads for tokenizing and templates: the event loop does not wait for long texts."""
-_TRIMMED = 2**22
-"""Bytes that a thread may leave resident before freed memory is returned to the system."""
-_T = TypeVar("_T")
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
@@ -61,13 +54,15 @@ async def encode(
             for prompt in prompts
         ]
 
-    if len(texts) <= _FEW and sum(map(len, texts)) <= _INLINE:
+    if len(texts) <= _FEW and sum(map(len, texts)) <= _INLINE and not LARGE.get():
         return run()
     return await in_thread(run)
 
 
-def _encode_text(state: ServerState, text: str, special: bool, whole: bool) -> list[int]:
-    tokenizer = state.require_tokenizer("prompt")
+def _encode_text(
+    state: ServerState, text: str, special: bool, whole: bool, param: str = "prompt"
+) -> list[int]:
+    tokenizer = state.require_tokenizer(param)
     context = state.engine.max_model_len
     look = _FIRST_LOOK * context
     try:
@@ -75,30 +70,17 @@ def _encode_text(state: ServerState, text: str, special: bool, whole: bool) -> l
             # If the beginning alone exceeds the context, the rest need not be tokenized.
             seen = len(tokenizer.encode(text[:look], add_special_tokens=special))
             if seen > context + _SEAM:
-                raise _too_long(f"the first {look} of its {len(text)} characters are {seen} tokens")
+                raise RequestError(
+                    f"{param}: the first {look} of {len(text)} characters are {seen} tokens, more "
+                    f"than this model's context",
+                    param=param,
+                    code="context_length_exceeded",
+                )
         return tokenizer.encode(text, add_special_tokens=special)
     except RequestError:
         raise
     except (ValueError, TypeError) as exc:  # the tokenizer cannot read it
-        raise RequestError(f"prompt: the text cannot be encoded: {exc}", param="prompt") from exc
-
-
-async def in_thread(work: Callable[[], _T]) -> _T:
-    """Run ``work``, which may take long, in a thread, so that the event loop goes on.
-
-    If ``work`` leaves much more memory resident, freed memory is returned to the system: malloc
-    would keep it for the thread.
-    """
-
-    def run() -> _T:
-        before = resident_bytes()
-        try:
-            return work()
-        finally:
-            if resident_bytes() - before > _TRIMMED:
-                trim_memory()
-
-    return await asyncio.get_running_loop().run_in_executor(_TEXTS, run)
+        raise RequestError(f"{param}: the text cannot be encoded: {exc}", param=param) from exc
 
 
 def check_characters(state: ServerState, count: int, param: str, *, whole: bool) -> None:
@@ -118,19 +100,10 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
         )
 
 
-def _too_long(what: str) -> RequestError:
-    return RequestError(
-        f"prompt: {what}, more than this model's context",
-        param="prompt",
-        code="context_length_exceeded",
-    )
-
-
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
     check_messages(state, request)
-    messages = [message.for_template() for message in request.messages]
     if request.chat_template is not None and not state.options.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server accepts none from requests (start it with "
@@ -157,11 +130,18 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
                 f"chat_template_kwargs must not hold {', '.join(clash)}",
                 param="chat_template_kwargs",
             )
-        return tokenizer.apply_chat_template(messages, **own, **kwargs)
+        messages = [message.fields() for message in request.messages]
+        text = tokenizer.render_chat(messages, **own, **kwargs)
+        # Tools, calls and what else the template writes: as long as a prompt may be.
+        check_characters(state, len(text), "messages", whole=whole)
+        return _encode_text(state, text, special=False, whole=whole, param="messages")
 
-    plain = not (kwargs or request.tools or request.chat_template) and len(messages) <= _FEW
+    whole = getattr(request, "truncate_prompt_tokens", None) is not None
+    plain = not (kwargs or request.tools or request.chat_template or LARGE.get())
+    short = sum(len(message.content) for message in request.messages) <= _INLINE
+    calls = any(message.tool_calls or message.model_extra for message in request.messages)
     try:
-        if plain and sum(len(message["content"]) for message in messages) <= _INLINE:
+        if plain and short and not calls and len(request.messages) <= _FEW:
             ids = apply()
         else:
             ids = await in_thread(apply)
@@ -213,6 +193,19 @@ def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> 
     if limit == -1:
         limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
     return ids if limit is None else ids[-limit:]
+
+
+def decode_long(state: ServerState, token_ids: Sequence[int], param: str) -> str:
+    """``decode``, unless the text is longer than a request may be."""
+    text_of, most = state.require_tokenizer(param).token_text, state.options.max_body_bytes
+    length = sum(len(text_of(token)) for token in token_ids if 0 <= token < 2**31)
+    if length > most:
+        raise RequestError(
+            f"{param}: the text of these {len(token_ids)} tokens has some {length} characters, and "
+            f"at most {most} are returned (--max-body-size)",
+            param=param,
+        )
+    return decode(state, token_ids, param)
 
 
 def decode(state: ServerState, token_ids: Sequence[int], param: str) -> str:

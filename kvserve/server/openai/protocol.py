@@ -8,14 +8,23 @@ not change the output. Unknown fields are ignored and logged once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import SamplingParams, StructuredOutput
-from kvserve.server.openai.fields import KVPolicy, LogitBias, Prompts, Stop, Strings, TokenIds
+from kvserve.server.openai.fields import (
+    DistinctIds,
+    KVPolicy,
+    LogitBias,
+    Prompts,
+    Stop,
+    Strings,
+    TokenIds,
+)
 from kvserve.server.openai.structured import structured_output
 
 # ---- requests ---------------------------------------------------------------------------------
@@ -64,7 +73,7 @@ _SAMPLING_FIELDS = (
     "speculation",
 )
 
-_unknown_fields: set[str] = set()
+_logged: set[str] = set()
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -80,6 +89,8 @@ class GenerationRequest(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow")
+    further_fields: ClassVar = (*_REFUSED, *_IGNORED)
+    """Fields that are none of the model's, and are not ignored."""
 
     model: str | None = None
     stream: bool | None = None
@@ -93,7 +104,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     stop: Stop = []
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: DistinctIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -103,7 +114,7 @@ class GenerationRequest(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: LogitBias = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: DistinctIds | None = None
     bad_words: Strings | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
@@ -130,7 +141,8 @@ class GenerationRequest(BaseModel):
                     f"{name} is not supported; leave it out", param=name, code="unsupported_field"
                 )
             if name not in _REFUSED and name not in _IGNORED:
-                _log_once(name)
+                log_once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
+        self.answer_form  # noqa: B018  # read here, beside the event loop if the body is large
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream and self.prompt_logprobs is not None:
@@ -155,12 +167,14 @@ class GenerationRequest(BaseModel):
 
     def token_limit(self) -> int | None:
         """The most new tokens; ``None``: as many as fit the context."""
-        return self.max_completion_tokens or self.max_tokens
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
 
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def structured_output(self) -> StructuredOutput | None:
+    @cached_property
+    def answer_form(self) -> StructuredOutput | None:
         """What the output must match."""
         return structured_output(self.__dict__)
 
@@ -173,7 +187,7 @@ class GenerationRequest(BaseModel):
             "stop": self.stop,
             "max_tokens": self.token_limit(),
             "logprobs": self.num_logprobs(),
-            "structured_outputs": self.structured_output(),
+            "structured_outputs": self.answer_form,
             "kv_policy": self.kv_policy,
         }
         try:
@@ -192,8 +206,15 @@ class CompletionRequest(GenerationRequest):
 
     def token_limit(self) -> int | None:
         """OpenAI's default of 16 applies when the field is absent, not when it is ``null``."""
+        if self.scores_only:
+            return 1
         asked = super().token_limit()
         return 16 if asked is None and "max_tokens" not in self.model_fields_set else asked
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt's log-probabilities are the answer: no token shall be generated."""
+        return bool(self.echo) and self.max_tokens == 0 and self.max_completion_tokens is None
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
@@ -221,10 +242,10 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-def _log_once(name: str) -> None:
-    if name not in _unknown_fields and len(_unknown_fields) < 1000:
-        _unknown_fields.add(name)
-        logger.warning("requests carry the unknown field %.100r, which is ignored", name)
+def log_once(message: str) -> None:
+    if message not in _logged and len(_logged) < 1000:
+        _logged.add(message)
+        logger.warning("%s", message)
 
 
 def parse(kind: type[_Model], body: dict[str, Any]) -> _Model:

@@ -10,7 +10,7 @@ import orjson
 from fastapi.responses import Response
 
 from kvserve.outputs import STATS, CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
-from kvserve.server.openai.logprobs import Echo, chat_logprobs, completion_logprobs
+from kvserve.server.openai.logprobs import Echo, completion_logprobs
 from kvserve.server.parsers.tool_parsers import Json
 
 
@@ -59,7 +59,7 @@ def completion_choice(index: int, choice: CompletionOutput, top: int, echo: Echo
     return {
         "index": index,
         "text": ("" if echo is None else echo.text) + choice.text,
-        "logprobs": completion_logprobs(choice, top, echo=echo)[0],
+        "logprobs": completion_logprobs(choice, top, echo=echo),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
@@ -72,11 +72,13 @@ def chat_completion(
     return {**head, "object": "chat.completion", "choices": choices, "usage": counts}
 
 
-def chat_choice(choice: CompletionOutput, top: int, message: Json, reason: str | None) -> Json:
+def chat_choice(
+    choice: CompletionOutput, logprobs: Json | None, message: Json, reason: str | None
+) -> Json:
     return {
         "index": choice.index,
         "message": message,
-        "logprobs": chat_logprobs(choice, top),
+        "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": choice.stop_reason,
     }

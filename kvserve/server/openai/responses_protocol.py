@@ -5,27 +5,28 @@ Nothing is stored, so a request carries the whole history.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from kvserve.log import RequestError
-from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
 from kvserve.server.openai.fields import FirstFault
-from kvserve.server.openai.protocol import parse
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "include": (None, [], ["reasoning.encrypted_content"]),  # reasoning comes in plain text
-    "max_tool_calls": (None,),
-    "previous_response_id": (None,),
-    "prompt": (None,),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
+_STORED = "nothing is stored here; send the whole history as input"
+_CHAT_HAS = "it goes with /v1/chat/completions; leave it out here"
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "background": ((None, False), "nothing is stored here, so an answer cannot be fetched later"),
+    "conversation": ((None,), _STORED),
+    "previous_response_id": ((None,), _STORED),
+    "prompt": ((None,), "no prompts are stored here; send instructions and input"),
+    "top_logprobs": ((None, 0), _CHAT_HAS),
 }
-"""Fields that need stored responses or are not supported -> their values that mean "off"."""
+"""Fields that are not supported -> their values that mean "off", and what to do."""
+_LOGPROBS = "message.output_text.logprobs"
+_IGNORED = ("include", "max_tool_calls", "truncation")
+"""They are about stored answers or OpenAI's own tools, or what is done when the context is too
+short: here that is an error."""
 
 OWN_NAMES: dict[Any, str] = {
     "messages": "input",
@@ -51,12 +52,12 @@ Input = Annotated[
 
 
 class ResponseTool(BaseModel):
-    """A function. Tools that OpenAI runs itself are not supported."""
+    """A function. Tools of other types, as OpenAI runs or knows them, are skipped."""
 
     model_config = ConfigDict(extra="allow")
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -75,6 +76,12 @@ class ResponsesRequest(BaseModel):
     """Further fields (``kv_policy``, ``top_k``, ``seed``, ...) are those of chat completions."""
 
     model_config = ConfigDict(extra="allow")
+    further_fields: ClassVar = (
+        *ChatCompletionRequest.model_fields,
+        *ChatCompletionRequest.further_fields,
+        *_REFUSED,
+        *_IGNORED,
+    )
 
     model: str | None = None
     input: Input
@@ -92,18 +99,20 @@ class ResponsesRequest(BaseModel):
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request. Errors name the field of this one."""
         extra = dict(self.model_extra or {})
-        for name, off in _REFUSED.items():
-            if extra.pop(name, None) not in off:
-                raise RequestError(
-                    f"{name} is not supported; send the whole history as input",
-                    param=name,
-                    code="unsupported_field",
-                )
+        refused = {
+            name: why for name, (off, why) in _REFUSED.items() if extra.pop(name, None) not in off
+        }
+        if _LOGPROBS in (extra.get("include") or ()):
+            refused["include"] = f"{_LOGPROBS}: {_CHAT_HAS}"
+        for name, why in refused.items():
+            raise RequestError(f"{name}: {why}", param=name, code="unsupported_field")
+        for name in _IGNORED:
+            extra.pop(name, None)
         given = {
             **extra,
             "model": self.model,
             "messages": self._messages(),
-            "tools": [_chat_tool(tool) for tool in self.tools or ()] or None,
+            "tools": [_chat_tool(t) for t in self.tools or () if t.type == "function"] or None,
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
@@ -113,10 +122,15 @@ class ResponsesRequest(BaseModel):
             "response_format": self._response_format(),
             "stream": self.stream,
         }
-        try:
-            return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
-        except RequestValidationError as exc:
-            raise RequestValidationError([_renamed(error) for error in exc.errors()]) from None
+        return parse_chat(given, OWN_NAMES)
+
+    def skipped(self) -> list[str]:
+        """The tools that this server does not have."""
+        return [
+            f"tools[{i}] ({tool.type})"
+            for i, tool in enumerate(self.tools or ())
+            if tool.type != "function"
+        ]
 
     @property
     def token_limit_field(self) -> str:
@@ -198,9 +212,3 @@ def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
                 param="input",
             )
     return [{"type": "text", "text": part.get("text")} for part in content]
-
-
-def _renamed(error: dict[str, Any]) -> dict[str, Any]:
-    """A validation error of the chat request, under this request's name of the field."""
-    body, *path = error["loc"]
-    return {**error, "loc": (body, *(OWN_NAMES.get(part, part) for part in path))}

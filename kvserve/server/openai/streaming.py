@@ -20,10 +20,16 @@ from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
-from kvserve.server.openai.logprobs import Echo, chat_logprobs, completion_logprobs
-from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.openai.logprobs import (
+    Echo,
+    chat_logprobs,
+    completion_logprobs,
+    leave_prompt_only,
+)
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.responses import usage
 from kvserve.server.parsers.tool_parsers import Json
+from kvserve.server.state.engine_protocol import Tokenizer
 from kvserve.server.state.errors import as_api_error
 from kvserve.server.state.generation import Generation, unless_disconnected
 
@@ -41,7 +47,6 @@ class _Cursor:
     started: bool = False
     text: int = 0
     tokens: int = 0
-    text_offset: int = 0
     traced: int = 0
     finished: bool = False
 
@@ -136,28 +141,36 @@ class CompletionChunks(ChunkWriter):
 
     object_name = "text_completion"
 
-    def __init__(self, *args: Any, echoes: list[Echo] | None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        request: CompletionRequest,
+        *args: Any,
+        echoes: list[Echo] | None,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(request, *args)
         self._echoes = echoes
+        self._tokenizer = tokenizer
+        self._scores_only = request.scores_only
 
     async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        if self._scores_only:
+            leave_prompt_only(output)
         if self._echoes is not None:
             echo = self._echoes[prompt_index]
             if output.prompt_logprobs is not None and not echo.columns:
-                await asyncio.to_thread(echo.encode, output, self._top)
+                assert self._tokenizer is not None
+                await asyncio.to_thread(echo.encode, output, self._top, self._tokenizer)
 
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
     ) -> list[Json]:
         first, start = not cursor.started, cursor.tokens
         text, tokens = self._advance(cursor, choice)
-        echo = None
-        if first and self._echoes is not None:
-            echo = self._echoes[index // self._n]
+        echo = None if self._echoes is None else self._echoes[index // self._n]
+        if first and echo is not None:
             text = echo.text + text
-        logprobs, cursor.text_offset = completion_logprobs(
-            choice, self._top, start, cursor.text_offset, echo
-        )
+        logprobs = completion_logprobs(choice, self._top, start, echo)
         if not (text or choice.finished or (tokens and (self._token_ids or logprobs))):
             return []
         part = {
@@ -198,7 +211,7 @@ class ChatChunks(ChunkWriter):
             parts.append(role)
         start = cursor.tokens
         text, tokens = self._advance(cursor, choice)
-        logprobs = chat_logprobs(choice, self._top, start)
+        logprobs = chat_logprobs(choice, self._top, self._plan.token_bytes, start)
         parser, reason = self._parsers[index], choice.finish_reason
         deltas: list[Json] = [{"content": text}] if text else []
         if parser is not None:

@@ -1,13 +1,16 @@
-"""What the text must match, by ``response_format``, ``structured_outputs`` or ``tool_choice``."""
+"""What the text must match: by ``response_format``, ``structured_outputs``, tools, or several."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvserve.json_schema import schema_text
+from kvserve.json_schema import COMPACT, schema_text, within
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import StructuredOutput
+from kvserve.sampling_params import COMPOSED, MAX_GRAMMAR, StructuredOutput
+from kvserve.server.parsers.chat_format import CallWriting, ChatFormat
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older names for the kinds of ``structured_outputs``."""
@@ -61,41 +64,191 @@ def _warn_once(name: str) -> None:
 
 # ---- tools ------------------------------------------------------------------------------------
 
+Function = Mapping[str, Any]
 
-def one_call(function: Mapping[str, Any]) -> StructuredOutput:
+
+def one_call(function: Function) -> StructuredOutput:
     """The arguments of one named function, and nothing else."""
-    return StructuredOutput("json", schema_text(_parameters(function), "tools", "tools"), "tools")
+    return StructuredOutput("json", _text(parameters(function)), "tools")
 
 
-def some_calls(functions: Sequence[Mapping[str, Any]], parallel: bool) -> StructuredOutput:
+def some_calls(functions: Sequence[Function], parallel: bool) -> StructuredOutput:
     """Calls as ``[{"name": ..., "parameters": {...}}]``; only one unless ``parallel``."""
-    shared: dict[str, Any] = {}
-    calls = []
-    for function in functions:
-        parameters = dict(_parameters(function))
-        # References start at the root of the document, so definitions must move there.
-        for name, definition in parameters.pop("$defs", {}).items():
-            if shared.setdefault(name, definition) != definition:
-                raise RequestError(f"tools: two different $defs are called {name!r}", param="tools")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema = _objects(functions, "name", "parameters")
+    definitions = schema.pop("$defs")
+    schema = {"type": "array", "minItems": 1, "items": schema, "$defs": definitions}
     if not parallel:
         schema["maxItems"] = 1
-    if shared:
-        schema["$defs"] = shared
-    return StructuredOutput("json", schema_text(schema, "tools", "tools"), "tools")
+    return StructuredOutput("json", _text(schema), "tools")
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def parameters(function: Function) -> dict[str, Any]:
     """A function's schema. Arguments that it does not name are forbidden unless it allows them."""
     return {
         "additionalProperties": False,
         **(function.get("parameters") or {"type": "object", "properties": {}}),
     }
+
+
+def _objects(functions: Sequence[Function], name: str, arguments: str) -> dict[str, Any]:
+    """A schema of one call as a JSON object, of any of the functions."""
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    for place, function in enumerate(functions):
+        # References start at the root of the document, which is another one now.
+        definitions[f"f{place}"] = within(parameters(function), f"f{place}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    name: {"const": function["name"]},
+                    arguments: {"$ref": f"#/$defs/f{place}"},
+                },
+                "required": [name, arguments],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls, "$defs": definitions}
+
+
+def _text(schema: Any) -> str:
+    return schema_text(schema, "tools", "tools")
+
+
+# ---- an answer or calls, in the model's own format ----------------------------------------------
+
+
+class _Grammars:
+    """Grammars that name one another, as llguidance takes them."""
+
+    def __init__(self, tokens: Mapping[str, tuple[int, bool]]) -> None:
+        self._ids = {text: token_id for text, (token_id, _) in tokens.items()}
+        self._made: list[dict[str, Any]] = []
+
+    def schema(self, text: str) -> str:
+        """The name of a grammar for JSON text that matches a schema."""
+        schema = json.loads(text)
+        schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+        return self._add(json_schema={**schema, "x-guidance": COMPACT})
+
+    def answer(self, wanted: StructuredOutput) -> str:
+        if wanted.kind == "json":
+            return self.schema(wanted.value)
+        if wanted.kind == "json_object":
+            return self.schema('{"type": "object"}')
+        if wanted.kind == "regex":
+            pattern = re.sub(r"\\.|/", lambda m: m[0].replace("/", r"\/"), wanted.value)
+            return self._add(lark_grammar="start: /" + pattern.replace("\n", r"\n") + "/")
+        if wanted.kind == "choice":
+            options = " | ".join(map(_quoted, json.loads(wanted.value)))
+            return self._add(lark_grammar=f"start: {options}")
+        return self._add(lark_grammar=wanted.value)
+
+    def literal(self, text: str) -> str:
+        """A text in which tokens that no text is merged into stand for themselves."""
+        held = sorted((token for token in self._ids if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, held))})", text) if held else [text]
+        return " ".join(
+            f"<[{self._ids[part]}]>" if part in self._ids else _quoted(part)
+            for part in parts
+            if part
+        )
+
+    def finish(self, start: str, field: str) -> StructuredOutput:
+        text = json.dumps({"grammars": [{"lark_grammar": f"start: {start}"}, *self._made]})
+        if len(text) > MAX_GRAMMAR:
+            raise RequestError(
+                f"{field}: with the tools it has {len(text)} characters, and at most {MAX_GRAMMAR} "
+                "are read",
+                param=field,
+            )
+        return StructuredOutput(COMPOSED, text, field)
+
+    def _add(self, **grammar: Any) -> str:
+        name = f"g{len(self._made)}"
+        self._made.append({"name": name, **grammar})
+        return f"@{name}"
+
+
+def answer_or_calls(
+    form: ChatFormat,
+    answer: StructuredOutput | None,
+    functions: Sequence[Function],
+    *,
+    must_call: bool = False,
+    parallel: bool = True,
+) -> StructuredOutput:
+    """What a model may write that has tools and whose answer must match: the answer, or calls.
+
+    ``RequestError`` if it is not known how this model writes calls. ``must_call``: only calls.
+    """
+    field = "tools" if answer is None else answer.field
+    grammars = _Grammars(form.tokens)
+    if form.harmony:
+        return grammars.finish(_channels(grammars, answer, functions, must_call), field)
+    assert answer is not None
+    writing = form.writing
+    if writing is None:
+        raise RequestError(
+            f"{field} together with tools: it is not known how this model's calls are written, or "
+            "not as JSON; leave one of them out, or send tool_choice none or required",
+            param=field,
+            code="unsupported_field",
+        )
+    bare = not writing.before.strip() and answer.kind in ("json", "json_object")
+    if bare and writing.keys is not None:
+        # Both are JSON without a mark before it: one schema, or the first bracket would decide.
+        calls = _objects(functions, *writing.keys)
+        own = json.loads(answer.value) if answer.kind == "json" else {"type": "object"}
+        definitions = {**calls.pop("$defs"), "answer": within(own, "answer")}
+        either = {"anyOf": [{"$ref": "#/$defs/answer"}, *calls["anyOf"]], "$defs": definitions}
+        return StructuredOutput("json", _text(either), field)
+    wanted = grammars.answer(answer)
+    return grammars.finish(f"{wanted} | {_calls(grammars, writing, functions, parallel)}", field)
+
+
+def _calls(
+    grammars: _Grammars, writing: CallWriting, functions: Sequence[Function], parallel: bool
+) -> str:
+    if writing.keys is not None:
+        call = grammars.schema(_text(_objects(functions, *writing.keys)))
+    else:
+        each = (
+            f"{_quoted(function['name'])} {grammars.literal(writing.between)} "
+            f"{grammars.schema(_text(parameters(function)))}"
+            for function in functions
+        )
+        call = f"({' | '.join(each)})"
+    more = ""
+    if parallel and writing.next is not None:
+        more = f"({grammars.literal(writing.next)} {call})*"
+    return f"{grammars.literal(writing.before)} {call} {more} {grammars.literal(writing.after)}"
+
+
+def _channels(
+    grammars: _Grammars,
+    answer: StructuredOutput | None,
+    functions: Sequence[Function],
+    must_call: bool,
+) -> str:
+    """Harmony: reasoning, and then the answer or a call."""
+    mark = grammars.literal
+    text = r"/(.|\n)*/"
+    thought = f"{mark('<|channel|>analysis<|message|>')} {text} {mark('<|end|><|start|>assistant')}"
+    last = []
+    if not must_call:
+        wanted = text if answer is None else grammars.answer(answer)
+        last.append(f"{mark('<|channel|>final<|message|>')} {wanted}")
+    for function in functions:
+        to = f"to=functions.{function['name']}"
+        heads = (
+            f"<|channel|>commentary {to} <|constrain|>json",
+            f" {to}<|channel|>commentary json",
+        )
+        schema = grammars.schema(_text(parameters(function)))
+        last += [f"{mark(head + '<|message|>')} {schema}" for head in heads]
+    return f"({thought})* ({' | '.join(last)})"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

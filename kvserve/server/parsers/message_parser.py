@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvserve.outputs import CompletionOutput
+from kvserve.server.parsers.chat_format import DeltaParser
 from kvserve.server.parsers.reasoning import ReasoningSplit
-from kvserve.server.parsers.tool_parsers import Json, ToolSplit
+from kvserve.server.parsers.tool_parsers import Json, ToolSplit, call_delta, new_call
 
 
 @dataclass
@@ -21,12 +21,8 @@ class NamedCall:
     def push(self, text: str, final: bool) -> list[Json]:
         if not text:
             return []
-        call: Json = {"index": 0, "function": {"arguments": text}}
-        if not self.num_calls:
-            self.num_calls = 1
-            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            call["function"] = {"name": self.name, "arguments": text}
-        return [{"tool_calls": [call]}]
+        begun, self.num_calls = self.num_calls, 1
+        return [*([] if begun else [new_call(0, self.name)]), call_delta(0, text)]
 
 
 class MessageParser:
@@ -55,7 +51,18 @@ class MessageParser:
         return "tool_calls" if called and reason == "stop" else reason
 
 
-def read_message(choice: CompletionOutput, parser: MessageParser | None) -> tuple[Json, str | None]:
+class WithoutReasoning:
+    """Leaves the reasoning out (``include_reasoning: false``)."""
+
+    def __init__(self, parser: DeltaParser) -> None:
+        self._parser = parser
+        self.finish_reason = parser.finish_reason
+
+    def push(self, text: str, final: bool) -> list[Json]:
+        return [delta for delta in self._parser.push(text, final) if "reasoning" not in delta]
+
+
+def read_message(choice: CompletionOutput, parser: DeltaParser | None) -> tuple[Json, str | None]:
     """The message of a finished choice, and why it finished."""
     if parser is None:
         message = {"role": "assistant", "content": choice.text, "refusal": None}

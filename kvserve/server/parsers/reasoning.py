@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -16,6 +18,25 @@ class ReasoningParser:
     name: str
     end_id: int
     """The token that is ``</think>``."""
+    start_id: int | None = None
+    """The token that is ``<think>``, if it is one."""
+
+    @classmethod
+    def of(cls, name: str, encode: Callable[[str], list[int]]) -> ReasoningParser:
+        """``encode`` makes token ids; ``ConfigError`` if it knows no token ``</think>``."""
+        start, end = encode(OPEN), encode(CLOSE)
+        if len(end) != 1:
+            raise ConfigError(
+                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer; it is {len(end)}"
+            )
+        return cls(name, end[0], start[0] if len(start) == 1 else None)
+
+    def opens_by_itself(self, prompt_end: str) -> bool:
+        """Whether the prompt does not say if the model reasons: it does once it says ``<think>``.
+
+        R1's first templates left that to the model, too.
+        """
+        return not prompt_end.rstrip().endswith((OPEN, CLOSE))
 
     def begins_inside(self, prompt_end: str) -> bool | None:
         """Whether the output starts as reasoning, given how the prompt ends.

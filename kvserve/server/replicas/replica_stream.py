@@ -49,6 +49,7 @@ class OutputWriter:
             text=choice.text[chars:],
             token_ids=choice.token_ids[tokens:],
             logprobs=None if choice.logprobs is None else choice.logprobs[tokens:],
+            text_offsets=None if choice.text_offsets is None else choice.text_offsets[tokens:],
             kv_trace=None if choice.kv_trace is None else choice.kv_trace[traced:],
         )
 
@@ -77,12 +78,11 @@ def _prepend(before: CompletionOutput, choice: CompletionOutput) -> None:
     before.token_ids += choice.token_ids
     choice.token_ids = before.token_ids
     choice.text = before.text + choice.text
-    if before.logprobs is not None and choice.logprobs is not None:
-        before.logprobs += choice.logprobs
-        choice.logprobs = before.logprobs
-    if before.kv_trace is not None and choice.kv_trace is not None:
-        before.kv_trace += choice.kv_trace
-        choice.kv_trace = before.kv_trace
+    for name in ("logprobs", "text_offsets", "kv_trace"):
+        known, more = getattr(before, name), getattr(choice, name)
+        if known is not None and more is not None:
+            known += more
+            setattr(choice, name, known)
 
 
 def held_tokens(output: RequestOutput) -> int:

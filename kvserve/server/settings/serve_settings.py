@@ -8,8 +8,11 @@ from kvserve.config import setting
 from kvserve.log import ConfigError
 
 # Listed here and not only where they are built, so that ``--help`` need not load the server.
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
-TOOL_PARSERS = ("hermes", "internlm", "llama3_json", "mistral")
+REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
+TOOL_PARSERS = (
+    *("cohere", "deepseek_v3", "granite", "hermes", "internlm", "jamba", "kimi_k2"),
+    *("llama3_json", "mistral", "nemotron", "openai", "pythonic"),
+)
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -42,10 +45,12 @@ class ServeSettings:
         choices=REASONING_PARSERS,
     )
     tool_call_parser: str | None = setting(
-        None, "how the model writes tool calls", choices=TOOL_PARSERS
+        None,
+        "how the model writes tool calls (default: as its chat template writes them)",
+        choices=TOOL_PARSERS,
     )
     enable_auto_tool_choice: bool = setting(
-        False, "let the model decide whether to call tools (needs --tool-call-parser)"
+        False, "do not start if it is not known how the model writes tool calls"
     )
     max_queued_requests: int = setting(
         4096, "most sequences waiting beyond --max-num-seqs; further requests get a 429"
@@ -106,8 +111,6 @@ class ServeSettings:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_timeout < 0:
             raise ConfigError("--shutdown-timeout must not be negative")
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
         if not self.read_timeout > 0:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import replace
 
 from starlette.requests import Request
-
-from kvserve.sampling_params import SamplingParams
 
 _NETWORK_BITS = 64
 """Of an IPv6 address: a client has all addresses of its network."""
@@ -22,11 +19,6 @@ def client_of(request: Request) -> str:
     if key is not None:
         return f"key {key}"
     return _network(request.client.host) if request.client is not None else ""
-
-
-def from_client(params: SamplingParams, request: Request) -> SamplingParams:
-    """``params`` with the client that sent ``request``."""
-    return replace(params, structured_outputs=params.structured_output, client=client_of(request))
 
 
 def _network(host: str) -> str:

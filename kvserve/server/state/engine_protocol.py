@@ -8,23 +8,17 @@ from typing import Any, Protocol
 from kvserve.engine.messages import PolicyOffer
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.parsers.chat_format import ChatTokenizer
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ChatTokenizer, Protocol):
     @property
     def longest_token(self) -> int: ...
     def describe(self) -> dict[str, Any]: ...
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **chat_template_kwargs: Any,
-    ) -> list[int]: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def offsets(self, token_ids: Sequence[int]) -> list[int]: ...
 
 
 class Engine(Protocol):

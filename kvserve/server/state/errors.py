@@ -30,6 +30,7 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_OTHER_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -50,19 +51,18 @@ class ApiError(HTTPException):
         self.param = param and _printable(param)
         self.code = code
 
-    def body(self) -> dict[str, dict[str, str | None]]:
-        return {
-            "error": {
-                "message": self.message,
-                "type": _TYPES.get(self.status_code, "server_error"),
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+    def body(self, messages: bool = False) -> dict[str, Any]:
+        """``messages``: of Anthropic's routes, whose types have other names."""
+        kind = _TYPES.get(self.status_code, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if not messages:
+            return {"error": error}
+        return {"type": "error", "error": {**error, "type": _OTHER_TYPES.get(kind, kind)}}
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
+        """``path``: the route's, on which the body's form depends."""
         return Response(
-            orjson.dumps(self.body()),
+            orjson.dumps(self.body("/v1/messages" in path)),
             status_code=self.status_code,
             headers=self.headers,
             media_type="application/json",
@@ -117,7 +117,8 @@ def install_handlers(app: FastAPI) -> None:
     async def handle(request: Request, exc: Exception) -> Response:
         if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
             return _http_error(exc, request).response()
-        response = as_api_error(exc, getattr(request.state, "request_id", None)).response()
+        error = as_api_error(exc, getattr(request.state, "request_id", None))
+        response = error.response(request.url.path)
         _drop_frames(exc)
         return response
 

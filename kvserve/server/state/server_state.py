@@ -14,7 +14,7 @@ import kvserve
 from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, RequestError, logger
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.parsers.reasoning import CLOSE, ReasoningParser
+from kvserve.server.parsers.chat_format import ChatFormat, find_format
 from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
 from kvserve.server.state.errors import ApiError, unavailable
 from kvserve.server.state.metrics import Metrics
@@ -40,7 +40,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine, self.config, self.options)
         self.default_sampling: dict[str, Any] = {}
-        self.reasoning: ReasoningParser | None = None
+        self.chat = ChatFormat()
         settings = {k: v for k, v in asdict(self.config).items() if k != "compression"}
         self._config_digest = hashlib.sha256(_canonical(settings))
 
@@ -52,8 +52,18 @@ class ServerState:
 
     def check_tokenizer(self) -> None:
         """Raises ``ConfigError`` if the tokenizer lacks what a flag needs."""
-        if self.options.reasoning_parser is not None:
-            self.reasoning = self._reasoning_parser(self.options.reasoning_parser)
+        options = self.options
+        self.chat = find_format(
+            self.engine.tokenizer,
+            options.chat_template,
+            options.tool_parser,
+            options.reasoning_parser,
+        )
+        if options.auto_tools and self.chat.tools is None and not self.chat.harmony:
+            raise ConfigError(
+                "--enable-auto-tool-choice: the chat template does not show how the model writes "
+                "tool calls; name the format with --tool-call-parser"
+            )
 
     def check_ready(self) -> None:
         if not self.ready:
@@ -142,15 +152,6 @@ class ServerState:
         digest = self._config_digest.copy()
         digest.update(_canonical(policy))
         return f"kvserve-{kvserve.__version__}-{digest.hexdigest()[:12]}"
-
-    def _reasoning_parser(self, name: str) -> ReasoningParser:
-        tokenizer = self.engine.tokenizer
-        ids = [] if tokenizer is None else tokenizer.encode(CLOSE, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ConfigError(
-                f"--reasoning-parser: {CLOSE} must be one token of the tokenizer; it is {len(ids)}"
-            )
-        return ReasoningParser(name, ids[0])
 
     def require_tokenizer(self, param: str) -> Tokenizer:
         if self.engine.tokenizer is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import fields
 from typing import Any
@@ -18,9 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import EngineStats, PoolView, RequestStats
 from kvserve.server.openai.responses import kv_stats
+from kvserve.server.state.errors import ApiError
 from kvserve.server.state.server_state import ServerState
 
 INTERVAL_S = 0.2
+MOST_READERS = 64
+"""Readers of one client: each wakes the event loop five times a second."""
 _PATIENCE = 10
 """How often to look for a first view of the pool; replicas never have one."""
 _FIELDS = tuple(item.name for item in fields(RequestStats))
@@ -28,23 +32,29 @@ _PING = b": ping\n\n"
 
 
 class EventFeed:
-    """The newest event, and how many readers there are. Runs on one event loop."""
+    """The newest event, and how many readers each client has. Runs on one event loop."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._readers = 0
+        self._readers: Counter[str] = Counter()
         self._task: asyncio.Task[None] | None = None
         self._newest: tuple[int, bytes] = 0, b""
 
-    def enter(self) -> None:
+    def check(self, client: str) -> None:
+        """429 if the client has too many readers."""
+        if self._readers[client] >= MOST_READERS:
+            message = f"a client may read the events {MOST_READERS} times at once"
+            raise ApiError(429, message, code="busy", headers={"Retry-After": "1"})
+
+    def enter(self, client: str) -> None:
         """Add a reader. The first one starts the views of the pool."""
-        self._readers += 1
+        self._readers[client] += 1
         if self._task is None:
             self._state.engine.watch_pool(True)
             self._task = asyncio.create_task(self._look())
 
-    def leave(self) -> None:
-        self._readers -= 1
+    def leave(self, client: str) -> None:
+        self._readers -= Counter((client,))
         if not self._readers and self._task is not None:
             self._task.cancel()
             self._task = None
@@ -88,17 +98,17 @@ class FeedResponse(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: EventFeed) -> None:
+    def __init__(self, feed: EventFeed, client: str) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(feed.events(), headers=headers)
-        self._feed = feed
+        self._feed, self._client = feed, client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._feed.enter()
+        self._feed.enter(self._client)
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._feed.leave()
+            self._feed.leave(self._client)
 
 
 def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:

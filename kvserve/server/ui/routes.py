@@ -7,6 +7,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from kvserve.server.state.clients import client_of
 from kvserve.server.state.options import ServerOptions
 from kvserve.server.state.server_state import ServerState
 from kvserve.server.ui.event_feed import EventFeed, FeedResponse
@@ -52,7 +53,9 @@ def make_router(state: ServerState) -> APIRouter:
 
     async def events(request: Request) -> Response:
         state.check_health()
-        return FeedResponse(feed)
+        client = client_of(request)
+        feed.check(client)
+        return FeedResponse(feed, client)
 
     router.add_api_route("/v1/kv/events", events, include_in_schema=False)
     for path, file in page_files(state.options).items():

@@ -1,4 +1,6 @@
-"""litellm, langchain-openai and instructor against one server; prints what they understood as JSON.
+"""litellm, langchain-openai, instructor and anthropic against one server.
+
+Prints what they understood as JSON.
 
 usage: sdk_client.py BASE_URL MODEL
 """
@@ -9,6 +11,7 @@ import json
 import sys
 from typing import Any, Literal
 
+import anthropic
 import instructor
 import litellm
 import openai
@@ -73,12 +76,36 @@ def ask_instructor() -> dict[str, Any]:
     return points
 
 
+def ask_anthropic() -> dict[str, Any]:
+    """A streamed call, and an answer. The shipped models' templates write no calls in history."""
+    client = anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0)
+    tool: Any = {"name": "point", "description": "a", "input_schema": Point.model_json_schema()}
+    one: Any = {"type": "any", "disable_parallel_tool_use": True}
+    how: Any = {"model": model, "max_tokens": 60, "tools": [tool], "tool_choice": one}
+    with client.messages.stream(**how, messages=MESSAGES) as stream:
+        first = stream.get_final_message()
+    [call] = [block for block in first.content if block.type == "tool_use"]
+    Point.model_validate(call.input)
+    counted = client.messages.count_tokens(model=model, messages=MESSAGES)
+    greedy: Any = {"extra_body": {"temperature": 0}}  # the client has no such argument
+    plain = client.messages.create(model=model, max_tokens=20, messages=MESSAGES, **greedy)
+    read = plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0)
+    [text] = plain.content
+    return {
+        "tool": call.name,
+        "reason": first.stop_reason,
+        "counted": counted.input_tokens == read,
+        "text": text.text if text.type == "text" else "",
+    }
+
+
 sys.stdout.write(
     json.dumps(
         {
             "litellm": ask_litellm(),
             "langchain": ask_langchain(),
             "instructor": ask_instructor(),
+            "anthropic": ask_anthropic(),
         }
     )
     + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,30 @@ def test_what_cannot_run_is_refused_by_name(kind: str, message: str, tmp_path: P
     with pytest.raises(ConfigError, match=message) as error:
         make(tmp_path, load_format="dummy")
     assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("gemma4_text", "head_dim"), ("gemma3n_text", "intermediate_size")]
+)
+def test_layers_that_differ_are_a_line(kind: str, field: str, tmp_path: Path) -> None:
+    """Reading one number of them was a traceback."""
+    config = AutoConfig.for_model(kind)
+    found: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    name = found.__name__
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name}: its layers differ in .*{field}"):
+        choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "rope_parameters"])
+def test_a_config_that_nobody_thought_of_is_a_line(field: str, tmp_path: Path) -> None:
+    write("glm4", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for value in ([64, 64], {"0": 64}, "many", None, -1, 0):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, field: value}))
+        with suppress(ConfigError):
+            choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
 
 
 def test_refusals_before_anything_is_loaded(tmp_path: Path) -> None:

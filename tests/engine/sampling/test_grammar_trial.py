@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.soak.bombs import CHAINS, nested, references, rules
 from kvserve.engine.models.hub import find_model
-from kvserve.engine.sampling.grammar_backends import BackendSource
+from kvserve.engine.sampling import grammar_backends, grammar_trial
+from kvserve.engine.sampling.grammar import SequenceGrammar
+from kvserve.engine.sampling.grammar_backends import BackendSource, compile_and_try
+from kvserve.engine.sampling.grammar_helper import WALL_SECONDS
 from kvserve.engine.sampling.grammar_trial import GrammarTrial
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -105,3 +110,52 @@ def test_a_helper_that_was_killed_is_started_again(trial: GrammarTrial) -> None:
     trial._process.kill()
     trial._process.wait()
     trial.check(StructuredOutput("regex", "b+"))
+
+
+def test_a_helper_that_stands_still_is_replaced(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with a grammar waited without end."""
+    trial.check(StructuredOutput("regex", "c+"))
+    stopped, start = trial._process, GrammarTrial._running
+    assert stopped is not None
+    stopped.send_signal(signal.SIGSTOP)
+
+    def running(own: GrammarTrial) -> subprocess.Popen[str]:
+        process = start(own)
+        monkeypatch.setattr(
+            grammar_trial, "REPLY_SECONDS", 0.1 if process is stopped else 3 * WALL_SECONDS
+        )
+        return process
+
+    monkeypatch.setattr(GrammarTrial, "_running", running)
+    trial.check(StructuredOutput("regex", "d+"))
+    assert trial._process is not stopped and stopped.poll() is not None
+
+
+class Slow:
+    """A matcher that is quick for some masks; the clock is ours."""
+
+    now, masks = 0.0, 0
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        Slow.masks += 1
+        Slow.now += 0.09 if Slow.masks > 20 or Slow.masks == 3 else 0.001
+        mask[:] = -1
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+
+def test_a_grammar_whose_masks_become_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pattern of 125 KB took .1 s a row: 64 rows stopped everybody for 6 s in each step."""
+    monkeypatch.setattr(grammar_backends, "thread_time", lambda: Slow.now)
+    make = compile_and_try(lambda wanted: Slow, StructuredOutput("regex", "a"), 1)
+    rows, mask = [make() for _ in range(64)], np.zeros(1, np.int32)
+    grammars = [SequenceGrammar(row, (None, None), ()) for row in rows]
+    for _ in range(3):
+        for grammar in grammars:
+            grammar.fill(mask)
+    assert Slow.now < 1 and all(grammar.failure is not None for grammar in grammars)
+    with pytest.raises(ValueError, match="10 ms for each token"):
+        compile_and_try(lambda wanted: Slow, StructuredOutput("regex", "a"), 1)

@@ -31,7 +31,8 @@ class Only:
 def test_rows_without_a_grammar_stay_as_they_are() -> None:
     logits = torch.randn(4, 75)
     before = logits.clone()
-    grammars = [(at, SequenceGrammar(Only(token), None, ())) for at, token in ((3, 74), (0, 9))]
+    none = (None, None)
+    grammars = [(at, SequenceGrammar(Only(token), none, ())) for at, token in ((3, 74), (0, 9))]
     bits = allowed_bits(grammars, 75)
     assert bits.shape == (2, 3) and bits.dtype == np.int32
     masked = TokenMasks.of([3, 0], bits, logits.device).apply(logits)
@@ -43,7 +44,7 @@ def test_rows_without_a_grammar_stay_as_they_are() -> None:
 
 def test_the_host_makes_and_sends_a_bit_per_token_of_a_grammar() -> None:
     """However many other rows there are, and in no loop over the tokens."""
-    grammars = [(200, SequenceGrammar(Only(5), None, ()))]
+    grammars = [(200, SequenceGrammar(Only(5), (None, None), ()))]
 
     def make(vocabulary: int) -> None:
         bits = allowed_bits(grammars, vocabulary)

@@ -41,6 +41,17 @@ def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
     assert again == library and Path(library).stat().st_size
 
 
+def test_a_cut_build_is_made_anew(tmp_path: Path) -> None:
+    """It loads, and the process ends by a bus error at the first page that is not there."""
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    whole = Path(library).read_bytes()
+    for part in (0.3, 0.6, 0.8):
+        Path(library).write_bytes(whole[: int(part * len(whole))])
+        again = start_build(XDG_CACHE_HOME=str(tmp_path))
+        assert again.communicate(timeout=60)[0].strip() == library and not again.returncode
+        assert len(Path(library).read_bytes()) == len(whole)
+
+
 def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "kvserve"
     folder.mkdir(parents=True)

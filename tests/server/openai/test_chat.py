@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from kvserve.log import ConfigError
@@ -113,9 +114,11 @@ def test_required_calls(model: RunningServer, stream: bool) -> None:
     wanted = model.engine.seen[-1][1].structured_output
     assert wanted is not None
     schema = json.loads(wanted.value)
-    assert schema["$defs"] == {"City": {"type": "string"}} and schema["maxItems"] == 1
-    [item] = schema["items"]["anyOf"]
-    assert item["properties"]["name"] == {"const": "weather"}
+    assert schema["maxItems"] == 1
+    jsonschema.validate([{"name": "weather", "parameters": {"city": "Bern"}}], schema)
+    for wrong in ({"city": 1}, {"town": "Bern"}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate([{"name": "weather", "parameters": wrong}], schema)
 
 
 @pytest.mark.parametrize("stream", [False, True])

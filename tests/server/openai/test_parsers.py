@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from kvserve.server.parsers.harmony import HarmonyParser, count_reasoning
+from kvserve.server.parsers.json_text import ValueEnd
 from kvserve.server.parsers.message_parser import MessageParser
 from kvserve.server.parsers.reasoning import ReasoningParser, ReasoningSplit
-from kvserve.server.parsers.tool_parsers import PARSERS, REQUIRED, ToolSplit, ToolSyntax
+from kvserve.server.parsers.tool_formats import FORMATS, REQUIRED, ToolFormat
+from kvserve.server.parsers.tool_parsers import ToolSplit
 
 Message = dict[str, Any]
 
@@ -48,8 +51,8 @@ def parse(make: Any, text: str) -> Message:
     return whole
 
 
-def with_tools(syntax: ToolSyntax, parallel: bool = True) -> Any:
-    return lambda: MessageParser(None, ToolSplit(syntax, parallel))
+def with_tools(syntax: ToolFormat, parallel: bool = True, tools: Any = None) -> Any:
+    return lambda: MessageParser(None, ToolSplit(syntax, tools, parallel))
 
 
 A, B = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, 2]}', '{"x": {"y": null}}'
@@ -90,29 +93,27 @@ A, B = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, 2]}', '{"x": {"y"
     ],
 )
 def test_tool_calls(name: str, text: str, content: str) -> None:
-    message = parse(with_tools(PARSERS[name]), text)
+    message = parse(with_tools(FORMATS[name]), text)
     assert message["content"] == content
     assert message["calls"] == [["f", A], ["g", B]]
     assert [json.loads(arguments) for _, arguments in message["calls"]]
-    single = parse(with_tools(PARSERS[name], parallel=False), text)
+    single = parse(with_tools(FORMATS[name], parallel=False), text)
     assert single["calls"] == [["f", A]]
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "text",
     ["", "just text", "a < b", "<tool", "[TOOL", "{", '{"a": 1}', "[1, 2]", "<|action_start|>"],
 )
 def test_text_without_calls_is_content(name: str, text: str) -> None:
-    message = parse(with_tools(PARSERS[name]), text)
-    # An unfinished object at the very start may still become a call; it is not shown.
-    assert message["content"] == ("" if (name, text) == ("llama3_json", "{") else text)
-    assert message["calls"] == []
+    message = parse(with_tools(FORMATS[name]), text)
+    assert (message["content"], message["calls"]) == (text, [])
 
 
 def test_garbage_between_the_marks_is_content() -> None:
     text = "<tool_call>no json</tool_call> after"
-    message = parse(with_tools(PARSERS["hermes"]), text)
+    message = parse(with_tools(FORMATS["hermes"]), text)
     assert message["calls"] == [] and message["content"].endswith("no json</tool_call> after")
 
 
@@ -123,7 +124,199 @@ def test_what_the_required_grammar_makes() -> None:
 
 def test_an_unfinished_call_shows_what_there_is() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "b'
-    assert parse(with_tools(PARSERS["hermes"]), text)["calls"] == [["f", '{"a": "b']]
+    assert parse(with_tools(FORMATS["hermes"]), text)["calls"] == [["f", '{"a": "b']]
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+CALLS = {
+    "mistral": '[TOOL_CALLS]f[ARGS]{"a": 1}',
+    "deepseek_v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+    "pythonic": "<|tool_call_start|>[f(a=1)]",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        # Kind: text that was held back for a call is given out once it is none (CASES F6).
+        ("llama3_json", '{"answer": "a long answer in JSON'),
+        ("llama3_json", '{"name": "Ada", "parameters": {"a": 1}}'),
+        ("llama3_json", '{"name": "f", "age": 3}'),
+        ("llama3_json", '{"parameters": {"a": 1}, "na'),
+        ("llama3_json", '[{"name": "Ada"}]'),
+        ("llama3_json", "  \n "),
+        ("llama3_json", '<|python_tag|>print("hi")'),
+        ("hermes", "Look: <tool_call>"),
+        ("hermes", '<tool_call>\n{"name'),
+        ("hermes", '<tool_call>\n{"name": "f"'),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments":'),
+        ("hermes", '<tool_call>{"name": "no_tool", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", "<tool_call></tool_call>"),
+        ("hermes", "<tool_call><function=f><parameter=a>1"),
+        ("hermes", "<tool_call>f\n<arg_key>a</arg_key>"),
+        ("mistral", "[TOOL_CALLS] none"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```js",
+        ),
+        ("pythonic", "[f(a=1), g("),
+        ("pythonic", "[f(a=x)]"),
+        ("pythonic", "[1, 2, 3]"),
+        # Kind: a name that is no text of JSON (DOORS 7).
+        ("llama3_json", r'{"name": "\q", "parameters": {}}'),
+        ("llama3_json", '{"name": "f\n", "parameters": {}}'),
+        ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", "<tool_call>" + "[" * 5000),
+        ("hermes", '<tool_call>{"arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"),
+        ("pythonic", "[f(a=" + "[" * 5000 + "]" * 5000 + ")]"),
+    ],
+)
+def test_what_becomes_no_call_is_content(name: str, text: str) -> None:
+    message = parse(with_tools(FORMATS[name], tools={"f": {}, "g": {}}), text)
+    assert (message["content"], message["calls"]) == (text, [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nothing_of_a_text_is_lost(name: str) -> None:
+    """Whatever a model writes: without calls it is all content, and cuts change nothing."""
+    form = FORMATS[name]
+    parts = (
+        *form.all_marks, "{", "}", "[", "]", '"name"', ": ", '"f"', '"g"', ", ", '"arguments"',
+        '"parameters"', '"a"', "1", "\\", "f", "(a=1)", "<function=f>", "</function>", " and ",
+        "<parameter=a>", "</tool_call>", "[ARGS]", "é", '{"a": "}"}', "'", "f\n<arg_key>", "\n",
+        "```json\n", CALL, CALLS.get(name, "".join(form.opens[:1]) + CALL),
+    )  # fmt: skip
+    rng = random.Random(name)
+    called = 0
+    for _ in range(100):
+        text = "".join(rng.choices(parts, k=rng.randrange(1, 12)))
+        message = parse(with_tools(form, tools={"f": {}}), text)
+        called += bool(message["calls"])
+        if not message["calls"]:
+            assert message["content"] == text
+        assert all(called_name == "f" for called_name, _ in message["calls"])
+    assert called
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
+        ("hermes", '<tool_call>{"id": 1, "name": "f", "arguments": {}, "x": "}"}', "{}"),
+        (
+            "hermes",
+            '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}',
+            '{"a": 1}',
+        ),
+        (
+            "hermes",
+            "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n3\n\n"
+            "</parameter>\n<parameter=o>{\"x\": [true]}</parameter>\n</function>\n</tool_call>",
+            '{"n": 3, "s": "3\\n", "o": {"x": [true]}}',
+        ),
+        (
+            "hermes",
+            "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n<arg_key>s</arg_key>"
+            "<arg_value>4</arg_value>\n</tool_call>",
+            '{"n": 3, "s": "4"}',
+        ),
+        (
+            "deepseek_v3",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+            '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+            '{"a": 1}',
+        ),
+        (
+            "deepseek_v3",
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+            "<｜tool▁calls▁end｜>",
+            '{"a": 1}',
+        ),
+        (
+            "kimi_k2",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+            '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            '{"a": 1}',
+        ),
+        ("pythonic", "[f(a=1, b='x', c=[True, None])]", '{"a": 1, "b": "x", "c": [true, null]}'),
+        ("llama3_json", '[{"name": "f", "parameters": {"a": 1}}]', '{"a": 1}'),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
+        ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}'
+         "]<|END_ACTION|>", "{}"),
+    ],
+)  # fmt: skip
+def test_a_call_as_models_write_it(name: str, text: str, arguments: str) -> None:
+    properties = {"s": {"type": "string"}, "n": {"type": "integer"}}
+    message = parse(with_tools(FORMATS[name], tools={"f": {"properties": properties}}), text)
+    assert (message["content"], message["calls"]) == ("", [["f", arguments]])
+
+
+def test_long_arguments_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kind: quadratic work on long texts (DOORS 14): each character is looked at once."""
+    looked = 0
+    find = ValueEnd.find
+
+    def counted(self: ValueEnd, text: str, start: int = 0) -> int:
+        nonlocal looked
+        looked += len(text) - start
+        return find(self, text, start)
+
+    monkeypatch.setattr(ValueEnd, "find", counted)
+    body = "x, " * 20_000
+    for text in (
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "{body}"}}}}</tool_call>',
+        f'<tool_call>{{"arguments": {{"a": "{body}"}}, "name": "f"}}</tool_call>',
+    ):
+        looked, parser = 0, ToolSplit(FORMATS["hermes"], {"f": {}})
+        deltas = [
+            delta
+            for at in range(0, len(text), 4)
+            for delta in parser.push(text[at : at + 4], at + 4 >= len(text))
+        ]
+        assert fold(deltas)["calls"] == [["f", f'{{"a": "{body}"}}']]
+        assert looked < len(text) + 10
+
+
+H, M, E, S = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{H}analysis{M}hm{E}{S}{H}final{M}4", ("hm", "4", [])),
+        (f"{H}final{M}4<|return|>", ("", "4", [])),
+        (f"{H}commentary{M}I look.{E}{S}{H}commentary to=functions.f <|constrain|>json{M}{A}"
+         "<|call|>", ("", "I look.", [["f", A]])),
+        (f" to=functions.f{H}commentary json{M}{A}<|call|>", ("", "", [["f", A]])),
+        (f"{H}commentary to=functions.f{M}<|call|>", ("", "", [["f", "{}"]])),
+        (f"{H}commentary to=functions.f{M}", ("", "", [])),
+        (f"{H}commentary to=functions.no_tool{M}{A}<|call|>", ("", A, [])),
+        (f"{H}analysis to=python{M}1 + 1<|call|>", ("1 + 1", "", [])),
+        (f"{H}analysis{M}forgot{H}final{M}4", ("forgot", "4", [])),
+        (f"{H}analysis{M}cut", ("cut", "", [])),
+        (f"{H}analysis", ("", "", [])),
+        ("no format at all, 1 < 2", ("", "no format at all, 1 < 2", [])),
+        (f"{H}final 4 is the answer", ("", "4 is the answer", [])),
+        ("", ("", "", [])),
+    ],
+)  # fmt: skip
+def test_harmony(text: str, expected: tuple[str, str, list[Any]]) -> None:
+    """Kind: a model's own format (CASES F11)."""
+    message = parse(lambda: HarmonyParser({"f": {}}), text)
+    assert (message["reasoning"], message["content"], message["calls"]) == expected
+
+
+def test_reasoning_of_harmony_is_counted() -> None:
+    words = [H, "analysis", M, "a", "b", E, S[:9], "assistant", H, "final", M, "c"]
+    assert count_reasoning(range(len(words)), lambda ids: words[ids[0]]) == 2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +339,7 @@ def test_reasoning(inside: bool | None, text: str, expected: tuple[str, str]) ->
 
 def test_reasoning_before_a_call() -> None:
     text = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    message = parse(lambda: MessageParser(ReasoningSplit(None), ToolSplit(PARSERS["hermes"])), text)
+    message = parse(lambda: MessageParser(ReasoningSplit(None), ToolSplit(FORMATS["hermes"])), text)
     assert message == {"reasoning": "hm", "content": "ok", "calls": [["f", "{}"]]}
 
 

@@ -116,7 +116,7 @@ def test_parse(server: RunningServer) -> None:
         ({"input": [{"type": "function_call_output", "output": [{"type": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"temperature": 200}, "temperature"),
@@ -138,3 +138,52 @@ def test_a_failure_in_the_stream(start_server: Any) -> None:
     events = list(server.openai().responses.create(model=MODEL, input="DIE SLOW", stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
+
+
+def test_codex_and_its_tools(server: RunningServer) -> None:
+    """It could not start: tools that OpenAI defines were refused, and so was all of the request."""
+    tools = [
+        {**TOOL, "strict": False},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {"type": "local_shell"},
+    ]
+    body = {
+        **{"model": MODEL, "instructions": "You are Codex.", "tools": tools, "store": False},
+        **{"tool_choice": "auto", "parallel_tool_calls": False, "reasoning": None},
+        **{"include": ["reasoning.encrypted_content"], "prompt_cache_key": "a"},
+        **{"truncation": "auto", "max_tool_calls": 4, "text": {"verbosity": "low"}},
+        "input": [{"type": "message", "role": "user", "content": f"SAY[{SAYS}]"}],
+    }
+    for stream in (False, True):
+        answer = server.http.post("/v1/responses", json={**body, "stream": stream})
+        assert answer.status_code == 200
+        said = "tools[1] (web_search), tools[2] (custom), tools[3] (local_shell)"
+        assert answer.headers["X-Kvserve-Skipped"] == said
+        assert '"function_call"' in answer.text
+
+
+def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> None:
+    tools = [{"type": "a\r\nX-Evil: 1\u00e9"}, {"type": "b" * 9000}]
+    answer = server.http.post("/v1/responses", json={"input": "SAY[x]", "tools": tools})
+    assert answer.status_code == 200 and "X-Evil" not in answer.headers
+    said = answer.headers["X-Kvserve-Skipped"]
+    assert said.startswith("tools[0] (a??X-Evil: 1?), tools[1] (bbb") and len(said) == 1000
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("top_logprobs", 3, "/v1/chat/completions"),
+        ("include", ["message.output_text.logprobs"], "/v1/chat/completions"),
+        ("background", True, "fetched later"),
+        ("prompt", {"id": "a"}, "instructions"),
+        ("conversation", "a", "whole history"),
+    ],
+)
+def test_a_refusal_says_what_to_do(
+    server: RunningServer, field: str, value: Any, word: str
+) -> None:
+    answer = server.http.post("/v1/responses", json={"input": "a", field: value})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field and word in error["message"]

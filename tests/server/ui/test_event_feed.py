@@ -93,8 +93,8 @@ async def test_at_most_five_events_a_second_and_none_without_news(
     state: Any = SimpleNamespace(engine=engine, ready=True, draining=False, options=options)
     monkeypatch.setattr(event_feed, "encode_event", lambda *_: b"event %d" % len(told))
     feed = event_feed.EventFeed(state)
-    feed.enter()
-    feed.enter()
+    feed.enter("a")
+    feed.enter("a")
     assert engine.watched == [True], "two read, and the engine is told once"
 
     async def read() -> None:
@@ -114,9 +114,9 @@ async def test_at_most_five_events_a_second_and_none_without_news(
     for _ in range(50):
         await clock.passes(0.2)
     assert told[quiet:] == [b": ping\n\n"]
-    feed.leave()
+    feed.leave("a")
     assert engine.watched == [True], "somebody still reads"
-    feed.leave()
+    feed.leave("a")
     assert engine.watched == [True, False]
     state.draining = True
     await clock.passes(1.0)
@@ -180,3 +180,18 @@ def test_nothing_is_queued_for_readers_that_never_read(
         assert max(unsent()) < 2.5 * len(encoded[0])
         assert len(encoded) <= views + 1
     wait_until(lambda: server.engine.watched[-1] is False)
+
+
+def test_a_client_has_a_number_of_readers(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wakes the event loop five times a second."""
+    monkeypatch.setattr(event_feed, "MOST_READERS", 2)
+    server = start_server()
+    server.engine.pool = VIEW
+    with server.http.stream("GET", "/v1/kv/events"), server.http.stream("GET", "/v1/kv/events"):
+        refused = server.http.get("/v1/kv/events")
+        assert refused.status_code == 429 and "2 times at once" in refused.text
+    wait_until(lambda: server.engine.watched[-1] is False)
+    with server.http.stream("GET", "/v1/kv/events") as answer:
+        assert answer.status_code == 200

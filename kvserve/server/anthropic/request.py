@@ -1,0 +1,210 @@
+"""Turns ``POST /v1/messages`` into a chat request. Nothing is stored, as there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvserve.log import RequestError
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
+from kvserve.server.openai.fields import FirstFault, Strings
+
+OWN_NAMES: dict[Any, str] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+    "thinking_token_budget": "thinking",
+}
+"""Fields of a chat request -> their names here."""
+_SKIPPED = ("mcp_servers", "container", "context_management")
+"""Fields that ask for what this server does not do."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a part of Claude Code's system prompt that is for Anthropic's accounts. It differs in each
+request, and no prefix would be found again."""
+
+Blocks = Annotated[list[dict[str, Any]], FirstFault()]
+
+
+class MessageParam(BaseModel):
+    """One message; ``content`` is a text or a list of blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class MessagesTool(BaseModel):
+    """A tool of the client. Those that Anthropic defines have another type, and no schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | None = None
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1)
+
+
+class OutputConfig(BaseModel):
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class MessagesRequest(BaseModel):
+    """Further fields (``kv_policy``, ``seed``, ...) are those of chat completions."""
+
+    model_config = ConfigDict(extra="allow")
+    further_fields: ClassVar = (
+        *ChatCompletionRequest.model_fields,
+        *ChatCompletionRequest.further_fields,
+        *_SKIPPED,
+    )
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], FirstFault()]
+    max_tokens: int | None = Field(default=None, ge=1)
+    system: str | Blocks | None = None
+    tools: Annotated[list[MessagesTool], FirstFault()] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Strings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+    def as_chat(self, limits_thinking: bool) -> ChatCompletionRequest:
+        """The equivalent chat request, whose errors name the fields of this one.
+
+        ``limits_thinking``: it is known where this model's reasoning ends. The client's token limit
+        is left out: here it may exceed the context.
+        """
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _SKIPPED}
+        choice, thinking, config = self.tool_choice, self.thinking, self.output_config
+        given = {
+            **extra,
+            "model": self.model,
+            "messages": [*self._system(), *(m for each in self.messages for m in _messages(each))],
+            "tools": [_chat_tool(tool) for tool in self.tools or () if _is_own(tool)] or None,
+            "tool_choice": None if choice is None else _tool_choice(choice),
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stream": self.stream,
+        }
+        if choice is not None and choice.disable_parallel_tool_use:
+            given["parallel_tool_calls"] = False
+        if thinking is not None and thinking.type != "adaptive":
+            on = thinking.type == "enabled"
+            template = extra.get("chat_template_kwargs") or {}
+            given["chat_template_kwargs"] = {"enable_thinking": on, **template}
+            if on and limits_thinking:
+                given["thinking_token_budget"] = thinking.budget_tokens
+        if config is not None and config.format is not None:
+            schema = {"name": "answer", "schema": config.format.get("schema")}
+            given["response_format"] = {"type": config.format.get("type"), "json_schema": schema}
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last.role == "assistant" and not _has(last, "tool_use"):
+            given |= {"continue_final_message": True, "add_generation_prompt": False}
+        return parse_chat(given, OWN_NAMES)
+
+    def skipped(self) -> list[str]:
+        """What this server does not do of what is asked for."""
+        tools = [
+            f"tools[{i}] ({tool.type})"
+            for i, tool in enumerate(self.tools or ())
+            if not _is_own(tool)
+        ]
+        return tools + [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
+
+    def _system(self) -> Iterator[dict[str, Any]]:
+        blocks = self.system or ()
+        texts = [blocks] if isinstance(blocks, str) else [_text(b, "system") for b in blocks]
+        text = "\n".join(text for text in texts if not text.startswith(_BILLING))
+        if text:
+            yield {"role": "system", "content": text}
+
+
+def _is_own(tool: MessagesTool) -> bool:
+    return tool.type in (None, "custom")
+
+
+def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def _tool_choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _has(message: MessageParam, kind: str) -> bool:
+    blocks = message.content if isinstance(message.content, list) else ()
+    return any(block.get("type") == kind for block in blocks)
+
+
+def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
+    """The chat messages that one message stands for: results of tools are messages there."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    results = False
+    for block in message.content:
+        kind = block.get("type", "text")
+        if kind == "tool_result" and message.role == "user":
+            results = True
+            call_id = str(block.get("tool_use_id"))
+            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block)}
+        elif kind == "tool_use" and message.role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "thinking" and message.role == "assistant":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            texts.append(_text(block, "messages"))
+    # An answer's texts are one text that calls interrupted.
+    content = ("" if message.role == "assistant" else "\n").join(texts)
+    if content or calls or thoughts or not results:
+        more = {"reasoning": "".join(thoughts) or None, "tool_calls": calls or None}
+        given = {name: value for name, value in more.items() if value is not None}
+        yield {"role": message.role, "content": content, **given}
+
+
+def _result(block: Mapping[str, Any]) -> str:
+    content = block.get("content") or ""
+    texts = [content] if isinstance(content, str) else [_text(each, "messages") for each in content]
+    text = "\n".join(texts)
+    unsaid = block.get("is_error") and "error" not in text[:100].lower()
+    return f"Error: {text}" if unsaid else text
+
+
+def _text(block: Any, field: str) -> str:
+    """The text of a block; ``RequestError`` if it is another one."""
+    kind = block.get("type", "text") if isinstance(block, Mapping) else type(block).__name__
+    text = block.get("text") if kind == "text" else None
+    if kind == "document" and isinstance(block.get("source"), Mapping):
+        text = block["source"].get("data") if block["source"].get("type") == "text" else None
+    if isinstance(text, str):
+        return text
+    raise RequestError(
+        f"{field}: blocks of type {json.dumps(kind)} are not supported here; only text is",
+        param=field,
+    )

@@ -1,0 +1,54 @@
+"""Work beside the event loop: in threads, in which clients take turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TypeVar
+
+from kvserve.engine.device.pages import resident_bytes, trim_memory
+from kvserve.server.state.errors import ApiError
+from kvserve.turns import Turns
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Whose request the current task serves."""
+LARGE: ContextVar[bool] = ContextVar("large", default=False)
+"""Whether the body of the request is so large that nothing may walk it on the event loop."""
+_TRIMMED = 2**22
+"""Bytes that a thread may leave resident before freed memory is returned to the system."""
+_MOST_WAITING = 64
+"""Pieces of work of one client that wait; there are more if it sends many requests at once."""
+_THREADS = Turns(4, "kvserve-text")
+_T = TypeVar("_T")
+
+
+async def in_thread(work: Callable[[], _T]) -> _T:
+    """Run ``work``, which may take long, in a thread, when it is the client's turn.
+
+    If ``work`` leaves much more memory resident, freed memory is returned to the system: malloc
+    would keep it for the thread. Raises ``ApiError`` (429) if too much of the client's work waits.
+    """
+
+    def run() -> _T:
+        before = resident_bytes()
+        try:
+            return work()
+        finally:
+            if resident_bytes() - before > _TRIMMED:
+                trim_memory()
+
+    client = CLIENT.get()
+    if _THREADS.waiting(client) >= _MOST_WAITING:
+        raise ApiError(
+            429,
+            "too many large requests of yours wait to be read",
+            code="busy",
+            headers={"Retry-After": "1"},
+        )
+    return await asyncio.wrap_future(_THREADS.submit(client, run))
+
+
+async def beside(work: Callable[[], _T]) -> _T:
+    """Run ``work``: in a thread if the request's body is large, else here."""
+    return await in_thread(work) if LARGE.get() else work()

@@ -1,0 +1,231 @@
+"""What clients send as history reaches each template in the form that it wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.log import ConfigError, RequestError
+from kvserve.server.parsers.chat_format import CallWriting, find_format
+from tests.server.conftest import RunningServer, StartServer
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
+from tests.server.openai import templates
+
+CITY = '{"city": "Zürich", "n": 3}'
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+class TemplateTokenizer(FakeTokenizer):
+    """The fake tokenizer with a real template."""
+
+    def __init__(self, template: str) -> None:
+        self.template = template
+        self._forms: Forms | None = None
+
+    def forms(self, chat_template: str | None = None) -> Forms:
+        self._forms = self._forms or find_forms(self._render)
+        return self._forms
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: Any = None, **kwargs: Any
+    ) -> str:
+        try:
+            return self._render(self.forms().apply(messages), **kwargs)
+        except Exception as error:
+            raise RequestError(f"the chat template failed: {error}", param="messages") from error
+
+    def _render(
+        self, messages: Any, tools: Any = None, continue_final_message: bool = False, **kwargs: Any
+    ) -> str:
+        kwargs = {"add_generation_prompt": True, **kwargs}
+        made: Any = render_jinja_template([messages], tools, chat_template=self.template, **kwargs)
+        return str(made[0][0])
+
+
+def call(name: str = "weather", arguments: Any = CITY, call_id: str = "call_0123456789") -> Any:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(content: Any = "rain", call_id: str = "call_0123456789") -> Any:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+USER: Any = {"role": "user", "content": "w?"}
+CALLING = ["QWEN", "LLAMA", "DEEPSEEK", "MISTRAL", "HARMONY"]
+
+
+def prompt(name: str, *messages: Any, **more: Any) -> str:
+    return TemplateTokenizer(getattr(templates, name)).render_chat(messages, **more)
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize(
+    "assistant",
+    [
+        {"content": None, "tool_calls": [call()]},
+        {"content": "", "tool_calls": [call()]},
+        {"tool_calls": [call()], "refusal": None, "annotations": [], "audio": None},
+        {"content": [], "tool_calls": [call(arguments=json.loads(CITY))]},
+        {"content": None, "tool_calls": [], "function_call": call()["function"]},
+    ],
+)
+def test_a_call_is_in_the_prompt(name: str, assistant: Any) -> None:
+    """Kind: one form for all templates; null, text and object (CASES F4)."""
+    text = prompt(name, USER, {"role": "assistant", **assistant}, result())
+    assert "weather" in text and '"city": "Zürich"' in text and "rain" in text
+    assert "None" not in text and '\\"' not in text
+
+
+@pytest.mark.parametrize("name", [*CALLING, "PLAIN", "PARTS"])
+@pytest.mark.parametrize("calls", [[], None])
+def test_empty_calls_are_as_none(name: str, calls: Any) -> None:
+    """Kind: history as clients echo it (CASES F3)."""
+    assistant = {"role": "assistant", "content": "Hello!"}
+    echoed = {**assistant, "tool_calls": calls, "function_call": None, "reasoning_content": None}
+    assert prompt(name, USER, echoed, USER) == prompt(name, USER, assistant, USER)
+    assert "Hello!" in prompt(name, USER, assistant, USER)
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_all_that_an_agent_sends_is_in_the_prompt(name: str) -> None:
+    text = prompt(
+        name,
+        USER,
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "x"}],
+        },
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning": "hm",
+            "tool_calls": [call(call_id="call_a"), call(arguments='{"n": 4}', call_id="call_b")],
+        },
+        result("rain", "call_b"),
+        result("sun", "call_a"),
+        {"role": "user", "content": "sure?"},
+    )
+    for word in ("w?", "one\nx", "I look.", '"city": "Zürich"', '"n": 4', "rain", "sun", "sure?"):
+        assert word in text, word
+    if name in ("LLAMA", "HARMONY"):  # each result behind its call
+        assert text.index("Zürich") < text.index("sun") < text.index('"n": 4') < text.index("rain")
+
+
+def test_system_messages_are_not_lost() -> None:
+    """Codex sends instructions and messages of the developer; this template reads the first."""
+    developer = {"role": "developer", "content": "be kind"}
+    text = prompt("HARMONY", {"role": "system", "content": "be brief"}, developer, USER)
+    assert "be brief\n\nbe kind" in text
+
+
+def test_what_cannot_show_is_refused() -> None:
+    with pytest.raises(RequestError, match="does not write tool calls") as error:
+        prompt("PLAIN", USER, {"role": "assistant", "content": None, "tool_calls": [call()]})
+    assert error.value.param == "messages"
+    with pytest.raises(RequestError, match="only user, assistant and tool"):
+        prompt("MISTRAL", {"role": "system", "content": "x"}, USER)
+
+
+def test_arguments_that_are_no_object_stay_as_they_are() -> None:
+    for text in ("[" * 5000, "no json", '"x"'):
+        assert "weather" in prompt(
+            "QWEN", USER, {"role": "assistant", "tool_calls": [call(arguments=text)]}, result()
+        )
+
+
+FOUND = {
+    "QWEN": "hermes",
+    "LLAMA": "llama3_json",
+    "DEEPSEEK": "deepseek_v3",
+    "MISTRAL": "mistral",
+    "PLAIN": None,
+    "UNKNOWN": None,
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_format_of_calls_is_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = find_format(TemplateTokenizer(getattr(templates, name)), None, None, None)
+    assert (found.tools and found.tools.name) == FOUND[name]
+    assert ("in a form that no --tool-call-parser knows" in caplog.text) == (name == "UNKNOWN")
+    assert ("does not write tools" in caplog.text) == (name == "DEEPSEEK")
+
+
+def test_how_calls_are_written() -> None:
+    tokenizer = TemplateTokenizer(templates.QWEN)
+    assert find_format(tokenizer, None, None, None).writing == CallWriting(
+        "<tool_call>\n", "\n</tool_call><tool_call>\n", "\n</tool_call>", ("name", "arguments")
+    )
+    tokenizer = TemplateTokenizer(templates.MISTRAL)
+    assert find_format(tokenizer, None, None, None).writing == CallWriting(
+        "[TOOL_CALLS][", ", ", "]</s>", ("name", "arguments")
+    )
+    between = "\n```json\n"
+    written = find_format(TemplateTokenizer(templates.DEEPSEEK), None, None, None).writing
+    assert written is not None and (written.keys, written.between) == (None, between)
+    assert written.after.endswith("<｜tool▁calls▁end｜>")
+
+
+def test_harmony_is_found_and_read(start_server: StartServer) -> None:
+    """Kind: a model family that loads, and whose format nobody reads (CASES F11)."""
+    server = start_server(FakeEngine(2000, tokenizer=TemplateTokenizer(templates.HARMONY)))
+    says = "<|channel|>analysis<|message|>2+2?<|end|><|start|>assistant<|channel|>final<|message|>4"
+    for stream in (False, True):
+        message = spoken(server, says, stream)
+        assert (message["reasoning"], message["content"]) == ("2+2?", "4")
+        call = (
+            f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{CITY}<|call|>"
+        )
+        message = spoken(server, call, stream, tools=[TOOL])
+        assert message["calls"] == [["weather", CITY]]
+        assert message["reason"] == "tool_calls"
+    assert not spoken(server, says, False, include_reasoning=False)["reasoning"]
+
+
+def spoken(server: RunningServer, says: str, stream: bool, **more: Any) -> dict[str, Any]:
+    answer = server.chat(f"SAY[{says}]", stream=stream, **more)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        parts = [choice for line in lines for choice in json.loads(line)["choices"]]
+        deltas = [part["delta"] for part in parts]
+        reason = parts[-1]["finish_reason"]
+    else:
+        [choice] = answer.json()["choices"]
+        deltas, reason = [choice["message"]], choice["finish_reason"]
+    calls: list[Any] = []
+    for delta in deltas:
+        for one in delta.get("tool_calls") or ():
+            if "id" in one:
+                calls.append([one["function"]["name"], ""])
+            calls[-1][1] += one["function"]["arguments"]
+    texts = {n: "".join(d.get(n) or "" for d in deltas) for n in ("content", "reasoning")}
+    return {**texts, "calls": calls, "reason": reason}
+
+
+def test_an_unknown_format_is_said(start_server: StartServer) -> None:
+    """Kind: parsers by hand, one by one; a format that none knows is named, not ignored."""
+    tokenizer = TemplateTokenizer(templates.UNKNOWN)
+    server = start_server(FakeEngine(2000, tokenizer=tokenizer))
+    answer = server.chat("a", tools=[TOOL])
+    assert answer.status_code == 400 and "--tool-call-parser" in answer.json()["error"]["message"]
+    says = f'[{{"name": "weather", "parameters": {CITY}}}]'
+    assert spoken(server, says, False, tools=[TOOL], tool_choice="required")["calls"]
+    with pytest.raises(ConfigError, match="--tool-call-parser"):
+        start_server(FakeEngine(tokenizer=tokenizer), auto_tools=True)
+    named = FakeEngine(2000, tokenizer=TemplateTokenizer(templates.UNKNOWN))
+    server = start_server(named, auto_tools=True, tool_parser="hermes")
+    says = f'<tool_call>{{"name": "weather", "arguments": {CITY}}}</tool_call>'
+    assert spoken(server, says, True, tools=[TOOL])["calls"] == [["weather", CITY]]

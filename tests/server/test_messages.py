@@ -1,0 +1,246 @@
+"""``/v1/messages``: Anthropic's API as its clients and Claude Code send it. The client itself is in
+``tests/acceptance``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import MODEL, RunningServer, StartServer, run_server
+from tests.server.fake_engine import FakeEngine
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL: Any = {"name": "weather", "description": "d", "input_schema": SCHEMA}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+SAYS = f"<think>hm</think>Look: {CALL}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    yield from run_server(FakeEngine(max_model_len=2000), **options)
+
+
+def ask(server: RunningServer, content: Any, **body: Any) -> Any:
+    messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
+    given = {"model": MODEL, "max_tokens": 500, "messages": messages, **body}
+    return server.http.post("/v1/messages", json=given)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; each is named twice."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks that a client makes of a stream."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(blocks)
+            blocks.append({**event["content_block"], "json": ""})
+            is_open = True
+        elif event["type"] == "content_block_delta":
+            assert is_open and event["index"] == len(blocks) - 1
+            kind, [(name, text)] = event["delta"].pop("type"), event["delta"].items()
+            assert kind.removesuffix("_delta") in ("text", "thinking", "input_json")
+            name = "json" if name == "partial_json" else name
+            blocks[-1][name] += text
+        elif event["type"] == "content_block_stop":
+            is_open = False
+    for block in blocks:
+        text = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text or "{}")
+    assert not is_open
+    return blocks
+
+
+def test_blocks_whole_and_streamed(server: RunningServer) -> None:
+    whole = ask(server, f"SAY[{SAYS}]", tools=[TOOL]).json()
+    assert whole["type"] == "message" and whole["role"] == "assistant"
+    thought, text, call = whole["content"]
+    assert thought == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert text == {"type": "text", "text": "Look: "}
+    assert (call["name"], call["input"]) == ("weather", {"city": "Bern"})
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+    events = events_of(ask(server, f"SAY[{SAYS}]", tools=[TOOL], stream=True).text)
+    first, *_, delta, last = events
+    assert (first["type"], delta["type"], last["type"]) == (
+        *("message_start", "message_delta", "message_stop"),
+    )
+    assert first["message"]["content"] == [] and first["message"]["stop_reason"] is None
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert delta["usage"] == whole["usage"] and whole["usage"]["output_tokens"] > 50
+    blocks = built(events)
+    assert [{**b, "id": 0} for b in blocks] == [{**b, "id": 0} for b in whole["content"]]
+
+
+@pytest.mark.parametrize(
+    ("most", "reason"),
+    [
+        (3, "max_tokens"),
+        # Agents ask for what their own models give; the context has 2,000.
+        (32_000, "model_context_window_exceeded"),
+    ],
+)
+def test_why_it_stopped(server: RunningServer, most: int, reason: str) -> None:
+    body: Any = {"thinking": {"type": "disabled"}, "stop_sequences": ["!"], "max_tokens": most}
+    assert ask(server, "hi", **body).json()["stop_reason"] == reason
+    assert server.engine.seen[-1][1].stop_strings == ("!",)
+    assert ask(server, "SAY[x]").json()["stop_reason"] == "end_turn"
+
+
+def test_a_conversation_as_claude_code_sends_it(server: RunningServer) -> None:
+    """Its second turn; the first part of its system prompt differs in each request."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    history: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}},
+                {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "rain", **cached},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t2",
+                    "content": [{"type": "text", "text": "no city"}],
+                    "is_error": True,
+                },
+                {"type": "text", "text": "<system-reminder>c</system-reminder>", **cached},
+            ],
+        },
+    ]
+    for number in range(2):
+        body: Any = {
+            "system": [
+                {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"},
+                {"type": "text", "text": "be brief", **cached},
+            ],
+            "tools": [{**TOOL, **cached, "eager_input_streaming": True}],
+            "metadata": {"user_id": "u"},
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "high"},
+        }
+        assert ask(server, history, **body).status_code == 200
+    first, second = (server.engine.seen[at][0] for at in (-2, -1))
+    assert first == second
+    assert server.engine.tokenizer is not None
+    prompt = server.engine.tokenizer.decode(first)
+    for part in ("<system>be brief<user>a\nb", "I look.", "Bern", "rain", "Error: no city", "rem"):
+        assert part in prompt
+    assert "billing" not in prompt
+
+
+def test_a_last_message_of_the_assistant_is_continued(server: RunningServer) -> None:
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    assert ask(server, history).status_code == 200
+    assert server.engine.tokenizer is not None
+    assert server.engine.tokenizer.decode(server.engine.seen[-1][0]).endswith("<assistant>Well")
+
+
+def test_what_is_not_done_here_is_skipped_and_said(server: RunningServer) -> None:
+    tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, TOOL]
+    for stream in (False, True):
+        answer = ask(server, "SAY[x]", tools=tools, mcp_servers=[{"name": "a"}], stream=stream)
+        assert answer.status_code == 200
+        said = "tools[0] (web_search_20250305), mcp_servers"
+        assert answer.headers["X-Kvserve-Skipped"] == said
+    assert "X-Kvserve-Skipped" not in ask(server, "SAY[x]", tools=[TOOL]).headers
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [({"type": "any"}, "json"), ({"type": "tool", "name": "weather"}, "json")],
+)
+def test_a_call_may_be_forced(server: RunningServer, choice: Any, kind: str) -> None:
+    says = 'SAY[[{"name": "weather", "parameters": {"city": "B"}}]]'
+    says = 'SAY[{"city": "B"}]' if choice["type"] == "tool" else says
+    answer = ask(server, says, tools=[TOOL], tool_choice=choice).json()
+    [call] = answer["content"]
+    assert (call["type"], call["input"]) == ("tool_use", {"city": "B"})
+    assert answer["stop_reason"] == "tool_use"
+    form = server.engine.seen[-1][1].structured_output
+    assert form is not None and form.kind == kind
+
+
+def test_the_answers_form_and_fields_of_ours(server: RunningServer) -> None:
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    assert ask(server, "SAY[x]", output_config=form, kv_policy="kara", seed=3).status_code == 200
+    params = server.engine.seen[-1][1]
+    assert params.structured_output is not None and params.structured_output.kind == "json"
+    assert params.seed == 3
+    assert params.kv_policy == "kara"
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image"'),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "role"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"model": "claude"}, "claude"),
+        ({"n": 2}, "n goes with"),
+        ({"stop_sequences": "a"}, "stop_sequences"),
+    ],
+)
+def test_refusals_have_their_form(server: RunningServer, body: Any, word: str) -> None:
+    answer = ask(server, "hi", **body)
+    error = answer.json()
+    assert answer.status_code in (400, 404) and error["type"] == "error"
+    kind = "not_found_error" if "model" in body else "invalid_request_error"
+    assert error["error"]["type"] == kind and word in error["error"]["message"]
+
+
+def test_a_failure_in_a_stream_has_its_form(start_server: StartServer) -> None:
+    last = events_of(ask(start_server(), "DIE", stream=True).text)[-1]
+    assert last["type"] == "error" and last["error"]["type"] == "api_error"
+
+
+def test_keys_come_in_its_header(start_server: StartServer) -> None:
+    server = start_server(api_keys=("k",))
+    refused = ask(server, "hi")
+    assert refused.status_code == 401 and refused.json()["type"] == "error"
+    server.http.headers["x-api-key"] = "k"
+    assert ask(server, "hi").status_code == 200
+    server.http.headers["x-api-key"] = "j"
+    assert ask(server, "hi").status_code == 401
+
+
+def test_tokens_are_counted(server: RunningServer) -> None:
+    body = {"model": MODEL, "system": "be", "messages": [{"role": "user", "content": "hi"}]}
+    counted = server.http.post("/v1/messages/count_tokens", json=body).json()
+    usage = ask(server, "hi", system="be").json()["usage"]
+    assert counted == {"input_tokens": usage["input_tokens"]}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_fields_of_ours_are_read_in_large_bodies_too(server: RunningServer, path: str) -> None:
+    """Of a body of more than 16 KiB only the fields that a route names were read."""
+    field = "input" if path.endswith("responses") else "messages"
+    body = {field: [{"role": "user", "content": "hi"}], "metadata": {"a": "a" * 20_000}}
+    answer = server.http.post(path, json={**body, "kv_policy": "kara", "top_k": 7})
+    assert answer.status_code == 200
+    params = server.engine.seen[-1][1]
+    assert (params.kv_policy, params.top_k) == ("kara", 7)
