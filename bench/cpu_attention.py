@@ -33,7 +33,7 @@ from kvserve.benchmarks.reports.report import Column, Report, measure_and_publis
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.engine.models.linear import linear, packed
+from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.cpu.move_kv import gather_keys, move_kv
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
@@ -244,7 +244,7 @@ def matrices(shape: str, dtype: torch.dtype) -> list[nn.Parameter]:
     ]
 
 
-def multiply(weights: Sequence[nn.Parameter], xs: Sequence[Tensor]) -> None:
+def multiply(weights: Sequence[Weight], xs: Sequence[Tensor]) -> None:
     for x, weight in zip(xs, weights, strict=True):
         linear(x, weight)
 
@@ -252,7 +252,7 @@ def multiply(weights: Sequence[nn.Parameter], xs: Sequence[Tensor]) -> None:
 def products(args: argparse.Namespace) -> Iterator[Figures]:
     for shape, name in product(args.shapes, args.dtypes):
         plain = matrices(shape, DTYPES[name])
-        ways = {"torch": plain}
+        ways: dict[str, list[Weight]] = {"torch": [*plain]}
         for way in PRODUCTS[:2]:
             clones = (nn.Parameter(each.data.clone(), requires_grad=False) for each in plain)
             ways[way] = [packed(each, way) for each in clones]

@@ -83,7 +83,7 @@ class ModelConfig:
     quantization: str | None = setting(
         None,
         "how the weights are quantised; config.json decides, and a value given here must agree",
-        choices=("compressed-tensors", "awq"),
+        choices=("compressed-tensors", "awq", "gptq"),
         aliases=("-q",),
     )
     seed: int = setting(0, "seed of random weights, and of requests that have no seed")

@@ -36,12 +36,14 @@ from bench.gpu_runs.engines import (
 )
 from bench.gpu_runs.tile import Batch, decoding, time_tile
 from bench.kernel_rows.cases import SMOKE, Setting, Sizes
+from bench.kernel_rows.model_cases import AWQ, random_levels
 from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.fp8 import multiply
 from kvserve.kernels.elementwise import quantize_rows
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES, Tile
+from kvserve.kernels.weight_levels_triton import linear_levels_triton
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 
@@ -296,6 +298,20 @@ def check_choices(found: Findings) -> None:
             )
             words = f"bfloat16 {half * 1e6:.0f} us, FP8 {small * 1e6:.0f} us, {apart:.1e} apart"
             found.add(f"product of {rows} rows", apart < 0.06, words, choice=True)
+
+    with found.case("products in 4 bits"):
+        setting = Setting("llama-8b", Granularity.MODEL, 1, 1, torch.bfloat16, "cuda")
+        levels = random_levels(AWQ, (28_672, 4096), setting)
+        plain = levels.numbers(slice(None)).bfloat16()
+        for rows in (1, 16, 64, 256, 2048):
+            x = torch.randn(rows, 4096, device="cuda").bfloat16()
+            apart = _apart(linear_levels_triton(x, levels), F.linear(x, plain))
+            half, small = (
+                median_seconds(run)
+                for run in (partial(F.linear, x, plain), partial(linear_levels_triton, x, levels))
+            )
+            words = f"bfloat16 {half * 1e6:.0f} us, 4 bits {small * 1e6:.0f} us, {apart:.1e} apart"
+            found.add(f"product of {rows} rows in 4 bits", apart < 0.02, words, choice=True)
 
 
 @dataclass(frozen=True)

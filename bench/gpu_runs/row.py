@@ -125,7 +125,7 @@ def step_bytes(model: Transformer) -> int:
     of its rows are read, unless it is also the head."""
     read = sum(p.numel() * p.itemsize for p in model.parameters())
     if model.head is not model.embedding:
-        read -= model.embedding.numel() * model.embedding.itemsize
+        read -= model.embedding.nbytes
     return read
 
 

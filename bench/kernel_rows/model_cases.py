@@ -1,9 +1,10 @@
-"""Cases of contexts in parts, of layers with windows and sinks, and of scores by where queries
-point."""
+"""Cases of contexts in parts, of layers with windows and sinks, of scores by where queries point,
+and of weights held as levels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,25 @@ from kvserve.kernels.scores.centre_scores import (
     centre_scores_by_head,
     centre_scores_triton,
 )
+from kvserve.kernels.weight_levels import (
+    LevelForm,
+    Levels,
+    expert_linear_levels,
+    linear_levels,
+)
+from kvserve.kernels.weight_levels_triton import (
+    expert_linear_levels_triton,
+    linear_levels_triton,
+)
+
+AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
+WEIGHTS = {
+    "4 bits": AWQ,
+    "Q4_1": LevelForm(4, 32, offsets="minimum"),
+    "Q8_0": LevelForm(8, 32),
+    "FP8": LevelForm(8, 4096, torch.float32, e4m3=True),
+    "W8A8": LevelForm(8, 4096, torch.float32, rounds=True),
+}
 
 
 def all_cases(setting: Setting) -> Iterator[Case]:
@@ -29,6 +49,7 @@ def all_cases(setting: Setting) -> Iterator[Case]:
     yield from split_cases(setting, cache, tables)
     yield from window_cases(setting, cache, tables)
     yield from centre_cases(setting)
+    yield from weight_cases(setting)
 
 
 def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
@@ -82,3 +103,43 @@ def centre_cases(setting: Setting) -> Iterator[Case]:
             2 * rows * sizes.layers * q_heads * sizes.window * dim * count,
             sizes.layers,
         )
+
+
+def random_levels(form: LevelForm, shape: tuple[int, ...], setting: Setting) -> Levels:
+    """A weight, for x of the setting's type."""
+    with torch.device(setting.device):
+        form = replace(form, group=min(form.group, shape[-1]))
+        weight = Levels.empty(form, shape, shape[-1])
+    weight.dtype = setting.dtype
+    weight.levels.random_(0, 256)
+    if form.e4m3:
+        weight.levels.bitwise_and_(0xF7)  # no nan
+    weight.scales.uniform_(0.001, 0.02)
+    if weight.offsets is not None:
+        weight.offsets.random_(-8, 8)
+        if form.offsets == "minimum":
+            weight.offsets.mul_(0.01)
+    return weight
+
+
+def weight_cases(setting: Setting) -> Iterator[Case]:
+    """Products of the rows with a weight of each form, and of 70 rows with one in 4 bits, alone and
+    shared by experts."""
+    q_heads, _, dim = SHAPES[setting.shape]
+    width = q_heads * dim
+    for name, form in WEIGHTS.items():
+        for kind, rows in (("", setting.rows), *([(" of many", 70)] * (form is AWQ))):
+            weight, x = random_levels(form, (width, width), setting), setting.random(rows, width)
+            by_kernel = partial(linear_levels_triton, x, weight)
+            by_torch = partial(linear_levels, x, weight)
+            flops = 2 * rows * width**2
+            yield Case(f"product{kind} in {name}", by_kernel, by_torch, weight.nbytes, flops)
+    weight, x = random_levels(AWQ, (4, width, width), setting), setting.random(70, width)
+    ends = torch.tensor([3, 3, 40, 70], dtype=torch.int32, device=setting.device)
+    yield Case(
+        "product of experts in 4 bits",
+        partial(expert_linear_levels_triton, x, weight, ends),
+        partial(expert_linear_levels, x, weight, ends),
+        weight.nbytes,
+        2 * 70 * width**2,
+    )

@@ -95,14 +95,14 @@ def check_remainder(
     if remainder is None:
         return
     lanes = len(tables), tables.shape[1] * keys.shape[2]
-    for name, x, shape, dtype in (
-        ("keys", remainder.keys, (*lanes, q.shape[2]), q.dtype),
-        ("values", remainder.values, (*lanes, q.shape[2]), q.dtype),
-        ("bias", remainder.bias, lanes, torch.float32),
+    for name, x, shape in (
+        ("keys", remainder.keys, (*lanes, q.shape[2])),
+        ("values", remainder.values, (*lanes, q.shape[2])),
+        ("bias", remainder.bias, lanes),
     ):
-        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
+        if x.shape != shape or x.dtype is not torch.float32 or not x.is_contiguous():
             raise ValueError(
-                f"{name} of the remainder have to be {list(shape)} of {dtype}, contiguous; got "
+                f"{name} of the remainder have to be {list(shape)} of float32, contiguous; got "
                 f"{list(x.shape)} of {x.dtype}"
             )
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class Remainder(NamedTuple):
-    """``keys``, ``values`` [..., Hkv, D] and ``bias`` float32 [..., Hkv], the logarithm of what
-    each entry weighs: -inf where there is none. For attention, [rows, Hkv, ...] of one layer."""
+    """``keys``, ``values`` [..., Hkv, D] and ``bias`` [..., Hkv], the logarithm of what each entry
+    weighs: -inf where there is none. For attention, float32 [rows, Hkv, ...] of one layer."""
 
     keys: Tensor
     values: Tensor

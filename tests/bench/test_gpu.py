@@ -21,6 +21,8 @@ from bench.gpu_runs.jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD, Job
 from bench.machine import Ended
 from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.engine.device.distributed import ALONE
+from kvserve.engine.models.held import hold_levels
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
@@ -86,7 +88,8 @@ def test_every_row_fits_an_h100() -> None:
     memory = 0.9 * 85.5e9
     for job in JOBS:
         spec = read_spec(CONFIGS / job.model)
-        model = Transformer(spec, torch.bfloat16, "meta", fp8=job.model.endswith("fp8"))
+        holding = hold_levels(spec, None, torch.bfloat16, "cpu", ALONE)
+        model = Transformer(spec, torch.bfloat16, "meta", holding=holding)
         weights = sum(p.numel() * min(2, p.itemsize) for p in model.parameters())
         pool = (job.pool or 0) * gpu_row.bytes_per_token(job.model, "cuda")
         assert weights + pool + 8e9 < memory, f"{job.name}: {weights / 1e9:.1f} + {pool / 1e9:.1f}"

@@ -56,6 +56,8 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
+from kvserve.kernels.weight_levels import LevelForm, Levels
+from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton
 from tests.kernels.hot_loops import hot_loops
 
 BUDGET = Path(__file__).with_name("budget.json")
@@ -135,7 +137,7 @@ def attend(
     told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
     left = None
     if remainder:
-        vectors = new(256, 8, dim, dtype=dtype)
+        vectors = new(256, 8, dim, dtype=torch.float32)
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
     more = new(8 * group, dtype=torch.float32) if sinks else None
     given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
@@ -201,6 +203,20 @@ def turn(layout: Tensor, rows: int, group: int) -> None:
 def choose(count: int, keep: int) -> None:
     token_to_chunk_triton(new(2, 32, 8, count, dtype=torch.float32), keep, 16, 8)
 
+
+def multiply(form: LevelForm, rows: int, experts: int | None = None) -> None:
+    """An 8B model's matrix, or an expert's of Qwen3's."""
+    shape = (4096, 4096) if experts is None else (experts, 1536, 2048)
+    with torch.device("meta"):
+        weight = Levels.empty(form, shape, shape[-1])
+    x = new(rows, shape[-1])
+    if experts is None:
+        linear_levels_triton(x, weight)
+    else:
+        expert_linear_levels_triton(x, weight, new(experts, dtype=torch.int32))
+
+
+AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
 
 VARIANTS: dict[str, Callable[[], object]] = {
     "compact_kv": lambda: compact_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
@@ -347,6 +363,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode_inputs/plain": place,
     "decode_inputs/chunks": lambda: place(logs=True, rows_of=4),
     "decode_inputs/head": lambda: place(32, 8, logs=True),
+    "multiply_levels": lambda: multiply(AWQ, 1),
+    "multiply_levels/prefill": lambda: multiply(AWQ, 2048),
+    "multiply_levels/experts": lambda: multiply(AWQ, 512, experts=128),
+    "multiply_levels/Q4_1": lambda: multiply(LevelForm(4, 32, offsets="minimum"), 64),
+    "multiply_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 64),
+    "multiply_levels/FP8": lambda: multiply(LevelForm(8, 4096, torch.float32, e4m3=True), 64),
     "token_to_chunk": lambda: choose(480, 144),
     "token_to_chunk/longest": lambda: choose(4096, 1000),
     "sample_tokens": sample,
@@ -432,6 +454,8 @@ def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
         return "constexpr", False
     if isinstance(value, float):
         return "fp32", False
+    if value is None:
+        return "constexpr", False
     return "i64" if value >= 2**31 else "i32", value % 16 == 0 and not varying
 
 

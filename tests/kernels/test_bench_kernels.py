@@ -19,7 +19,7 @@ from bench.kernel_rows import cases as kernel_cases
 from bench.kernel_rows import model_cases
 from bench.kernel_rows import peers as kernel_peers
 from bench.kernel_rows.cases import Setting
-from bench.kernel_rows.model_cases import all_cases
+from bench.kernel_rows.model_cases import WEIGHTS, all_cases
 from bench.kernel_rows.peers import Run
 from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import EVENT, targets
@@ -58,6 +58,8 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
         *("decode of none", "prefill of none"),
         "decode in parts",
+        *(f"product in {form}" for form in WEIGHTS),
+        *("product of many in 4 bits", "product of experts in 4 bits"),
         *("decode in a window", "prefill in a window"),
         *("scores by centres", "scores by the best centre"),
         *("norm", "norm of heads", "sum and norm", "rotation", "activation"),

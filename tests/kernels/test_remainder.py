@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.cpu import fitted_remainder as cpu_fit
 from kvserve.kernels.cpu import remainder as cpu_remainder
@@ -25,16 +27,17 @@ from kvserve.kernels.scores.fitted_remainder import (
 )
 from kvserve.kernels.scores.window_scores import window_log_sums, window_probs, window_scores
 from kvserve.kernels.shares import Given, Seen, Shares
+from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 
 compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NOTHING = -torch.inf
 
 
-def random_remainder(rows: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> Remainder:
+def random_remainder(rows: int, heads: int, dim: int, seed: int) -> Remainder:
     """Every third lane has none, and its vectors are NaN."""
     generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, rows, heads, dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, rows, heads, dim, generator=generator)
     bias = torch.randn(rows, heads, generator=generator) * 2 + 1
     nobody = torch.arange(rows * heads).view(rows, heads) % 3 == 2
     keys[nobody], values[nobody] = torch.nan, torch.nan
@@ -109,7 +112,7 @@ def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
 
 
 def test_merging_with_nothing_changes_nothing() -> None:
-    some = random_remainder(2, 3, 8, torch.float32, 1)
+    some = random_remainder(2, 3, 8, 1)
     unknown = torch.full_like(some.keys, torch.nan)
     nothing = Remainder(unknown, unknown, torch.full_like(some.bias, NOTHING))
     for both in (merged(some, nothing), merged(nothing, some)):
@@ -135,7 +138,7 @@ def test_the_compiled_kernel(
 ) -> None:
     """Contexts of one part and of several, tokens that see nothing, rows without a remainder."""
     case = make(shape, held, lengths, dtype)
-    left = random_remainder(len(held), shape.kv_heads, shape.dim, dtype, 2)
+    left = random_remainder(len(held), shape.kv_heads, shape.dim, 2)
     recent = torch.full((len(case.query),), 3)
     ours, theirs = (Shares(torch.empty(case.query.shape[:2]), recent) for _ in range(2))
     found = paged_attention(
@@ -157,7 +160,7 @@ def test_the_compiled_kernel(
 @compiled
 def test_a_remainder_of_another_shape_is_refused() -> None:
     case = make(Shape(), [9, 9], [1, 1])
-    left = random_remainder(3, 2, 16, torch.float32, 0)
+    left = random_remainder(3, 2, 16, 0)
     with pytest.raises(ValueError, match=r"keys of the remainder have to be \[2, 2, 16\]"):
         paged_attention(
             *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
@@ -240,23 +243,36 @@ def test_sharp_queries_leave_a_weight_that_is_a_number(form: str) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_rows_have_lost_is_merged_in_place(dtype: torch.dtype) -> None:
+def test_what_rows_have_lost_is_merged_in_place() -> None:
     """Lanes that had lost nothing, or lose nothing now, hold anything there; other rows stay."""
-    lanes = [random_remainder(7, 4, 16, dtype, seed) for seed in range(2)]
+    lanes = [random_remainder(7, 4, 16, seed) for seed in range(2)]
     whole = Remainder(*(torch.stack(parts).contiguous() for parts in zip(*lanes, strict=True)))
-    more = random_remainder(4 * 2, 4, 16, torch.float32, 9)
+    more = random_remainder(4 * 2, 4, 16, 9)
     more = Remainder(*(part.unflatten(0, (4, 2)) for part in more))
     rows = torch.tensor([5, 0, 3, 6])
     expected = Remainder(*(part.clone() for part in whole))
     add_remainders_torch(expected, rows, more)
     assert cpu_remainder.takes(whole.keys)
     add_remainders(whole, rows, more)
-    within = 1e-6 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(whole, expected, rtol=within, atol=within, equal_nan=True)
+    torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert (whole.bias == NOTHING).any()
     before = whole.bias.clone()
     for wrong in (7, -1):
         with pytest.raises(IndexError, match=f"row {wrong} "):
             add_remainders(whole, torch.tensor([0, wrong]), more.at(slice(2)))
     assert torch.equal(whole.bias, before)
+
+
+@pytest.mark.parametrize("merge", [add_remainders, add_remainders_torch])
+def test_a_late_event_is_not_lost(merge: Callable[..., None]) -> None:
+    """What an engine holds is the mean of all that 600 events dropped, whatever the model's dtype:
+    bfloat16 would not change by a 600th."""
+    layout = KVLayout(1, 2, 16, 16, Granularity.MODEL)
+    whole = Remainders(layout, 3, "cpu").whole
+    dropped = torch.randn(600, 2, 16).bfloat16()
+    for keys in dropped:
+        one = Remainder(keys[None, None], -keys[None, None], torch.zeros(1, 1, 2))
+        merge(whole, torch.tensor([1]), one)
+    mean = dropped.double().mean(dim=0)
+    torch.testing.assert_close(whole.keys[0, 1].double(), mean, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(whole.values[0, 1].double(), -mean, atol=1e-6, rtol=1e-5)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
@@ -169,7 +168,7 @@ def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held
     if part.windowed:
         beside += len(part.windowed) * lanes * (part.window or 0)
     if policy.leaves != "off":
-        beside += remainder_bytes(layout, torch.bfloat16)
+        beside += remainder_bytes(layout)
     mean, largest = held[:2], held[2:]
     return [beside + entries * entry + logged * log for entries, logged in (mean, largest)]
 

@@ -88,7 +88,7 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     used = figures["mean_pool_usage"] * pool_bytes(engine)
     cache = engine.core.runner.cache
     lanes = cache.layout.num_layers * cache.layout.num_kv_heads
-    each = remainder_bytes(cache.layout, cache.dtype) / lanes
+    each = remainder_bytes(cache.layout) / lanes
     remainders = figures["remainder_entries_at_end"] * each
     return {
         "held_bytes_at_end": figures["held_entries_at_end"] * entry_bytes(engine) + remainders,

@@ -1,8 +1,9 @@
 """The remainders of all rows: what events leave behind for the entries that they drop.
 
-They lie beside the blocks, at fixed addresses, in the model's dtype whatever entries are held as.
-Behind the rows there are places for the remainders of rows that are away: swapped to host memory,
-or saved for the next turn of their conversation.
+They lie beside the blocks, at fixed addresses, in float32 whatever entries are held as: each event
+adds to them, and bfloat16 would not change by what a late event adds to many. Behind the rows there
+are places for the remainders of rows that are away: swapped to host memory, or saved for the next
+turn of their conversation.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RemainderMoves
 
 
-def remainder_bytes(layout: KVLayout, dtype: torch.dtype) -> int:
+def remainder_bytes(layout: KVLayout) -> int:
     """Bytes of one row's remainder: a key, a value and a weight for each lane."""
-    return layout.num_layers * layout.num_kv_heads * (2 * layout.head_dim * dtype.itemsize + 4)
+    return layout.num_layers * layout.num_kv_heads * 4 * (2 * layout.head_dim + 1)
 
 
 class Remainders:
@@ -31,14 +32,13 @@ class Remainders:
         self,
         layout: KVLayout,
         max_rows: int,
-        dtype: torch.dtype,
         device: str,
         places: int = 0,
         layers: Iterable[int] | None = None,
     ) -> None:
         """``layers``: what the model calls the layers of ``layout`` (default: by their number)."""
         lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
-        vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=dtype, device=device)
+        vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=torch.float32, device=device)
         bias = torch.full(lanes, -torch.inf, device=device)
         self.whole = Remainder(vectors[0], vectors[1], bias)
         self.used = False

@@ -47,7 +47,7 @@ class OpenSequences:
         # The scheduler's layout has the heads of all ranks.
         layout, cache = scheduler.layout, executor.runner.cache
         self.block_bytes = cache.block_bytes(layout)
-        self.remainder_bytes = remainder_bytes(layout, cache.dtype)
+        self.remainder_bytes = remainder_bytes(layout)
 
     def __len__(self) -> int:
         return len(self._open)

@@ -161,7 +161,7 @@ def _summary(
     config, policy, pool, runner = plan.config, plan.policy, started.pool, started.executor.runner
     operators, num_blocks = runner.model.operators, pool.num_blocks - 1
     return [
-        *plan_rows(policy, plan, num_blocks, plan.max_len, fp8=runner.model.fp8),
+        *plan_rows(policy, plan, num_blocks, plan.max_len, holding=runner.model.holding),
         log_row(plan.log, plan.device),
         *statistics_rows(policy, plan.statistics),
         memory_row(started.profile),

@@ -16,7 +16,7 @@ from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.core.continuing import continuation_refusal
 from kvserve.engine.core.resolve import max_prefill_tokens_of
 from kvserve.engine.models.generation import GenerationDefaults
-from kvserve.engine.models.linear import select_product
+from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import MOST_TOKENS
@@ -52,9 +52,9 @@ def statistics_rows(policy: Policy, file: Path | None) -> list[Row]:
 
 
 def plan_rows(
-    policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, fp8: bool
+    policy: Policy, plan: RankPlan, num_blocks: int, max_len: int, *, holding: Holding
 ) -> list[Row]:
-    """The model, the cache, and how ranks share them; ``fp8``: the weights are held in FP8."""
+    """The model, the cache, and how ranks share them; ``holding``: which weights are levels."""
     config, spec, layout = plan.config, plan.spec, plan.layout
     dtype, device = plan.dtype, plan.device
     pool = num_blocks * plan.block_bytes
@@ -67,7 +67,7 @@ def plan_rows(
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         _layers_row(spec),
-        _weights_row(config, spec, dtype, fp8),
+        _weights_row(config, spec, dtype, holding),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",
@@ -256,21 +256,32 @@ def _layers_row(spec: ModelSpec) -> Row:
     return "layers", "native", "kvserve's own; --model-impl transformers runs transformers'"
 
 
-def _weights_row(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, fp8: bool) -> Row:
+def _weights_row(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, holding: Holding
+) -> Row:
+    quantized, forms = spec.quantization, {hold.form for hold in holding.matrices.values()}
+    held = " and ".join(sorted({form.name for form in forms}))
+    state = f"{held}, else {str(dtype)[6:]}" if held else str(dtype)[6:]
     if config.model.load_format == "dummy":
-        return "weights", "random FP8" if fp8 else "random", "--load-format dummy"
-    if fp8:
-        reason = "as stored; activations are rounded to FP8 too, at a scale per token"
-        return "weights", "FP8 in the layers", reason
-    if spec.stored_as:
-        reason = "widened when read: the file's accuracy, not its size; --dtype"
-        return "weights", f"{str(dtype)[6:]}, from {spec.stored_as}", reason
-    if spec.quantization is None:
-        return "weights", str(dtype)[6:], "--dtype"
-    reason = "dequantised when read: the checkpoint's accuracy, not its size"
-    if spec.quantization.not_applied:
-        reason += f"; not applied: {spec.quantization.not_applied}"
-    return "weights", f"{str(dtype)[6:]}, from {spec.quantization.method}", reason
+        return "weights", f"random, {state}", "--load-format dummy"
+    source = spec.stored_as or (quantized and quantized.method)
+    if not source:
+        return "weights", state, "--dtype"
+    reasons = ["as stored"] if forms else []
+    rounded = any(form.rounds for form in forms)
+    if rounded:
+        reasons.append("x is rounded to 8 bits too, at a scale per token")
+    for why, count in holding.widened.items():
+        reasons.append(f"{count} matrices are widened: {why}")
+    if not reasons:
+        reasons.append("widened when read: its accuracy, not its size")
+    left_out = []
+    if quantized is not None:
+        left_out += ["the quantisation of activations"] * (quantized.activations and not rounded)
+        left_out += ["the quantised KV cache"] * quantized.kv_cache
+    if left_out:
+        reasons.append(f"not applied: {' and '.join(left_out)}")
+    return "weights", f"{state}, from {source}", "; ".join(reasons)
 
 
 def _context_reason(spec: ModelSpec) -> str:

@@ -44,6 +44,10 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored[name]].shape
 
+    def kind(self, name: str) -> str:
+        """GGUF's name of the type that a tensor is stored in."""
+        return self._kind(name).name
+
     def tensor(self, name: str) -> Tensor:
         whole = tuple(slice(0, size) for size in self.shape(name))
         return torch.cat([values.clone() for _, values in self.pieces(name, _PIECE, whole)])
@@ -56,21 +60,27 @@ class GgufTensors:
         # transformers adds 1 to the weights of Gemma's norms; in llama.cpp's files it is in them.
         offset = 1.0 if self._family[:5] == "gemma" and name.endswith("norm.weight") else None
         if len(shape) == 1:
-            values = torch.from_numpy(numbers(*self.blocks(name, slice(0, 1))))[0, first]
+            values = self._numbers(name, slice(0, 1))[0, first]
             yield first, values if offset is None else values - offset
             return
         step = max(1, min(rows, _PIECE // prod(shape[1:])))
         for start in range(first.start, first.stop, step):
             part = slice(start, min(start + step, first.stop))
-            values = torch.from_numpy(numbers(*self.blocks(name, part)))
+            values = self._numbers(name, part)
             yield part, values[(slice(None), *region[1:])]
 
-    def blocks(self, name: str, rows: slice) -> tuple[np.ndarray[Any, Any], GGMLQuantizationType]:
-        """Rows as they are stored, uint8 [rows, bytes of a row], and the type of their blocks."""
+    def blocks(self, name: str, rows: slice) -> np.ndarray[Any, Any]:
+        """Rows as they are stored, uint8 [rows, bytes of a row]."""
         stored = self._stored[name]
         heads = self._turned.get(stored.split(".")[-2])
         order: slice | np.ndarray[Any, Any] = rows
         if heads is not None:  # the file has the halves of each head in turns
             numbered = np.arange(self.shape(name)[0]).reshape(heads, -1, 2)
             order = numbered.swapaxes(1, 2).flatten()[rows]
-        return self._file.blocks(stored, order), self._file.tensors[stored].kind
+        return self._file.blocks(stored, order)
+
+    def _numbers(self, name: str, rows: slice) -> Tensor:
+        return torch.from_numpy(numbers(self.blocks(name, rows), self._kind(name)))
+
+    def _kind(self, name: str) -> GGMLQuantizationType:
+        return self._file.tensors[self._stored[name]].kind

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE
 from kvserve.engine.models.feed_forward import empty
+from kvserve.engine.models.linear import Holding
 from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.models.transformer import Transformer
@@ -109,7 +110,7 @@ class Borrowed(Transformer):
     def __init__(self, spec: ModelSpec, causal: Any, dtype: torch.dtype, device: str) -> None:
         nn.Module.__init__(self)
         self.spec = self.part = spec
-        self.fp8, self.group = False, ALONE
+        self.holding, self.group = Holding(), ALONE
         self.operators = replace(
             select_operators(dtype, device),
             name="torch",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -45,6 +46,19 @@ class Checkpoint(Protocol):
         Each piece comes with its rows' place in the tensor, and is valid until the next one is
         asked for.
         """
+        ...
+
+
+@runtime_checkable
+class Blocks(Protocol):
+    """A checkpoint of GGUF's blocks."""
+
+    def kind(self, name: str) -> str:
+        """GGUF's name of the type that a tensor is stored in."""
+        ...
+
+    def blocks(self, name: str, rows: slice) -> np.ndarray[Any, Any]:
+        """Rows as they are stored, uint8 [rows, bytes of a row]."""
         ...
 
 

@@ -41,7 +41,8 @@ class Mxfp4:
     exponents of e8m0 (OCP Microscaling Formats, version 1.0, 5.2 and 6)."""
 
     method: str = "mxfp4"
-    not_applied: str = ""
+    activations: bool = False
+    kv_cache: bool = False
 
     def parts(self, name: str) -> tuple[str, ...]:
         return (f"{name}_blocks", f"{name}_scales")

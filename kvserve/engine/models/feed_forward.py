@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -9,28 +10,34 @@ import torch
 from torch import Tensor, nn
 
 from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.fp8 import FP8
-from kvserve.engine.models.linear import expert_linear, linear, packed
+from kvserve.engine.models.linear import Weight, expert_linear, linear, packed
 from kvserve.engine.models.operators import Operators
 from kvserve.kernels.elementwise import clamped_swiglu
 
+NewMatrix = Callable[..., Weight]
+"""Makes a matrix of a layer, of this name and shape: numbers or levels that are read later."""
+
 
 class Mlp(nn.Module):
-    """Gate and up are one matrix; both matrices may be held as FP8, with a scale per output."""
+    """Gate and up are one matrix."""
 
     def __init__(
-        self, hidden: int, width: int, operators: Operators, *, fp8: bool, activation: str = "silu"
+        self,
+        hidden: int,
+        width: int,
+        operators: Operators,
+        matrix: NewMatrix,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
         silu, gelu = operators.silu_and_mul, operators.gelu_and_mul
         self._activate = silu if activation == "silu" else gelu
-        self.gate_up, self.gate_up_scales = matrix(2 * width, hidden, fp8)
-        self.down, self.down_scales = matrix(hidden, width, fp8)
+        self.gate_up = matrix("mlp.gate_up", 2 * width, hidden)
+        self.down = matrix("mlp.down", hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden]."""
-        activated = self._activate(linear(x, self.gate_up, scales=self.gate_up_scales))
-        return linear(activated, self.down, scales=self.down_scales)
+        return linear(self._activate(linear(x, self.gate_up)), self.down)
 
     def pack(self, product: str) -> None:
         """Lay the matrices out for ``product`` (``linear.py``)."""
@@ -42,12 +49,14 @@ class Experts(nn.Module):
     [E, hidden, width]``. Ranks have parts of each expert, and all of the router. With a ``limit``
     (gpt-oss) all of them have biases, and gates and ups lie in turns."""
 
-    def __init__(self, hidden: int, spec: ExpertSpec, operators: Operators) -> None:
+    def __init__(
+        self, hidden: int, spec: ExpertSpec, operators: Operators, matrix: NewMatrix
+    ) -> None:
         super().__init__()
         self._activate, self.spec = operators.silu_and_mul, spec
         self.router = empty(spec.count, hidden)
-        self.gate_up = empty(spec.count, 2 * spec.intermediate_size, hidden)
-        self.down = empty(spec.count, hidden, spec.intermediate_size)
+        self.gate_up = matrix("mlp.gate_up", spec.count, 2 * spec.intermediate_size, hidden)
+        self.down = matrix("mlp.down", spec.count, hidden, spec.intermediate_size)
         biased = spec.limit is not None
         self.router_bias = empty(spec.count) if biased else None
         self.gate_up_bias = empty(spec.count, 2 * spec.intermediate_size) if biased else None
@@ -76,13 +85,6 @@ class Experts(nn.Module):
 def empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A weight that is read later."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
-
-
-def matrix(rows: int, columns: int, fp8: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """A weight [rows, columns] and, as FP8, its scales [rows, 1]."""
-    if not fp8:
-        return empty(rows, columns), None
-    return empty(rows, columns, dtype=FP8), empty(rows, 1, dtype=torch.float32)
 
 
 class Routes(NamedTuple):

@@ -1,4 +1,4 @@
-"""Matrix products: plain, over FP8, or over weights that are laid out for this CPU.
+"""Matrix products: over numbers, over levels, or over either as it is laid out for this CPU.
 
 On a CPU ``F.linear`` is MKL's for float32, which does not use AVX512 on AMD CPUs. For bfloat16 it
 is oneDNN's, but reorders the weights in each call. So weights are laid out once: in panels for the
@@ -7,25 +7,64 @@ compiled product, or packed for oneDNN if that is not there, or lacks AMX where 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.engine.models.fp8 import multiply
+from kvserve.engine.models.fp8 import FP8, multiply
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.cpu.linear_levels import LevelPanels
+from kvserve.kernels.weight_levels import LevelForm, Levels, expert_linear_levels, linear_levels
+from kvserve.kernels.weight_levels_triton import (
+    expert_linear_levels_triton,
+    linear_levels_triton,
+)
+
+Weight = nn.Parameter | Levels
+"""A matrix [out, in], or [experts, out, in], of numbers or levels, maybe laid out for a product."""
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
-) -> Tensor:
-    """x: [T, in], weight: [out, in], packed or not -> [T, out]. FP8 weights have ``scales``."""
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """How a matrix is held: ``form``, ``inputs`` and ``order`` are those of ``Levels``."""
+
+    form: LevelForm
+    inputs: int
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Which matrices of a decoder are levels, by name; and how many are widened, by reason."""
+
+    matrices: Mapping[str, Hold] = field(default_factory=dict)
+    widened: Mapping[str, int] = field(default_factory=dict)
+
+    def matrix(self, name: str, *shape: int, layer: int | None = None) -> Weight:
+        """A new one, which is read later."""
+        hold = self.matrices.get(name if layer is None else f"layers.{layer}.{name}")
+        if hold is None:
+            return nn.Parameter(torch.empty(*shape), requires_grad=False)
+        return Levels.empty(hold.form, shape, hold.inputs, hold.order)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x: [T, in], weight: [out, in], laid out or not -> [T, out]."""
     if isinstance(weight, compiled.Panels):
         return compiled.linear(x, weight, bias)
-    if scales is not None:
-        product = multiply(x, weight, scales)
-        return product if bias is None else product + bias
+    if isinstance(weight, LevelPanels):
+        return weight.linear(x, bias)
+    if isinstance(weight, Levels):
+        if weight.form.e4m3 and weight.form.rounds:
+            product = multiply(x, weight.levels.data.view(FP8), weight.scales)
+            return product if bias is None else product + bias
+        return (linear_levels_triton if x.is_cuda else linear_levels)(x, weight, bias)
     if weight.is_mkldnn:
         # The operator that inductor calls for frozen CPU weights; there is no public one that
         # takes plain activations.
@@ -33,12 +72,40 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def expert_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def expert_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """x: [N, in], sorted by expert, each expert's rows up to its ``ends`` (int32 [E]); weight: [E,
-    out, in], in panels or not -> [N, out]."""
+    out, in], laid out or not -> [N, out]."""
     if isinstance(weight, compiled.ExpertPanels):
         return compiled.expert_linear(x, weight, ends)
+    if isinstance(weight, LevelPanels):
+        return weight.expert_linear(x, ends)
+    if isinstance(weight, Levels):
+        return (expert_linear_levels_triton if x.is_cuda else expert_linear_levels)(x, weight, ends)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def take_rows(table: Weight, places: Tensor, of_numbers: Callable[..., Tensor]) -> Tensor:
+    """table: [N, W], places: int64 [T] -> its rows there, [T, W]; ``of_numbers`` does it where they
+    are no levels."""
+    if isinstance(table, LevelPanels):
+        return table.take_rows(places)
+    if isinstance(table, Levels):
+        return table.numbers(places).to(table.dtype)
+    return of_numbers(table, places)
+
+
+def select_level_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
+    """What multiplies levels, ``"compiled"`` or ``"triton"``, and how; or nothing, and why."""
+    if device == "cuda":
+        if find_spec("triton") is None:
+            return "", "products with levels need Triton: pip install 'kvserve[cuda]'"
+        return "triton", "levels are widened as they are read"
+    if device != "cpu" or dtype not in compiled.DTYPES:
+        return "", "products with levels are for float32 and bfloat16 on a CPU"
+    missing = why_missing("linear_levels")
+    if missing is not None:
+        return "", f"compiled products with levels are not there: {missing}"
+    return "compiled", "levels are widened in registers"
 
 
 def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
@@ -58,11 +125,14 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     return ("oneDNN" if packs else "torch"), f"compiled products are not there: {missing}"
 
 
-def packed(weight: nn.Parameter, product: str) -> nn.Parameter:
+def packed(weight: Weight, product: str) -> Weight:
     """The weight [out, in], or [experts, out, in], as ``product`` wants it, in place if possible.
 
     The plain weight is gone afterwards, and ``linear`` is all that can use the packed one.
     """
+    if isinstance(weight, Levels):
+        keep = weight.device.type != "cpu" or product == "torch" or isinstance(weight, LevelPanels)
+        return weight if keep else LevelPanels(weight)
     odd, experts = weight.shape[-1] % (4 // weight.itemsize), weight.dim() == 3
     if product == "torch" or (product == "compiled" and odd) or (product == "oneDNN" and experts):
         return weight

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
-from kvserve.engine.models.expert_storage import Transposed
-from kvserve.engine.models.fp8 import FP8, can_multiply
+from kvserve.engine.models.fp8 import FP8
+from kvserve.engine.models.held import hold_levels, storage_of
 from kvserve.engine.models.linear import select_product
-from kvserve.engine.models.quantization import Fp8, Fp8Scales, Fp8Values
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import Plain, Storage
+from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import TRANSPOSED, is_unused, weight_targets
+from kvserve.engine.models.weights import Target, is_unused, weight_targets
+from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
@@ -38,12 +38,9 @@ def load_model(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
         )
     checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
-    part = spec.part(group.size)
-    heads, kv_heads = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
-    sizes = part.hidden_size, part.intermediate_size, heads, kv_heads
-    fp8 = fp8_stored(spec, checkpoint) and can_multiply(dtype, device, *sizes)
+    holding = hold_levels(spec, checkpoint, dtype, device, group)
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, dtype, device, group, fp8=fp8)
+        model = Transformer(spec, dtype, device, group, holding)
     if checkpoint is None:
         _fill_randomly(model, config.seed + group.rank)
     else:
@@ -52,26 +49,9 @@ def load_model(
     return model.eval()
 
 
-def fp8_stored(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:
-    """Whether all matrices of the layers are FP8, meant for activations rounded token by token."""
-    if not isinstance(spec.quantization, Fp8) or not spec.quantization.by_token:
-        return False
-    if checkpoint is None:
-        return True
-    matrices = [
-        name
-        for name in checkpoint.names
-        if name.startswith("model.layers.") and name.endswith(".weight") and "norm" not in name
-    ]
-    return all(f"{name}_scale" in checkpoint.names for name in matrices)
-
-
 def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None:
     targets = weight_targets(model)
-    stored = {
-        weight: _storage(checkpoint, model.spec, weight, target.tensor.dtype)
-        for weight, target in targets.items()
-    }
+    stored = {weight: storage_of(checkpoint, model.spec, weight) for weight in targets}
     _check_names(model, checkpoint, stored)
     others = model.group.rank != 0
     bar = progress(targets.items(), desc=f"Loading {name}", unit="tensor", hidden=others)
@@ -83,29 +63,41 @@ def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None
                 f"--model: {weight} in {file} has shape {shape}, the config says "
                 f"{target.shape}; they are not of one model"
             )
+        if isinstance(target.tensor, Levels):
+            assert isinstance(storage, StoredLevels)
+            _read_levels(storage, checkpoint, weight, target)
+            continue
         for place, values in storage.pieces(checkpoint, weight, target.region):
             values = values.to(target.tensor.dtype)
-            if not all(bound.isfinite() for bound in values.float().aminmax()):
-                raise ConfigError(
-                    f"--model: {weight} in {file} holds NaN or infinite values as "
-                    f"{str(values.dtype)[6:]}; fetch it again, or choose another --dtype"
-                )
+            _check_finite(values, weight, file)
             target.write(place, values)
 
 
-def _storage(checkpoint: Checkpoint, spec: ModelSpec, weight: str, held: torch.dtype) -> Storage:
-    """How ``weight`` is stored: a quantised checkpoint keeps some weights plain, so the tensors it
-    has decide, and the type in which the model has the weight ``held``."""
-    if held is FP8:
-        return Fp8Values()
-    if weight.endswith(".weight_scale"):
-        return Fp8Scales()
-    quantized = spec.quantization
-    if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
-        return quantized
-    if weight.endswith(TRANSPOSED):
-        return Transposed()
-    return Plain()
+def _read_levels(
+    storage: StoredLevels, checkpoint: Checkpoint, weight: str, target: Target
+) -> None:
+    assert isinstance(target.tensor, Levels)
+    form, file = target.tensor.form, checkpoint.file(storage.parts(weight)[0])
+    rows, columns = target.region
+    groups = storage.groups(checkpoint, weight)[columns]
+    for piece in storage.levels(checkpoint, weight, rows, columns):
+        if piece.scales.dtype is not form.scales and form.scales is not torch.float32:
+            raise ConfigError(
+                f"--model: scales of {weight} in {file} are {str(piece.scales.dtype)[6:]}, others "
+                f"of its matrix {str(form.scales)[6:]}"
+            )
+        for values in (piece.scales, piece.offsets, piece.levels if form.e4m3 else None):
+            if values is not None:
+                _check_finite(values.to(form.scales), weight, file)
+        target.write_levels(piece, groups)
+
+
+def _check_finite(values: Tensor, weight: str, file: Path) -> None:
+    if not all(bound.isfinite() for bound in values.float().aminmax()):
+        raise ConfigError(
+            f"--model: {weight} in {file} holds NaN or infinite values as "
+            f"{str(values.dtype)[6:]}; fetch it again, or choose another --dtype"
+        )
 
 
 def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage]) -> None:
@@ -126,18 +118,33 @@ def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, S
 
 
 def _fill_randomly(model: nn.Module, seed: int) -> None:
-    """Small normal weights; norms are ones, so that activations stay in range."""
+    """Small normal weights, uniform ones where they are levels; norms are ones, so that activations
+    stay in range."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    of_levels = set()
+    for matrix in model.modules():
+        if isinstance(matrix, Levels):
+            of_levels |= set(matrix.parameters())
+            _fill_levels(matrix, generator)
     for name, parameter in model.named_parameters():
+        if parameter in of_levels:
+            continue
         if parameter.dim() == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif parameter.dtype is FP8:
-            values = torch.empty_like(parameter, dtype=torch.float32)
-            parameter.copy_(values.normal_(0.0, 1.0, generator=generator))
-        elif name.endswith("_scales"):
-            parameter.fill_(0.02)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _fill_levels(matrix: Levels, generator: torch.Generator) -> None:
+    form, levels = matrix.form, matrix.levels
+    if form.e4m3:
+        numbers = torch.empty_like(levels, dtype=torch.float32).normal_(generator=generator)
+        levels.copy_(numbers.to(FP8).view(torch.uint8))
+    else:
+        levels.random_(0, 256, generator=generator)
+    matrix.scales.fill_(0.02 if form.e4m3 else 0.07 / 2**form.bits)
+    if matrix.offsets is not None:
+        matrix.offsets.zero_()
 
 
 @contextmanager

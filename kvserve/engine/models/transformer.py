@@ -6,30 +6,37 @@ about compaction.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE, RankGroup
-from kvserve.engine.models.feed_forward import Experts, Mlp, empty, matrix
-from kvserve.engine.models.linear import linear, packed
+from kvserve.engine.models.feed_forward import Experts, Mlp, NewMatrix, empty
+from kvserve.engine.models.linear import Holding, linear, packed, take_rows
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.kernels.remainder import capped
+from kvserve.kernels.weight_levels import Levels
 
 
 class Layer(nn.Module):
     """One rank's heads and part of the MLP (``spec``); q, k and v are one matrix.
 
-    Matrices that are held as FP8 have a scale per output. ``input_norm`` and ``post_norm`` are
+    ``input_norm`` and ``post_norm`` are
     before attention and before the MLP; with ``norms`` ``after``, behind them. With ``both`` there
     are two more behind them.
     """
 
     def __init__(
-        self, spec: ModelSpec, index: int, operators: Operators, group: RankGroup, *, fp8: bool
+        self,
+        spec: ModelSpec,
+        index: int,
+        operators: Operators,
+        group: RankGroup,
+        matrix: NewMatrix,
     ) -> None:
         super().__init__()
         self.spec, self.operators, self.group = spec, operators, group
@@ -40,24 +47,18 @@ class Layer(nn.Module):
         both = spec.norms == "both"
         self.after_attention = self._new_norm() if both else None
         self.after_mlp = self._new_norm() if both else None
-        self.qkv, self.qkv_scales = matrix(width, spec.hidden_size, fp8)
+        self.qkv = matrix("qkv", width, spec.hidden_size)
         self.qkv_bias = empty(width) if spec.qkv_bias else None
         self.q_norm, self.k_norm = self._norms_of_heads()
         self.sinks = empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
         heads = spec.num_heads * spec.head_dim
-        self.out, self.out_scales = matrix(spec.hidden_size, heads, fp8)
+        self.out = matrix("out", spec.hidden_size, heads)
         self.out_bias = empty(spec.hidden_size) if spec.out_bias else None
         experts = spec.experts_of(index)
         self.mlp: Mlp | Experts = (
-            Mlp(
-                spec.hidden_size,
-                spec.intermediate_size,
-                operators,
-                fp8=fp8,
-                activation=spec.activation,
-            )
+            Mlp(spec.hidden_size, spec.intermediate_size, operators, matrix, spec.activation)
             if experts is None
-            else Experts(spec.hidden_size, experts, operators)
+            else Experts(spec.hidden_size, experts, operators, matrix)
         )
 
     def _norms_of_heads(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
@@ -76,9 +77,7 @@ class Layer(nn.Module):
         of their own, as two; and v [T, Hkv, D]."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = linear(x, self.qkv, self.qkv_bias, self.qkv_scales).view(
-            x.shape[0], -1, spec.head_dim
-        )
+        qkv = linear(x, self.qkv, self.qkv_bias).view(x.shape[0], -1, spec.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], dim=1)
         if self.q_norm is None or self.k_norm is None:
             return (qk,), v
@@ -142,7 +141,7 @@ class Layer(nn.Module):
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):
                 return hidden, hidden
-        attended = self.group.sum(linear(attended, self.out, scales=self.out_scales))
+        attended = self.group.sum(linear(attended, self.out))
         if self.out_bias is not None:
             attended = attended + self.out_bias
         if spec.norms == "after":
@@ -187,23 +186,24 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
         device: str,
         group: RankGroup = ALONE,
-        *,
-        fp8: bool = False,
+        holding: Holding | None = None,
     ) -> None:
-        """``fp8``: the layers' matrices are held as FP8."""
+        """``holding``: which matrices are held as levels."""
         super().__init__()
-        self.spec, self.fp8 = spec, fp8
+        self.spec, self.holding = spec, holding or Holding()
         self.part = spec.part(group.size)
         self.group = group
         self.operators = select_operators(dtype, device)
         rows = -(-spec.vocab_size // group.size)
-        self.embedding = empty(rows, spec.hidden_size)
+        new = self.holding.matrix
+        self.embedding = new("embedding", rows, spec.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(self.part, index, self.operators, group, fp8=fp8)
+            Layer(self.part, index, self.operators, group, partial(new, layer=index))
             for index in range(spec.num_layers)
         )
         self.norm = new_norm(spec)
-        self.head = self.embedding if spec.tied_embeddings else empty(rows, spec.hidden_size)
+        tied = spec.tied_embeddings
+        self.head = self.embedding if tied else new("head", rows, spec.hidden_size)
         self.rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
         local = spec.rope_of_windows
         self.rotary_of_windows = (
@@ -227,7 +227,8 @@ class Transformer(nn.Module):
         return torch.stack([sinks for sinks in layers if sinks is not None])
 
     def pack(self, product: str) -> None:
-        """Lay all matrices out for ``product``. A tied head is copied: lookups need it plain."""
+        """Lay all matrices out for ``product``. A tied head of numbers is copied: lookups need it
+        plain."""
         for layer in self.decoder_layers:
             layer.pack(product)
         if self.spec.norms_from_one:
@@ -238,7 +239,12 @@ class Transformer(nn.Module):
                     and "sinks" not in name
                 ):
                     parameter.data += 1.0
-        if self.head is self.embedding and product == "compiled":
+        tied = self.head is self.embedding
+        if isinstance(self.embedding, Levels):
+            self.embedding = packed(self.embedding, product)
+            self.head = self.embedding if tied else packed(self.head, product)
+            return
+        if tied and isinstance(self.head, Tensor) and product == "compiled":
             self.head = nn.Parameter(self.head.data.clone(), requires_grad=False)
         self.head = packed(self.head, product)
 
@@ -288,12 +294,13 @@ class Transformer(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
-            found = self.operators.take_rows(self.embedding, input_ids)
+            found = take_rows(self.embedding, input_ids, self.operators.take_rows)
             scale = self.embedding_scale
             return found if scale == 1.0 else self.operators.scale(found, scale)
-        rows = len(self.embedding)
+        rows = self.embedding.shape[0]
         place = input_ids - self.group.rank * rows
-        found = F.embedding(place.clamp(0, rows - 1), self.embedding)
+        nearest = place.clamp(0, rows - 1)
+        found = take_rows(self.embedding, nearest, self.operators.take_rows)
         elsewhere = (place < 0) | (place >= rows)
         whole = self.group.sum(found.masked_fill(elsewhere[:, None], 0))
         return _scaled(whole, self.embedding_scale)

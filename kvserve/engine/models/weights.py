@@ -9,8 +9,10 @@ from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.feed_forward import Experts, Mlp
-from kvserve.engine.models.storage import Region
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.storage import LevelPiece, Region
 from kvserve.engine.models.transformer import Layer, Transformer
+from kvserve.kernels.weight_levels import Levels
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -55,8 +57,15 @@ _EXPERTS = {"router": "mlp.gate", "experts": "mlp.experts", "gate": "gate_proj",
 _EXPERTS["down"] = "down_proj"
 TRANSPOSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """How names end that gpt-oss gives to all experts at once."""
+BY_INPUTS = ("out", "down")
+"""How matrices end of which ranks have parts of the inputs; of others, of the outputs."""
 _MIXTRAL = {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"}
 _MIXTRAL |= {"gate": "w1", "up": "w3", "down": "w2"}
+_SEPARATE_QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+_FUSED_QKV = {
+    "InternLM2ForCausalLM": ("attention.wqkv",),
+    "Phi3ForCausalLM": ("self_attn.qkv_proj",),
+}
 
 
 @dataclass(frozen=True)
@@ -66,20 +75,20 @@ class Target:
     ``shape`` is the whole tensor's. Row i of the region is row ``order[i]`` of the parameter.
     """
 
-    tensor: Tensor
+    tensor: Tensor | Levels
     shape: tuple[int, ...]
     region: Region
     order: Tensor | None = None
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Target:
+    def whole(cls, tensor: Tensor | Levels) -> Target:
         """All of a tensor, on every rank."""
         shape = tuple(tensor.shape)
         return cls(tensor, shape, tuple(slice(0, size) for size in shape))
 
     @classmethod
     def shared(
-        cls, tensor: Tensor, group: RankGroup, dim: int = 0, total: int | None = None
+        cls, tensor: Tensor | Levels, group: RankGroup, dim: int = 0, total: int | None = None
     ) -> Target:
         """This rank's equal part of ``total`` (default: all ranks' rows) along ``dim``.
 
@@ -95,12 +104,50 @@ class Target:
 
     def write(self, place: Region, values: Tensor) -> None:
         """Store one piece, ``values`` being ``[place]`` of the checkpoint's tensor."""
+        assert isinstance(self.tensor, Tensor)
         rows, *others = (
             slice(part.start - region.start, part.stop - region.start)
             for part, region in zip(place, self.region, strict=False)
         )
-        at = rows if self.order is None else self.order[rows]
-        self.tensor[(at, *others)] = values.to(self.tensor.device)
+        self.tensor[(self._rows(rows), *others)] = values.to(self.tensor.device)
+
+    def write_levels(self, piece: LevelPiece, groups: Tensor) -> None:
+        """Store one piece of levels; ``groups`` int64 [columns]: that of each input."""
+        held, first = self.tensor, self.region[0].start
+        assert isinstance(held, Levels)
+        order = torch.arange(held.inputs) if held.order is None else held.order.cpu().long()
+        order = order.clamp(0, len(groups) - 1)  # what is no input of x, is multiplied by 0
+        own = groups[order[:: held.form.group]]
+        offsets = None if piece.offsets is None else piece.offsets[:, own]
+        rows = slice(piece.rows.start - first, piece.rows.stop - first)
+        held.write(self._rows(rows), piece.levels[:, order], piece.scales[:, own], offsets)
+
+    def _rows(self, rows: slice) -> slice | Tensor:
+        return rows if self.order is None else self.order[rows]
+
+
+def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
+    """The checkpoint's weights that each matrix of the decoder is made of, in the order of its
+    rows; none for a matrix that is never quantised."""
+    names = _NAMES.get(spec.architecture, _LLAMA)
+    qkv = _FUSED_QKV.get(spec.architecture, _SEPARATE_QKV)
+    halves = ("gate_up",) if "gate_up" in names else ("gate", "up")
+    sources = {"embedding": [f"{names['embedding']}.weight"]}
+    if not spec.tied_embeddings:
+        sources["head"] = [f"{names['head']}.weight"]
+    for index in range(spec.num_layers):
+        prefix, experts = f"model.layers.{index}.", spec.experts_of(index)
+        own = {"qkv": list(qkv), "out": [names["out"]]}
+        if experts is None:
+            own |= {"mlp.gate_up": [names[half] for half in halves], "mlp.down": [names["down"]]}
+        elif not spec.sinks:  # gpt-oss has all experts in one tensor
+            of = _MIXTRAL if spec.architecture == "MixtralForCausalLM" else _EXPERTS
+            each = [f"{of['experts']}.{expert}." for expert in range(experts.count)]
+            own["mlp.gate_up"] = [name + of[half] for name in each for half in ("gate", "up")]
+            own["mlp.down"] = [name + of["down"] for name in each]
+        for matrix, parts in own.items():
+            sources[f"layers.{index}.{matrix}"] = [f"{prefix}{part}.weight" for part in parts]
+    return sources
 
 
 def weight_targets(model: Transformer) -> dict[str, Target]:
@@ -133,7 +180,6 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
         else:
             parts |= _mlp(layer.mlp, group, names)
         targets |= {f"{prefix}{names[part]}.weight": target for part, target in parts.items()}
-        targets |= _scales(layer, prefix, names)
     return targets
 
 
@@ -187,8 +233,7 @@ def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     spec, attention = layer.spec, prefix + "self_attn."
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     targets = {}
-    kinds = {"weight": layer.qkv, "weight_scale": layer.qkv_scales, "bias": layer.qkv_bias}
-    for kind, fused in kinds.items():
+    for kind, fused in {"weight": layer.qkv, "bias": layer.qkv_bias}.items():
         if fused is not None:
             for part, rows in zip("qkv", fused.split([q_size, kv_size, kv_size]), strict=True):
                 targets[f"{attention}{part}_proj.{kind}"] = Target.shared(rows, layer.group)
@@ -206,33 +251,11 @@ def _fused_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
 def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
     """InternLM2: for each KV head, its query heads, its key and its value, in one matrix."""
     spec = layer.spec
-    rows = torch.arange(len(layer.qkv), device=layer.qkv.device).view(-1, spec.head_dim)
+    rows = torch.arange(layer.qkv.shape[0], device=layer.qkv.device).view(-1, spec.head_dim)
     q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
     order = torch.cat([q.unflatten(0, (spec.num_kv_heads, -1)), k[:, None], v[:, None]], dim=1)
-    parts = {"weight": layer.qkv, "weight_scale": layer.qkv_scales}
-    return {
-        f"{prefix}attention.wqkv.{part}": replace(
-            Target.shared(tensor, layer.group), order=order.flatten()
-        )
-        for part, tensor in parts.items()
-        if tensor is not None
-    }
-
-
-def _scales(layer: Layer, prefix: str, names: dict[str, str]) -> dict[str, Target]:
-    """Scales of matrices held as FP8; those of qkv come with its parts."""
-    mlp = layer.mlp
-    if layer.out_scales is None or isinstance(mlp, Experts):
-        return {}
-    assert mlp.gate_up_scales is not None and mlp.down_scales is not None
-    gate, up = mlp.gate_up_scales.chunk(2)
-    parts = {
-        "out": Target.whole(layer.out_scales),
-        "gate": Target.shared(gate, layer.group),
-        "up": Target.shared(up, layer.group),
-        "down": Target.whole(mlp.down_scales),
-    }
-    return {f"{prefix}{names[part]}.weight_scale": target for part, target in parts.items()}
+    whole = Target.shared(layer.qkv, layer.group)
+    return {f"{prefix}attention.wqkv.weight": replace(whole, order=order.flatten())}
 
 
 _QKV = {"InternLM2ForCausalLM": _grouped_qkv, "Phi3ForCausalLM": _fused_qkv}

@@ -163,7 +163,7 @@ class RankPlan:
         remainders = None
         if attention.backend.reads_remainders:
             layers = self.spec.layers.full or None
-            remainders = Remainders(self.layout, rows, self.dtype, self.device, places, layers)
+            remainders = Remainders(self.layout, rows, self.device, places, layers)
         (kv_shape,), (log_shape,), *shapes = pool.table_shapes
         groups = [
             make_row_group(spec, shape, self.device)

@@ -1,5 +1,5 @@
-// Vectors of W floats, loaded from float32 or bfloat16 and stored as either; and loaded from levels,
-// which are widened without their steps.
+// Vectors of W floats, loaded from float32, bfloat16 or float16 and stored as the first two; and loaded
+// from levels, which are widened without their steps.
 
 #pragma once
 
@@ -19,6 +19,9 @@ constexpr int kMaxLanes = 8;
 #endif
 
 struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
   uint16_t bits;
 };
 struct int8 {
@@ -188,6 +191,19 @@ struct Lanes : Vectors<W> {
     H half;
     std::memcpy(&half, from, sizeof half);
     return (F)(resized<U>(half) << 16);
+  }
+  static inline F load(const fp16* from) {
+    H half;
+    std::memcpy(&half, from, sizeof half);
+#if defined(__AVX512F__)
+    if constexpr (W == 16) return (F)_mm512_cvtph_ps((__m256i)half);
+#endif
+#if defined(__F16C__)
+    if constexpr (W == 8) return (F)_mm256_cvtph_ps((__m128i)half);
+#endif
+    // Sign and number where a float has them; its exponent is then 112 too small.
+    const U bits = resized<U>(half);
+    return (F)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f;
   }
   static inline F load(const int8* from) {
     return __builtin_convertvector(signed_bytes<W>(from), F);

@@ -11,8 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lanes.h"
-#include "tiles.h"
+#include "panels.h"
 
 // What the launcher passes; it mirrors these fields. Strides are in elements.
 extern "C" struct Linear {
@@ -27,39 +26,9 @@ extern "C" struct Linear {
 
 namespace {
 
-constexpr int kVectors = kMaxLanes == 16 ? 4 : 2;  // of a panel's row
-constexpr int kWidth = kVectors * kMaxLanes;
-static_assert(kMaxLanes < 16 || kWidth == kTileWidth, "tiles multiply panels of this width");
 constexpr int kRows = 6;                    // of x at once: kRows * kVectors sums
 constexpr int64_t kRowsBytes = 512 * 1024;  // of x that a second-level cache holds beside a panel
 constexpr int64_t kRowsBytesWithTiles = 1024 * 1024;  // in that of a CPU with AMX
-
-typedef Lanes<kMaxLanes> X;
-typedef X::F F;
-typedef X::U U;
-
-// bfloat16 is taken two numbers a lane.
-inline F weights_at(const float* at) { return X::load(at); }
-inline U weights_at(const bf16* at) {
-  U pairs;
-  std::memcpy(&pairs, at, sizeof pairs);
-  return pairs;
-}
-inline F in_all_lanes(const float* at) { return F{} + *at; }
-inline U in_all_lanes(const bf16* at) {
-  uint32_t pair;
-  std::memcpy(&pair, at, sizeof pair);
-  return U{} + pair;
-}
-inline F add_product(F sum, F weights, F x) { return sum + weights * x; }
-inline F add_product(F sum, U weights, U x) {
-#if defined(__AVX512BF16__)
-  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)x);
-#else
-  sum += (F)(weights << 16) * (F)(x << 16);
-  return sum + (F)(weights & 0xffff0000u) * (F)(x & 0xffff0000u);
-#endif
-}
 
 // Some rows of x with one panel.
 template <typename T>
@@ -218,6 +187,8 @@ void multiply_any(const Linear& c) {
 }  // namespace
 
 extern "C" int64_t kvserve_panel_width() { return kWidth; }
+
+extern "C" int64_t kvserve_lanes() { return kMaxLanes; }
 
 extern "C" int64_t kvserve_has_tiles() { return tiles_allowed(); }
 

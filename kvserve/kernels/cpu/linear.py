@@ -57,7 +57,7 @@ class Panels(nn.Parameter):
                 f"weight {[outputs, inputs]} of {weight.dtype}: dense float32, or bfloat16 with an "
                 "even number of inputs, is needed"
             )
-        width = load_library("linear").kvserve_panel_width()
+        width, _ = panel_width()
         if outputs % width:
             weight = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
         rows = weight.view(-1, width, inputs // each, each)
@@ -94,11 +94,17 @@ class ExpertPanels(Panels):
     def of(cls: type[P], weight: Tensor) -> P:
         """As ``Panels.of``, of all experts."""
         _, outputs, inputs = weight.shape
-        width = load_library("linear").kvserve_panel_width()
+        width, _ = panel_width()
         if outputs % width:
             weight = nn.functional.pad(weight, (0, 0, 0, -outputs % width))
         every = Panels.of(weight.view(-1, inputs))
         return cls._shaped(every.data, outputs, inputs)
+
+
+def panel_width() -> tuple[int, int]:
+    """How many outputs lie side by side in a panel, and in a vector."""
+    library = load_library("linear")
+    return library.kvserve_panel_width(), library.kvserve_lanes()
 
 
 def has_tiles() -> bool:

@@ -99,8 +99,8 @@ extern "C" struct PagedAttention {
   float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
   const int64_t* recent;    // [T], how many entries are the newest
   // What stands for entries that a row has lost, [num_rows, Hkv, D] and [num_rows, Hkv]; null: nothing.
-  const void* remainder_keys;
-  const void* remainder_values;
+  const float* remainder_keys;
+  const float* remainder_values;
   const float* remainder_bias;   // -inf: nothing
   // Entries held as codes; coded is null where there can be none. Lanes are [num_rows, R].
   const int64_t* coded;          // how many entries of each lane are codes, from its first on
@@ -380,8 +380,8 @@ class Kernel {
       const int64_t place = call_.rows[item.chunk] * call_.num_kv_heads + kv_head(item, i);
       const float bias = call_.remainder_bias[place];
       if (bias == -INFINITY || own.last[i] < 0) continue;  // there is none, or it sees nothing
-      const T* key = static_cast<const T*>(call_.remainder_keys) + place * dim_;
-      const T* value = static_cast<const T*>(call_.remainder_values) + place * dim_;
+      const float* key = call_.remainder_keys + place * dim_;
+      const float* value = call_.remainder_values + place * dim_;
       F logit = {};
       for (int d = 0; d < dim_; d += W) logit += X::load(own.query + i * kMaxHeadDim + d) * X::load(key + d);
       const float product = X::total(logit), cap = call_.soft_cap;

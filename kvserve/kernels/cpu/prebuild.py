@@ -14,6 +14,7 @@ from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
 
 _NAMES = (
     *("calls", "centre_scores", "decode_inputs", "elementwise", "fitted_remainder", "linear"),
+    *("linear_levels",),
     *("move_kv", "moved_entries", "paged_attention", "quantized_entries", "query_log"),
     *("remainder", "slot_mapping", "store_kv", "top_places", "window_scores"),
 )

@@ -8,20 +8,19 @@
 
 // What the launcher passes; it mirrors these fields.
 extern "C" struct AddRemainders {
-  void *keys, *values;                   // [L, num_rows, H, D], dense
+  float *keys, *values;                  // [L, num_rows, H, D], dense
   float* bias;                           // [L, num_rows, H], dense
   const int64_t* rows;                   // [E], each once
   const float *more_keys, *more_values;  // [E, L, H, D], dense
   const float* more_bias;                // [E, L, H], dense
   int64_t* fault;                        // the row that was refused
-  int64_t events, layers, num_rows, heads, dim, is_bf16;
+  int64_t events, layers, num_rows, heads, dim;
 };
 
 namespace {
 
 // Vectors without a weight may hold anything, and are 0.
-template <typename T>
-void mix(T* vector, bool there, const float* more, bool more_there, float share, int64_t dim) {
+void mix(float* vector, bool there, const float* more, bool more_there, float share, int64_t dim) {
   typedef Lanes<8> V;
   for (int64_t d = 0; d < dim; d += 8) {
     const V::F old = there ? V::load(vector + d) : V::F{};
@@ -30,7 +29,6 @@ void mix(T* vector, bool there, const float* more, bool more_there, float share,
   }
 }
 
-template <typename T>
 void add(const AddRemainders& c) {
   for (int64_t i = 0; i < c.events * c.layers * c.heads; ++i) {
     const int64_t event = i / (c.layers * c.heads), layer = i / c.heads % c.layers;
@@ -39,10 +37,8 @@ void add(const AddRemainders& c) {
     const bool there = old > -INFINITY, more_there = more > -INFINITY;
     const float both = there && more_there ? high + std::log1p(std::exp(-std::fabs(old - more))) : high;
     const float share = more_there ? std::exp(more - both) : 0.0f;
-    T* key = static_cast<T*>(c.keys) + lane * c.dim;
-    T* value = static_cast<T*>(c.values) + lane * c.dim;
-    mix(key, there, c.more_keys + i * c.dim, more_there, share, c.dim);
-    mix(value, there, c.more_values + i * c.dim, more_there, share, c.dim);
+    mix(c.keys + lane * c.dim, there, c.more_keys + i * c.dim, more_there, share, c.dim);
+    mix(c.values + lane * c.dim, there, c.more_values + i * c.dim, more_there, share, c.dim);
     c.bias[lane] = both;
   }
 }
@@ -54,6 +50,6 @@ extern "C" int kvserve_add_remainders(const AddRemainders* call) {
   for (int64_t event = 0; event < call->events; ++event)
     if (call->rows[event] < 0 || call->rows[event] >= call->num_rows)
       return *call->fault = call->rows[event], 1;
-  call->is_bf16 ? add<bf16>(*call) : add<float>(*call);
+  add(*call);
   return 0;
 }

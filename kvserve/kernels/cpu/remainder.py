@@ -10,9 +10,8 @@ from torch import Tensor
 from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library, why_missing
 
-DTYPES = (torch.float32, torch.bfloat16)
 _POINTERS = ("keys", "values", "bias", "rows", "more_keys", "more_values", "more_bias", "fault")
-_NUMBERS = ("events", "layers", "num_rows", "heads", "dim", "is_bf16")
+_NUMBERS = ("events", "layers", "num_rows", "heads", "dim")
 
 
 class _Call(ctypes.Structure):
@@ -26,7 +25,7 @@ class _Call(ctypes.Structure):
 
 def takes(keys: Tensor) -> bool:
     """Whether the compiled kernel is there, and takes remainders with such ``keys [..., D]``."""
-    if keys.device.type != "cpu" or keys.dtype not in DTYPES or keys.shape[-1] % 8:
+    if keys.device.type != "cpu" or keys.dtype is not torch.float32 or keys.shape[-1] % 8:
         return False
     return why_missing("remainder") is None
 
@@ -49,7 +48,6 @@ def add_remainders(
         *(x.data_ptr() for x in (keys, values, bias, rows, *dense)),
         ctypes.addressof(fault),
         *(len(rows), layers, num_rows, heads, dim),
-        keys.dtype is torch.bfloat16,
     )
 
     def refusal(_: int) -> IndexError:

@@ -16,14 +16,15 @@ namespace {
 constexpr int kTileRows = 16, kTileInputs = 32, kTileOutputs = 16;
 constexpr int kTileWidth = 4 * kTileOutputs;  // that of a panel
 
-// Some rows with a panel [in / 2, 64, 2], and the sums [rows, 64] that come of them. Meanwhile memory
-// is fetched from `ahead` on, `step` bytes for each tile of inputs.
+// Some rows with a panel [in / 2, 64, 2], and the sums [rows, 64] that come of them, or are added to
+// (`adds`). Meanwhile memory is fetched from `ahead` on, `step` bytes for each tile of inputs.
 struct TileProduct {
   const bf16 *x, *panel;
   float* sums;
   int64_t rows, in, x_stride;
   const char* ahead;
   int64_t step;
+  bool adds;
 };
 
 #if defined(KVSERVE_TILES)
@@ -66,10 +67,17 @@ inline void end_tiles() { _tile_release(); }
 
 inline void multiply_tiles(TileProduct& p) {
   constexpr int64_t kStride = kTileWidth * sizeof(float);  // of sums, and of pairs of weights
-  _tile_zero(4);
-  _tile_zero(5);
-  _tile_zero(6);
-  _tile_zero(7);
+  if (p.adds) {
+    _tile_loadd(4, p.sums, kStride);
+    _tile_loadd(5, p.sums + kTileOutputs, kStride);
+    _tile_loadd(6, p.sums + 2 * kTileOutputs, kStride);
+    _tile_loadd(7, p.sums + 3 * kTileOutputs, kStride);
+  } else {
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+  }
   int64_t i = 0;
   for (; i + kTileInputs <= p.in; i += kTileInputs) {
     for (const char* end = p.ahead + p.step; p.ahead < end; p.ahead += 64)

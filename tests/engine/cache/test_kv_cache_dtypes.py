@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvserve import LLM, EngineConfig, SamplingParams
+from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.core import startup
 from kvserve.entry_format import FORMATS
@@ -118,6 +119,7 @@ def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
+    assert ("auto", *FORMATS) == KV_CACHE_DTYPES
     with pytest.raises(
         ConfigError, match=r"--kv-cache-dtype.* auto, int8, k8v4, k4v4, k4v2, fp8, got 'int4'"
     ):

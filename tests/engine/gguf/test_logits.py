@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import read_spec
+from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
 from tests.checkpoints import generate, write_checkpoint
 from tests.engine.models.test_models import PROMPTS, TOKENS, check_parity
@@ -54,7 +56,8 @@ def test_variants_have_the_same_spec(family: str, changes: dict[str, Any], tmp_p
 
 
 def test_stored_types_are_widened(tmp_path: Path) -> None:
-    """Each in blocks of its own; queries and keys have their rows in another order."""
+    """Queries, keys and values are one matrix, whose parts have several forms; gates and ups too.
+    Queries and keys have their rows in another order."""
     kinds = {
         **{"q_proj": Kind.Q8_0, "k_proj": Kind.Q5_0, "v_proj": Kind.Q4_1, "o_proj": Kind.Q5_1},
         **{"gate_proj": Kind.Q4_0, "up_proj": Kind.BF16, "down_proj": Kind.F16},
@@ -65,7 +68,37 @@ def test_stored_types_are_widened(tmp_path: Path) -> None:
     save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
     llm = check_parity(file, generate(directory, PROMPTS, TOKENS))
     row = next(row for row in llm.engine.core.info.summary if row[0] == "weights")
-    assert row[1] == "float32, from GGUF (BF16, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)"
+    assert (
+        row[1] == "8 bits, else float32, from GGUF (BF16, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)"
+    )
+    assert row[2] == "as stored; 6 matrices are widened: its parts have several forms"
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stored_types_are_held(kind: Kind, ranks: int, tmp_path: Path) -> None:
+    """Matrices and an embedding that is the head too; queries and keys in another order."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    kinds = {**dict.fromkeys(names, kind), "embed_tokens": Kind.Q8_0}
+    sizes = {"tie_word_embeddings": True, "intermediate_size": 128, "vocab_size": 128}
+    directory = write_checkpoint("llama", tmp_path / "model", **sizes)
+    file = write_gguf(directory, tmp_path / "model.gguf", "llama", kinds)
+    save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
+    expected = generate(directory, PROMPTS, TOKENS)
+    if ranks == 2:
+        settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(file), tensor_parallel_size=2, **settings)
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found = [output.outputs[0].token_ids for output in outputs]
+        assert found == [one.token_ids for one in expected]
+    else:
+        llm = check_parity(file, expected)
+        model = llm.engine.core.runner.model
+        assert model.embedding is model.head and isinstance(model.head, Levels)
+    row = next(row for row in llm.engine.core.info.summary if row[0] == "weights")
+    assert row[2] == "as stored" and "float32" in row[1]
+    llm.engine.core.close()
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -120,8 +153,10 @@ def test_ranks_read_their_parts(tmp_path: Path) -> None:
         for rows in (5, 1000):
             for place, values in tensors.pieces(name, rows, part):
                 assert len(values) <= rows and torch.equal(values, whole[name][place, part[1]])
-        blocks, kind = tensors.blocks(name, part[0])
-        assert torch.equal(torch.from_numpy(gguf.dequantize(blocks, kind)), whole[name][part[0]])
+        stored = gguf.dequantize(
+            tensors.blocks(name, part[0]), gguf.GGMLQuantizationType[tensors.kind(name)]
+        )
+        assert torch.equal(torch.from_numpy(stored), whole[name][part[0]])
 
 
 def change(writer: gguf.GGUFWriter, key: str, value: int) -> None:

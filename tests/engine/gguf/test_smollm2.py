@@ -15,6 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.models import held
 from kvserve.engine.models.fetched import fetch
 from tests.engine.gguf.texts import lines
 from tests.engine.recorder import Recorder
@@ -67,6 +68,28 @@ def test_logits_and_greedy_tokens(file: Path) -> None:
         assert (error[1] > 3e-4).all() and (error[0] < 10 * error[1]).all(), error
         hard += int(far.sum())
     assert hard <= 4
+
+
+def test_weights_stay_in_their_bits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_1 and a table in Q8_0: the tokens of the weights that they stand for, in less than .4 of
+    bfloat16's bytes."""
+    texts = [line for line in lines(300)[:100] if len(line) > 40][:20]
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+
+    def answers() -> tuple[list[list[int]], int, int]:
+        llm = LLM(str(file), **settings)
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        parts = list(llm.engine.core.runner.model.parameters())
+        tokens = [output.outputs[0].token_ids for output in outputs]
+        return tokens, sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
+
+    found, size, _ = answers()
+    monkeypatch.setattr(held, "select_level_product", lambda *_: ("", "nothing multiplies levels"))
+    expected, _, count = answers()
+    table = 49_152 * 576  # which numbers have twice, for lookups and for the head
+    assert found == expected
+    assert size < 0.4 * 2 * (count - table), f"{size:,} bytes for {count - table:,} weights"
 
 
 def test_the_tokenizer(file: Path) -> None:

@@ -85,6 +85,7 @@ def test_large_weights_are_laid_out_piece_by_piece_in_place(
     weight, x = weight_of(outputs, 32, dtype), torch.randn(5, 32).to(dtype)
     wanted, address = exact(x, weight, None), weight.data_ptr()
     panels = packed(weight, "compiled")
+    assert isinstance(panels, Panels)
     assert (panels.data_ptr() == address) == (outputs % 64 == 0)
     error = 4e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(linear(x, panels).double(), wanted, atol=error * 32**0.5, rtol=error)

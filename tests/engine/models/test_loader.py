@@ -162,7 +162,7 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
     (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
-    assert row == ("weights", "random", "--load-format dummy")
+    assert row == ("weights", "random, 4 bits, else float32", "--load-format dummy")
 
 
 def test_a_missing_tokenizer_is_named(llama_dir: Path) -> None:

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.models import loader
+from kvserve.engine.models import held, loader
 from kvserve.engine.models.fp8 import FP8, can_multiply, multiply
+from kvserve.kernels.weight_levels import Levels
 from tests.checkpoints import random_prompts
-from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
 from tests.engine.recorder import Recorder
+from tests.quantized_checkpoints import fp8_config, quantize
 
 MATRICES = "qkv", "out", "gate_up", "down"
 
@@ -25,7 +26,7 @@ MATRICES = "qkv", "out", "gate_up", "down"
 @pytest.fixture
 def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine passes for one that multiplies FP8."""
-    monkeypatch.setattr(loader, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(held, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
     monkeypatch.setattr(loader, "select_product", lambda *_: ("torch", ""))
 
 
@@ -49,24 +50,24 @@ def test_weights_are_held_as_they_are_stored(
 ) -> None:
     config = fp8_config("channel" if per_channel else "tensor")
     plain = make_llm(quantize(kind, tmp_path, config, per_channel), dtype="float32")
-    held = make_llm(tmp_path)
-    models = [llm.engine.core.runner.model for llm in (held, plain)]
-    held_weights, meant = (dict(model.layers.named_parameters()) for model in models)
-    matrices = [name for name in held_weights if name.endswith(MATRICES)]
-    assert len(matrices) == 4 * len(models[0].layers)
-    for name in matrices:
-        values, scales = held_weights[name], held_weights[f"{name}_scales"]
-        assert values.dtype is FP8 and scales.shape == (len(values), 1)
+    fp8 = make_llm(tmp_path)
+    of_levels, of_numbers = (llm.engine.core.runner.model.layers for llm in (fp8, plain))
+    meant = dict(of_numbers.named_parameters())
+    matrices = {n: m for n, m in of_levels.named_modules() if isinstance(m, Levels)}
+    assert len(matrices) == 4 * len(of_levels)
+    for name, matrix in matrices.items():
+        values, scales = matrix.levels.data.view(FP8), matrix.scales.data
+        assert name.endswith(MATRICES) and scales.shape == (len(values), 1)
         torch.testing.assert_close(values.float() * scales, meant[name].data, atol=0.0, rtol=1e-6)
-    recorders = [Recorder(llm) for llm in (held, plain)]
+    recorders = [Recorder(llm) for llm in (fp8, plain)]
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for recorder in recorders:
         recorder.llm.generate(random_prompts([40]), params, use_tqdm=False)
     found, expected = (recorder.logits[0][0] for recorder in recorders)
     assert F.cosine_similarity(found, expected, dim=0) > 0.9  # random weights amplify what is lost
-    assert weights_row(held)[1:] == (
-        "FP8 in the layers",
-        "as stored; activations are rounded to FP8 too, at a scale per token",
+    assert weights_row(fp8)[1:] == (
+        "FP8, else bfloat16, from compressed-tensors",
+        "as stored; x is rounded to 8 bits too, at a scale per token",
     )
 
 
@@ -91,26 +92,32 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
 
 
 @pytest.mark.usefixtures("multiplies")
-@pytest.mark.parametrize("change", ["static", "none", "mixed", "awq", "float32"])
-def test_others_are_dequantised(change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["static", "none", "mixed", "float32"])
+def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
     """Activations that are to be rounded otherwise, or not at all; and other dtypes."""
-    config = AWQ if change == "awq" else fp8_config()
+    config = fp8_config()
     if change in ("static", "none"):
         group: Any = config["config_groups"]
         group["group_0"]["input_activations"] = {"dynamic": False} if change == "static" else None
     quantize("llama", tmp_path, config)
     if change == "mixed":
-        _store_as_float(tmp_path, "model.layers.0.mlp.down_proj.weight")
+        _store_as_float(tmp_path, "model.layers.0.mlp.up_proj.weight")
     llm = make_llm(tmp_path, dtype="float32" if change == "float32" else "bfloat16")
-    assert not llm.engine.core.runner.model.fp8
-    assert "dequantised when read" in weights_row(llm)[2]
+    forms = [hold.form for hold in llm.engine.core.runner.model.holding.matrices.values()]
+    assert len(forms) == (11 if change == "mixed" else 12)
+    assert all(form.rounds == (change == "mixed") for form in forms)
+    said = weights_row(llm)[2]
+    assert ("not applied: the quantisation of activations" in said) == (
+        change in ("static", "float32")
+    )
+    assert ("1 matrices are widened: its parts have several forms" in said) == (change == "mixed")
 
 
 @pytest.mark.usefixtures("multiplies")
 def test_random_weights_of_an_fp8_model(tmp_path: Path) -> None:
     quantize("llama", tmp_path, fp8_config())
     llm = make_llm(tmp_path, load_format="dummy")
-    assert weights_row(llm)[1] == "random FP8"
+    assert weights_row(llm)[1] == "random, FP8, else bfloat16"
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     (output,) = llm.generate(random_prompts([12]), params, use_tqdm=False)
     assert len(set(output.outputs[0].token_ids)) > 1

@@ -1,190 +1,217 @@
-"""FP8 and AWQ checkpoints, beside a plain one of the weights that numpy makes of them."""
+"""Checkpoints in few bits, beside plain ones of the weights that numpy makes of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.models import storage
+from kvserve.config import ModelConfig
+from kvserve.engine.models import held, storage
+from kvserve.engine.models.linear import linear
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import read_spec
+from kvserve.kernels.cpu import linear_levels
+from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
-from tests.checkpoints import generate, random_prompts, write_checkpoint
+from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
 from tests.engine.recorder import Recorder
+from tests.quantized_checkpoints import (
+    AWQ,
+    GROUP,
+    MXFP4,
+    fp8_config,
+    gptq,
+    int8,
+    pack,
+    quantize,
+    set_config,
+)
 
 TOKENS = 24
 PROMPTS = random_prompts([5, 40, 1])
-GROUP = 16
-Tensors = dict[str, torch.Tensor]
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
-# ---- writing ------------------------------------------------------------------------------------
-
-
-def e4m3_values() -> Array:
-    """What each of the 256 codes stands for: sign, 4 bits of exponent (bias 7), 3 of mantissa."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    size = np.where(
-        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    )
-    size = np.where((codes & 127) == 127, np.nan, size)
-    return np.where(codes & 128, -size, size)
-
-
-def to_fp8(weight: Array, per_channel: bool) -> tuple[Tensors, Array]:
-    """Stored tensors of a weight, by what follows its module's name; and what they mean."""
-    largest = np.abs(weight).max(axis=1, keepdims=True) if per_channel else np.abs(weight).max()
-    scale = torch.tensor(np.atleast_1d(largest / 448)).bfloat16()
-    table = e4m3_values()
-    ratio = weight / scale.double().numpy()
-    order = np.argsort(np.where(np.isnan(table), np.inf, table), kind="stable")[:254]
-    place = np.searchsorted(table[order], ratio).clip(1, 253)
-    below, above = order[place - 1], order[place]
-    codes = np.where(ratio - table[below] < table[above] - ratio, below, above).astype(np.uint8)
-    stored = {
-        "weight": torch.tensor(codes).view(torch.float8_e4m3fn),
-        "weight_scale": scale,
-        "input_scale": torch.ones(1),
-    }
-    return stored, table[codes] * scale.double().numpy()
-
-
-def to_awq(weight: Array, _: bool) -> tuple[Tensors, Array]:
-    """Groups of 16 inputs; eight outputs share an int32 in AutoAWQ's order."""
-    groups = weight.T.reshape(-1, GROUP, len(weight))  # [groups, 16, out]
-    low, high = groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)
-    scales = ((high - low) / 15).astype(np.float16)
-    zeros = np.round(-low / scales).clip(0, 15).astype(np.int64)
-    numbers = (np.round(groups / scales) + zeros).clip(0, 15).astype(np.int64)
-
-    def pack(x: Array) -> torch.Tensor:
-        packed = np.zeros((len(x), x.shape[1] // 8), np.int64)
-        for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-            packed |= x[:, column::8] << (4 * place)
-        return torch.tensor(packed.astype(np.uint32).view(np.int32))
-
-    meant = ((numbers - zeros) * scales.astype(np.float64)).reshape(-1, len(weight)).T
-    stored = {
-        "qweight": pack(numbers.reshape(-1, len(weight))),
-        "qzeros": pack(zeros[:, 0]),
-        "scales": torch.tensor(scales[:, 0]),
-    }
-    return stored, meant
-
-
-def to_mxfp4(weight: Array) -> tuple[Tensors, Array]:
-    """gpt-oss's experts [experts, in, out]: a power of two for each 32 inputs of an output."""
-    experts, inputs, outputs = weight.shape
-    groups = weight.transpose(0, 2, 1).reshape(experts, outputs, inputs // 32, 32)
-    exponents = np.floor(np.log2(np.abs(groups).max(axis=-1, keepdims=True))) - 2
-    ratio = groups / 2.0**exponents
-    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    code = np.abs(np.abs(ratio)[..., None] - sizes).argmin(axis=-1)
-    numbers = sizes[code] * np.sign(ratio) * 2.0**exponents
-    code = code + 8 * (ratio < 0)
-    stored = {
-        "_blocks": torch.tensor((code[..., ::2] | code[..., 1::2] << 4).astype(np.uint8)),
-        "_scales": torch.tensor((exponents[..., 0] + 127).astype(np.uint8)),
-    }
-    return stored, numbers.reshape(experts, outputs, inputs).transpose(0, 2, 1)
-
-
-def fp8_config(strategy: str = "tensor", **fields: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        **fields,
-    }
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
-
-
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
-
-
-def quantize(kind: str, directory: Path, config: dict[str, Any], per_channel: bool = False) -> Path:
-    """Write ``directory`` quantised, and return a plain checkpoint of what its weights mean."""
-    write_checkpoint(kind, directory)
-    plain = directory / "plain"
-    write_checkpoint(kind, plain)
-    to_stored = to_awq if config is AWQ else to_fp8
-    stored, meant = {}, {}
-    for name, tensor in load_file(plain / "model.safetensors").items():
-        of_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        is_matrix = tensor.dim() > 1 and name.startswith("model.layers")
-        if not (of_experts if config is MXFP4 else is_matrix):
-            stored[name] = meant[name] = tensor
-            continue
-        weight = tensor.double().numpy()
-        parts, values = to_mxfp4(weight) if of_experts else to_stored(weight, per_channel)
-        stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
-        meant[name] = torch.tensor(values).float()
-    save_file({name: t.contiguous() for name, t in stored.items()}, directory / "model.safetensors")
-    save_file({name: t.contiguous() for name, t in meant.items()}, plain / "model.safetensors")
-    set_config(directory, config)
-    return plain
-
-
-def set_config(directory: Path, config: dict[str, Any]) -> None:
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps({**raw, "quantization_config": config}))
-
-
-# ---- reading ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "per_channel"),
-    [
-        ("llama", fp8_config(), False),
-        ("qwen2", fp8_config("channel", format="naive-quantized"), True),
-        ("llama", AWQ, False),
-        ("qwen2", AWQ, False),
-        ("gpt-oss", MXFP4, False),
-    ],
-)
-def test_answers_are_those_of_the_dequantised_weights(
-    kind: str,
-    config: dict[str, Any],
-    per_channel: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 96 * 40)  # pieces that divide no matrix
-    expected = generate(quantize(kind, tmp_path, config, per_channel), PROMPTS, TOKENS)
-    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True)
-    recorder = Recorder(llm)
+def check(directory: Path, expected: list[Generated], **settings: Any) -> tuple[str, ...]:
+    """Tokens, and logits within 1e-3 of the largest; returns the start-up table's row."""
+    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True, **settings)
+    recorder = Recorder(llm) if settings.get("tensor_parallel_size", 1) == 1 else None
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     for i, output in enumerate(llm.generate(PROMPTS, params, use_tqdm=False)):
         assert output.outputs[0].token_ids == expected[i].token_ids
-        logits = torch.stack(recorder.logits[i])
-        torch.testing.assert_close(logits, expected[i].logits, atol=1e-4, rtol=0.0)
+        if recorder is not None:
+            logits = torch.stack(recorder.logits[i])
+            torch.testing.assert_close(logits, expected[i].logits, atol=1e-4, rtol=0.0)
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    llm.engine.core.close()
+    return row
 
 
-@pytest.mark.parametrize("config", [fp8_config("channel"), AWQ], ids=["fp8", "awq"])
-def test_quantised_and_grouped_by_kv_head(config: dict[str, Any], tmp_path: Path) -> None:
-    """InternLM2's fused matrix is reordered after it is dequantised: the very same weights."""
-    plain = quantize("internlm2", tmp_path, config, per_channel=True)
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "fp8": ("llama", fp8_config(), {}, "FP8"),
+    "fp8 by channel": ("qwen2", fp8_config("channel", format="naive-quantized"), {}, "FP8"),
+    "awq": ("llama", AWQ, {}, "4 bits"),
+    "awq with biases": ("qwen2", AWQ, {}, "4 bits"),
+    "awq, odd": ("llama", {**AWQ, "group_size": 8}, {"intermediate_size": 72}, "4 bits"),
+    "awq, experts": ("qwen3-moe", AWQ, {}, "4 bits"),
+    "gptq": ("llama", gptq(), {}, "4 bits"),
+    "gptq, one group": ("llama", gptq(group_size=-1), {}, "4 bits"),
+    "gptq 2, zeros": ("llama", gptq(sym=False, checkpoint_format="gptq_v2"), {}, "4 bits"),
+    "gptq, 8 bits": ("llama", gptq(8), {}, "8 bits"),
+    "gptq, 8 bits, zeros": ("qwen2", gptq(8, sym=False, desc_act=True), {}, "8 bits"),
+    "gptq, desc_act": ("llama", gptq(desc_act=True), {}, "4 bits"),
+    "gptq, desc_act, experts": ("mixtral", gptq(sym=False, desc_act=True), {}, "4 bits"),
+    "pack": ("llama", pack(), {}, "4 bits"),
+    "pack, odd": ("llama", pack(group_size=20), {"intermediate_size": 100}, "4 bits"),
+    "pack, zeros, ordered": ("llama", pack(symmetric=False, actorder="group"), {}, "4 bits"),
+    "pack, 8 bits": ("llama", pack(8, strategy="channel", group_size=None), {}, "8 bits"),
+    "mxfp4": ("gpt-oss", MXFP4, {}, "float32"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_those_of_the_dequantised_weights(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, config, changes, held_as = FORMS[form]
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 96 * 40)  # pieces that divide no matrix
+    plain = quantize(kind, tmp_path, config, "channel" in form, **changes)
+    expected = generate(plain, PROMPTS, TOKENS)
+    row = check(tmp_path, expected)
+    assert row[1].startswith(held_as)
+    assert row[2].startswith("as stored" if form != "mxfp4" else "widened when read"), row
+    if config is MXFP4:
+        return
+    # Where nothing multiplies levels, the weights are widened, and it is said.
+    monkeypatch.setattr(held, "select_level_product", lambda *_: ("", "there is no product"))
+    row = check(tmp_path, expected)
+    assert row[1].startswith("float32, from") and "widened: there is no product" in row[2]
+
+
+@pytest.mark.parametrize(
+    "form", ["fp8 by channel", "awq", "awq, experts", "gptq, 8 bits, zeros", "pack, odd"]
+)
+def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
+    kind, config, changes, held_as = FORMS[form]
+    plain = quantize(kind, tmp_path, config, True, **changes)
+    row = check(tmp_path, generate(plain, PROMPTS, TOKENS), tensor_parallel_size=2)
+    assert row[1].startswith(held_as) and row[2].startswith("as stored")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_ranks_that_have_some_of_each_group(kind: str, tmp_path: Path) -> None:
+    """Groups of 64 in any order: a rank brings its own together, and fills them up."""
+    config = gptq(group_size=64, desc_act=True)
+    plain = quantize(kind, tmp_path, config, hidden_size=128, intermediate_size=192, head_dim=16)
+    check(tmp_path, generate(plain, PROMPTS, TOKENS), tensor_parallel_size=2)
+
+
+def test_parts_with_inputs_in_several_orders_are_widened(tmp_path: Path) -> None:
+    plain = quantize("llama", tmp_path, gptq(desc_act=True))
+    tensors = load_file(tmp_path / "model.safetensors")
+    meant = load_file(plain / "model.safetensors")
+    for name in ("qweight", "g_idx"):  # of one key: the same weights, whose inputs change places
+        whole = f"model.layers.1.self_attn.k_proj.{name}"
+        tensors[whole] = tensors[whole].roll(GROUP // 8 if name == "qweight" else GROUP, 0)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    meant[name] = meant[name].roll(GROUP, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    row = check(tmp_path, generate(plain, PROMPTS, TOKENS))
+    assert row[2].endswith("1 matrices are widened: its parts have their inputs in several orders")
+
+
+def test_activations_in_8_bits(tmp_path: Path) -> None:
+    """W8A8: each linear layer's x is rounded at a scale of each token, whose largest number becomes
+    127.5 and is cut; so that is a tie, and a model amplifies on which side it falls."""
+    plain = quantize("llama", tmp_path, int8())
     models = [
-        LLM(str(path), dtype="float32", skip_tokenizer_init=True).engine.core.runner.model
+        load_model(path, ModelConfig(), read_spec(path), torch.float32, "cpu")
         for path in (tmp_path, plain)
     ]
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(one.to_dense(), other.to_dense(), atol=1e-7, rtol=1e-6)
+    x = torch.randn(33, 64)
+    x[3] = 0.0
+    step = x.abs().amax(-1, keepdim=True) / 127.5
+    rounded = (x / step.masked_fill(step == 0, 1.0)).round().clamp(-128, 127) * step
+    for held_so, meant in zip(*(model.decoder_layers for model in models), strict=True):
+        found, expected = linear(x, held_so.qkv), linear(rounded, meant.qkv)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0), use_tqdm=False)
+    assert all(output.outputs[0].token_ids for output in outputs)
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    assert row[2] == "as stored; x is rounded to 8 bits too, at a scale per token"
+
+
+@pytest.mark.parametrize("config", [fp8_config("channel"), AWQ, pack()], ids=["fp8", "awq", "pack"])
+def test_quantised_and_grouped_by_kv_head(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """InternLM2's fused matrix is reordered: the very same weights."""
+    plain = quantize("internlm2", tmp_path, config, per_channel=True)
+    monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *_: ("torch", ""))
+    held_so, meant = (
+        load_model(path, ModelConfig(), read_spec(path), torch.float32, "cpu")
+        for path in (tmp_path, plain)
+    )
+    for one, other in zip(held_so.decoder_layers, meant.decoder_layers, strict=True):
+        pairs = [(one.qkv, other.qkv), (one.out, other.out), (one.mlp.down, other.mlp.down)]
+        for levels, numbers in pairs:
+            assert isinstance(levels, Levels) and isinstance(numbers, torch.nn.Parameter)
+            found = levels.numbers(slice(None))
+            torch.testing.assert_close(found, numbers.data, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config", [{**AWQ, "group_size": 128}, gptq(group_size=128, desc_act=True)], ids=["awq", "gptq"]
+)
+def test_weights_take_their_bits(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mean weight of the layers takes 4 bits and a share of its group's scale and zero; and all
+    tensors together never took more than 1.15 times the result while it was loaded."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_attention_heads": 16,
+    }
+    sizes |= {"num_hidden_layers": 2, "head_dim": 64, "num_key_value_heads": 4}
+    quantize("llama", tmp_path, config, **sizes)
+    spec = read_spec(tmp_path)
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(linear_levels, "_PIECE", 2**18)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = load_model(tmp_path, ModelConfig(), spec, torch.float32, "cpu")
+    result = sum(part.nbytes for part in model.parameters())
+    matrices = [getattr(layer, name) for layer in model.decoder_layers for name in ("qkv", "out")]
+    matrices += [getattr(x.mlp, name) for x in model.decoder_layers for name in ("gate_up", "down")]
+    count = sum(matrix.shape.numel() for matrix in matrices)
+    assert sum(matrix.nbytes for matrix in matrices) / count < 0.54  # bytes
+    file = (tmp_path / "model.safetensors").stat().st_size  # of which torch counts maps
+    events = profiled.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    taken = [(e.start_ns(), e.nbytes()) for e in memory if abs(e.nbytes()) != file]
+    peak = total = 0
+    for _, size in sorted(taken):
+        total += size
+        peak = max(peak, total)
+    assert result <= peak < 1.15 * result, f"{peak:,} of {result:,}"
+
+
+def test_random_weights_are_levels_too(tmp_path: Path) -> None:
+    quantize("llama", tmp_path, AWQ)
+    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", skip_tokenizer_init=True)
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    assert row[1] == "random, 4 bits, else float32"
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate(random_prompts([12]), params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
 
 
 def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
@@ -204,7 +231,7 @@ def test_what_is_not_applied_is_said(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     llm = LLM(str(tmp_path), quantization="compressed-tensors", skip_tokenizer_init=True)
     (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
-    assert row[1] == "float32, from compressed-tensors"
+    assert row[1] == "FP8, else float32, from compressed-tensors"
     assert "the quantisation of activations and the quantised KV cache" in row[2]
     with pytest.raises(ConfigError, match=r"--quantization: awq .*says compressed-tensors"):
         LLM(str(tmp_path), quantization="awq", skip_tokenizer_init=True)
@@ -228,19 +255,41 @@ def with_scale(scale: torch.Tensor) -> Callable[[Path], None]:
     return replace
 
 
+def other_zeros(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qzeros"] += 1
+    save_file(tensors, directory / "model.safetensors")
+
+
+def with_groups_of_16(directory: Path) -> None:
+    set_config(directory, gptq())
+    quantize("llama", directory, gptq())
+    set_config(directory, gptq(group_size=32))
+
+
+def static_x() -> dict[str, Any]:
+    config = int8()
+    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    return config
+
+
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
 
 
 @pytest.mark.parametrize(
     ("config", "break_it", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, None, "by 'gptq'; kvserve reads"),
+        (gptq(3), None, "gptq with bits 3; kvserve reads"),
+        (gptq(checkpoint_format="marlin"), None, "checkpoint_format marlin"),
+        (gptq(dynamic={"-:.*": {}}), None, "gptq with dynamic"),
         ({"quant_method": "bitsandbytes"}, None, "'bitsandbytes'"),
         ({"quant_method": "fp8"}, None, "'fp8'"),
         ({**AWQ, "version": "gemv"}, None, "version gemv"),
         ({**AWQ, "bits": 3}, None, "bits 3"),
         ({**AWQ, "zero_point": False}, None, "zero_point False"),
-        (fp8_config(format="pack-quantized"), None, "'pack-quantized'"),
+        (fp8_config(format="marlin-24"), None, "'marlin-24'"),
+        (fp8_config(format="pack-quantized"), None, "as float8 weights"),
+        (static_x(), None, "activations in 8 bits, not token by token"),
         (fp8_config("block"), None, "one scale per block"),
         (fp8_config(config_groups={"g": {"weights": INT4}}), None, "int4 weights"),
         (fp8_config(config_groups={}), None, "without config_groups"),
@@ -249,6 +298,8 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
         (fp8_config(), with_scale(torch.ones(3)), r"up_proj.weight_scale in .* shape \(3,\)"),
         (fp8_config(), with_scale(torch.full([1], torch.nan)), "up_proj.weight in .*NaN"),
         (AWQ, without("qzeros"), "no tensor .*up_proj.weight"),
+        (gptq(), other_zeros, "up_proj.qzeros in .*set sym to false"),
+        (gptq(group_size=32), with_groups_of_16, "scales in .* in groups of 32"),
     ],
 )
 def test_what_is_not_read_is_named(

@@ -156,7 +156,8 @@ def test_a_block_that_is_not_there_is_refused_in_a_played_step(llama_dir: Path) 
 
 def test_kernels_are_called_in_one_place() -> None:
     """A kernel that is called past ``calls.run`` would be missing from tapes, without a word."""
-    facts = {"kvserve_panel_width", "kvserve_instructions", "kvserve_has_tiles"}
+    facts = {"kvserve_panel_width", "kvserve_instructions", "kvserve_has_tiles", "kvserve_lanes"}
+    facts.add("kvserve_inputs_side_by_side")
     for file in Path(calls.__file__).parent.glob("*.py"):
         if file.name != "calls.py":
             assert set(re.findall(r"kvserve_[a-z_]+", file.read_text())) <= facts, file

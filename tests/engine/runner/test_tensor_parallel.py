@@ -23,11 +23,12 @@ from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.models.test_models_quantized import AWQ, fp8_config, quantize
+from tests.quantized_checkpoints import AWQ, fp8_config, quantize
 
 KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1}
 REQUESTS: list[dict[str, Any]] = [
@@ -188,6 +189,10 @@ def load(directory: Path, rank: int, size: int) -> Transformer:
     return load_model(directory, ModelConfig(), spec, torch.float32, "cpu", group)
 
 
+def numbers(weight: Tensor | Levels) -> Tensor:
+    return weight.numbers(slice(None)) if isinstance(weight, Levels) else weight
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-mha-tied", "internlm2", "qwen2", "fp8", "awq"])
 def test_each_rank_reads_its_part_and_no_more(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -217,14 +222,19 @@ def test_each_rank_reads_its_part_and_no_more(
         rows = torch.tensor([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]) * spec.head_dim
         for name in ("qkv", "qkv_bias"):
             if (matrix := getattr(layer, name)) is not None:
-                of_ranks = [getattr(half, name).split((rows // 2).tolist()) for half in halves]
-                joined = [torch.cat(pair) for pair in zip(*of_ranks, strict=True)]
-                assert torch.equal(torch.cat(joined), matrix)
-        gates, ups = zip(*(half.mlp.gate_up.chunk(2, dim=-2) for half in halves), strict=True)
-        assert torch.equal(torch.cat([*gates, *ups], dim=-2), layer.mlp.gate_up)
-        for name in ("out", "mlp.down"):
-            columns = torch.cat([half.get_parameter(name) for half in halves], dim=-1)
-            assert torch.equal(columns, layer.get_parameter(name))
+                shares = [
+                    numbers(getattr(half, name)).split((rows // 2).tolist()) for half in halves
+                ]
+                joined = [torch.cat(pair) for pair in zip(*shares, strict=True)]
+                assert torch.equal(torch.cat(joined), numbers(matrix))
+        mlps = [half.mlp for half in halves]
+        gates, ups = zip(*(numbers(mlp.gate_up).chunk(2) for mlp in mlps), strict=True)
+        assert torch.equal(torch.cat([*gates, *ups]), numbers(layer.mlp.gate_up))
+        for one, several in (
+            (layer.out, [half.out for half in halves]),
+            (layer.mlp.down, [mlp.down for mlp in mlps]),
+        ):
+            assert torch.equal(torch.cat([numbers(x) for x in several], dim=1), numbers(one))
         assert all(torch.equal(half.post_norm, layer.post_norm) for half in halves)
     for name in ("embedding", "head"):
         assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(whole, name))

@@ -46,7 +46,7 @@ def with_everything(tables: int, chunks: list[int] | None = None) -> Inputs:
     """Shares, a remainder, sinks and capped logits."""
     heads = 2 // tables
     case = Case(tables, heads, 3, 32, 16, torch.float32, [150, 40], chunks)
-    left = random_remainder(len(case.tables), 2, 32, torch.float32, 1)
+    left = random_remainder(len(case.tables), 2, 32, 1)
     recent = torch.full((len(case.q),), 4)
     more = {"remainder": left, "sinks": torch.randn(6), "soft_cap": 1.5}
     return case.inputs, {"shares": Shares(torch.empty(case.q.shape[:2]), recent), **more}

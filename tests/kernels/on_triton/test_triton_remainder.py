@@ -37,7 +37,7 @@ def test_attention(
 ) -> None:
     """Rows with and without one, tokens that see nothing, contexts in parts, with shares."""
     case = Case(tables, heads, 3, 16, 16, dtype, lengths, chunks)
-    left = random_remainder(len(case.tables), tables * heads, 16, dtype, 1)
+    left = random_remainder(len(case.tables), tables * heads, 16, 1)
     recent = torch.full((len(case.q),), 4)
     ours, theirs = (Shares(torch.empty(case.q.shape[:2]), recent) for _ in range(2))
     found = paged_attention_triton(*case.inputs, num_splits, shares=ours, remainder=left)

@@ -1,0 +1,182 @@
+"""Which matrices of a decoder are held as the checkpoint's levels, and how their inputs lie.
+
+A matrix is held so if there is a product for levels, and if all weights that it is made of have one
+form; else it is widened as it is read, and the start-up table says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.models.checkpoint import Blocks, Checkpoint
+from kvserve.engine.models.expert_storage import Transposed
+from kvserve.engine.models.families import ExpertSpec
+from kvserve.engine.models.fp8 import can_multiply
+from kvserve.engine.models.gguf_levels import FORMS, GgufLevels
+from kvserve.engine.models.linear import Hold, Holding, select_level_product
+from kvserve.engine.models.quantization import Packed
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.storage import Plain, Storage, StoredLevels
+from kvserve.engine.models.weights import BY_INPUTS, TRANSPOSED, matrix_sources
+from kvserve.kernels.weight_levels import BLOCK, LevelForm
+
+_LEAST = 4
+"""Inputs that a group has at least, and a multiple of it: kernels take so many at once."""
+_PART = 32
+"""Inputs in the groups of a rank that has some of each of the checkpoint's groups."""
+
+
+def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
+    """How ``weight`` is stored: a quantised checkpoint keeps some weights plain, so the tensors it
+    has decide."""
+    if isinstance(checkpoint, Blocks) and weight in checkpoint.names:
+        is_matrix = len(checkpoint.shape(weight)) == 2
+        known = is_matrix and checkpoint.kind(weight) in FORMS
+        return GgufLevels(checkpoint) if known else Plain()
+    quantized = spec.quantization
+    if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
+        return quantized
+    return Transposed() if weight.endswith(TRANSPOSED) else Plain()
+
+
+def hold_levels(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    dtype: torch.dtype,
+    device: str,
+    group: RankGroup,
+) -> Holding:
+    """For this rank; without a checkpoint, as one with this ``quantization_config`` would be."""
+    product, reason = select_level_product(dtype, device)
+    matrices, widened = {}, Counter[str]()
+    for matrix, sources in matrix_sources(spec).items():
+        if checkpoint is None:
+            found = _hold_random(spec, matrix, group)
+        else:
+            found = _hold(spec, matrix, sources, checkpoint, group)
+        if isinstance(found, Hold) and not product:
+            found = reason
+        if isinstance(found, Hold):
+            matrices[matrix] = _rounding(found, spec, dtype, device)
+        elif found:
+            widened[found] += 1
+    return Holding(matrices, widened)
+
+
+def _hold(
+    spec: ModelSpec, matrix: str, sources: list[str], checkpoint: Checkpoint, group: RankGroup
+) -> Hold | str:
+    """Or why not; nothing if it is plain, or not there."""
+    if not sources or not all(_is_there(checkpoint, spec, name) for name in sources):
+        return ""
+    storages = [storage_of(checkpoint, spec, name) for name in sources]
+    levels = [x for x in storages if isinstance(x, StoredLevels)]
+    if not levels:
+        return ""
+    if len(levels) < len(sources) or len({type(x) for x in levels}) > 1:
+        return "its parts have several forms"
+    # One quantization_config is the same for all; to read scales' types again would take long.
+    alike = 1 if isinstance(levels[0], Packed) else len(levels)
+    pairs = list(zip(levels, sources, strict=True))
+    if len({x.form(checkpoint, name) for x, name in pairs[:alike]}) > 1:
+        return "its parts have several forms"
+    form, width = levels[0].form(checkpoint, sources[0]), levels[0].shape(checkpoint, sources[0])[1]
+    columns = _columns(matrix, width, group)
+    groups = [x.groups(checkpoint, name)[columns] for x, name in pairs]
+    experts = _experts_of(spec, matrix)
+    each = len(sources) if experts is None else len(sources) // experts.count
+    of_experts = [groups[i : i + each] for i in range(0, len(groups), each)]
+    if any(not torch.equal(one, parts[0]) for parts in of_experts for one in parts):
+        return "its parts have their inputs in several orders"
+    firsts = [parts[0] for parts in of_experts]
+    return _arranged(form, firsts, of_experts=experts is not None, table=matrix == "embedding")
+
+
+def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
+    layer, _, name = matrix.removeprefix("layers.").partition(".")
+    return spec.experts_of(int(layer)) if name.startswith("mlp.") else None
+
+
+def _is_there(checkpoint: Checkpoint, spec: ModelSpec, name: str) -> bool:
+    return checkpoint.names.issuperset(storage_of(checkpoint, spec, name).parts(name))
+
+
+def _hold_random(spec: ModelSpec, matrix: str, group: RankGroup) -> Hold | str:
+    if not isinstance(spec.quantization, Packed) or not matrix.startswith("layers."):
+        return ""
+    form, part = spec.quantization.form(None, matrix), spec.part(group.size)
+    experts = _experts_of(part, matrix)
+    inner = part.intermediate_size if experts is None else experts.intermediate_size
+    width = {"out": part.num_heads * part.head_dim, "down": inner}
+    count = width.get(matrix.rpartition(".")[2], spec.hidden_size)
+    groups = torch.arange(count) // (form.group or count)
+    return _arranged(form, [groups], of_experts=False)
+
+
+def _columns(matrix: str, width: int, group: RankGroup) -> slice:
+    """This rank's inputs."""
+    if not matrix.endswith(BY_INPUTS):
+        return slice(0, width)
+    size = width // group.size
+    return slice(group.rank * size, (group.rank + 1) * size)
+
+
+def _arranged(
+    form: LevelForm, groups: list[Tensor], *, of_experts: bool, table: bool = False
+) -> Hold | str:
+    """``groups`` of each expert's inputs, or of all: in order they are left so, else each group's
+    inputs are brought together, and filled up with none to whole groups."""
+    orders, count = None, len(groups[0])
+    in_order = all(bool((own.diff() >= 0).all()) for own in groups)
+    runs = [_runs(own if in_order else own.sort().values) for own in groups]
+    if in_order and all(own == runs[0] for own in runs):
+        held = gcd(*runs[0][:-1]) or count
+    else:
+        whole = all({*own[:-1], form.group} == {form.group} >= {own[-1]} for own in runs)
+        held = form.group if whole else min(form.group, _PART)
+        orders = [_together(own, held) for own in groups]
+        count = max(len(order) for order in orders)
+    inputs = -(-count // BLOCK) * BLOCK if form.bits == 4 else -(-count // 2) * 2
+    if held >= count:
+        held = inputs
+    if held % (_LEAST if form.bits == 4 else 2):
+        return f"kernels have no groups of {held} inputs"
+    form = replace(form, group=held)
+    if table and (orders is not None or inputs != count):
+        return "rows of an embedding are looked up in whole blocks"
+    if orders is None:
+        return Hold(form, inputs)
+    order = torch.full((len(orders), inputs), -1, dtype=torch.int32)
+    for filled, own in zip(order, orders, strict=True):
+        filled[: len(own)] = own
+    return Hold(form, inputs, order if of_experts else order[0])
+
+
+def _runs(groups: Tensor) -> list[int]:
+    """How many inputs in turn have one group."""
+    sizes: list[int] = groups.unique_consecutive(return_counts=True)[1].tolist()
+    return sizes
+
+
+def _together(groups: Tensor, size: int) -> Tensor:
+    """int32: the inputs of each group, in order, and -1 up to a multiple of ``size``."""
+    parts = []
+    for group in groups.unique().tolist():
+        own = (groups == group).nonzero()[:, 0].int()
+        parts += [own, own.new_full((-len(own) % size,), -1)]
+    return torch.cat(parts)
+
+
+def _rounding(hold: Hold, spec: ModelSpec, dtype: torch.dtype, device: str) -> Hold:
+    """FP8 weights whose checkpoint wants it, where FP8 is multiplied, are so with x in FP8."""
+    quantized, form = spec.quantization, hold.form
+    if not form.e4m3 or not isinstance(quantized, Packed) or not quantized.by_token:
+        return hold
+    fits = can_multiply(dtype, device, hold.inputs) and form.group == hold.inputs
+    return replace(hold, form=replace(form, rounds=True)) if fits else hold

@@ -1,0 +1,166 @@
+"""Matrix products on a CPU with weights held as levels: calls ``linear_levels.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvserve.kernels.cpu import calls
+from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.cpu.linear import _WORTH_A_THREAD, panel_width
+from kvserve.kernels.weight_levels import LevelForm, Levels, unpacked
+
+DTYPES = (torch.float32, torch.bfloat16)
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE = 2**22  # weights that are rearranged at a time
+
+
+class _Call(ctypes.Structure):
+    """``LinearLevels`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "offsets", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("ends", "order")),
+        *((name, ctypes.c_int64) for name in ("tokens", "given", "inputs", "outputs", "x_stride")),
+        *((name, ctypes.c_int64) for name in ("group", "experts", "is_bf16", "code", "lowest")),
+        *((name, ctypes.c_int64) for name in ("scale_type", "zeros", "rounds", "num_threads")),
+    )
+
+
+class _Take(ctypes.Structure):
+    """``TakeLevels`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("levels", "scales", "offsets", "places", "out")),
+        *((name, ctypes.c_void_p) for name in ("fault",)),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "inputs", "group", "is_bf16")),
+        *((name, ctypes.c_int64) for name in ("code", "lowest", "scale_type", "zeros")),
+    )
+
+
+class LevelPanels(Levels):
+    """``Levels`` whose outputs lie in panels; ``weight`` is used up. What a product and
+    ``take_rows`` need is all that is left of it.
+
+    ``levels`` uint8 [panels, bytes] in the order of the C++ file, ``scales`` and ``offsets``
+    [panels, groups, width]. The last panel is filled up with zeros.
+    """
+
+    def __init__(self, weight: Levels) -> None:
+        levels = _panels(weight.levels.data, weight.form, weight.dtype)
+        offsets = None if weight.offsets is None else _by_panel(weight.offsets.data)
+        scales = _by_panel(weight.scales.data)
+        order = None if weight.order is None else weight.order.data
+        super().__init__(weight.form, weight.width, levels, scales, offsets, order, weight.dtype)
+        self._inputs, self._shape = weight.inputs, weight.shape
+        self.experts = len(weight.levels) if weight.levels.dim() == 3 else 1
+
+    @property
+    def inputs(self) -> int:
+        return self._inputs
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    @property
+    def outputs(self) -> int:
+        """Of each expert."""
+        return self._shape[-2]
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: [T, width], bias: [outputs] -> [T, outputs]; a row does not depend on the others."""
+        if bias is not None and not (
+            bias.shape == (self.outputs,) and bias.dtype is x.dtype and bias.is_contiguous()
+        ):
+            raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} does not fit")
+        return self._multiply(x, bias, None)
+
+    def expert_linear(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x: [N, width], sorted by expert; ends: int32 [experts], the last of which is N, where
+        each expert's rows end -> [N, outputs]."""
+        if ends.shape != (self.experts,) or ends.dtype is not torch.int32:
+            raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
+        bounds = ends.diff(prepend=ends.new_zeros(1))
+        if int(ends[-1]) != len(x) or bool((bounds < 0).any()):
+            raise ValueError(f"expert_linear: ends {ends.tolist()} do not divide {len(x)} rows")
+        return self._multiply(x, None, ends.contiguous())
+
+    def take_rows(self, places: Tensor) -> Tensor:
+        """places: int64 [T] -> those rows, [T, inputs]; ``IndexError`` for one that is not
+        there."""
+        out, fault = torch.empty(len(places), self.inputs, dtype=self.dtype), ctypes.c_int64()
+        pointers = (_address(x) for x in (self.levels, self.scales, self.offsets, places, out))
+        sizes = len(places), self.outputs, self.inputs, self.form.group
+        call = _Take(*pointers, ctypes.addressof(fault), *sizes, *self._kind())
+
+        def refusal(_: int) -> IndexError:
+            return IndexError(f"take_rows: row {fault.value} of a table of {self.outputs}")
+
+        calls.run(load_library("linear_levels"), "take_levels", call, refusal)
+        return out
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        if x.shape[1] != self.width or x.stride(1) != 1 or x.dtype is not self.dtype:
+            raise ValueError(
+                f"linear: x {list(x.shape)} of {x.dtype} does not fit levels {list(self.shape)} "
+                f"for {self.dtype}, or its rows are not dense"
+            )
+        y = torch.empty(len(x), self.outputs, dtype=x.dtype)
+        threads = min(torch.get_num_threads(), y.numel() * self.inputs // _WORTH_A_THREAD)
+        held = self.levels, self.scales, self.offsets
+        pointers = (_address(t) for t in (x, *held, bias, y, ends, self.order))
+        sizes = len(x), self.width, self.inputs, self.outputs, x.stride(0)
+        is_bf16, *kind = self._kind()
+        how = self.form.group, self.experts, is_bf16, *kind, self.form.rounds, max(1, threads)
+        calls.run(load_library("linear_levels"), "linear_levels", _Call(*pointers, *sizes, *how))
+        return y
+
+    def _kind(self) -> tuple[int, int, int, int, int]:
+        form = self.form
+        code = 2 if form.e4m3 else int(form.bits == 8)
+        zeros = form.offsets == "zero"
+        scales = _SCALES.index(form.scales)
+        return self.dtype is torch.bfloat16, code, form.lowest, scales, zeros
+
+
+def _panels(levels: Tensor, form: LevelForm, dtype: torch.dtype) -> Tensor:
+    """[.., outputs, bytes] -> [panels, inputs' steps, bytes of a step], in the same memory unless
+    the last panel has to be filled up."""
+    width, lanes = panel_width()
+    missing, size = -levels.shape[-2] % width, levels.shape[-1]
+    if missing:
+        levels = nn.functional.pad(levels, (0, 0, 0, missing))
+    rows = levels.view(-1, width, size)
+    laid = rows.view(len(rows), -1)
+    for some in range(0, len(rows), step := max(1, _PIECE // (2 * width * size))):
+        part = slice(some, some + step)
+        laid[part] = _turned(unpacked(rows[part], form), form, lanes, dtype).flatten(1)
+    return laid
+
+
+def _turned(levels: Tensor, form: LevelForm, lanes: int, dtype: torch.dtype) -> Tensor:
+    """[panels, width, inputs] -> as the kernel reads them."""
+    count, width, inputs = levels.shape
+    vectors = width // lanes
+    if form.bits == 8:
+        each = load_library("linear_levels").kvserve_inputs_side_by_side(dtype is torch.bfloat16)
+        return levels.view(count, width, inputs // each, each).transpose(1, 2).contiguous()
+    # Digit n of a lane's 32 bits is that of vector n % V and input n / V of the step.
+    steps = levels.view(count, vectors, lanes, -1, 8 // vectors).permute(0, 3, 2, 4, 1)
+    low, high = steps.flatten(-2).unflatten(-1, (4, 2)).unbind(-1)
+    return low | high << 4
+
+
+def _by_panel(scales: Tensor) -> Tensor:
+    """[.., outputs, groups] -> [panels, groups, width]."""
+    width, _ = panel_width()
+    scales = nn.functional.pad(scales, (0, 0, 0, -scales.shape[-2] % width))
+    return scales.view(-1, width, scales.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _address(x: Tensor | None) -> Any:
+    return None if x is None else x.data_ptr()

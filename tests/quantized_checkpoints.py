@@ -1,0 +1,226 @@
+"""Checkpoints in few bits, written by numpy, beside plain ones of what their weights mean."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import write_checkpoint
+
+GROUP = 16
+Tensors = dict[str, torch.Tensor]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+# ---- configs ------------------------------------------------------------------------------------
+
+
+def fp8_config(strategy: str = "tensor", **fields: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        **fields,
+    }
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
+
+
+def gptq(bits: int = 4, **fields: Any) -> dict[str, Any]:
+    base = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": True}
+    return {**base, "desc_act": False, **fields}
+
+
+def pack(bits: int = 4, symmetric: bool = True, **fields: Any) -> dict[str, Any]:
+    """compressed-tensors: 4 or 8 bits, and x as it is."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
+    weights |= {"group_size": GROUP, **fields}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {**fp8_config(), "format": "pack-quantized", "config_groups": groups}
+
+
+def int8() -> dict[str, Any]:
+    """compressed-tensors: W8A8."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    x = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": x}}
+    return {**fp8_config(), "format": "int-quantized", "config_groups": groups}
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+def e4m3_values() -> Array:
+    """What each of the 256 codes stands for: sign, 4 bits of exponent (bias 7), 3 of mantissa."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    size = np.where(
+        exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    )
+    size = np.where((codes & 127) == 127, np.nan, size)
+    return np.where(codes & 128, -size, size)
+
+
+def to_fp8(weight: Array, per_channel: bool) -> tuple[Tensors, Array]:
+    """Stored tensors of a weight, by what follows its module's name; and what they mean."""
+    largest = np.abs(weight).max(axis=1, keepdims=True) if per_channel else np.abs(weight).max()
+    scale = torch.tensor(np.atleast_1d(largest / 448)).bfloat16()
+    table = e4m3_values()
+    ratio = weight / scale.double().numpy()
+    order = np.argsort(np.where(np.isnan(table), np.inf, table), kind="stable")[:254]
+    place = np.searchsorted(table[order], ratio).clip(1, 253)
+    below, above = order[place - 1], order[place]
+    codes = np.where(ratio - table[below] < table[above] - ratio, below, above).astype(np.uint8)
+    stored = {
+        "weight": torch.tensor(codes).view(torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.ones(1),
+    }
+    return stored, table[codes] * scale.double().numpy()
+
+
+def to_mxfp4(weight: Array) -> tuple[Tensors, Array]:
+    """gpt-oss's experts [experts, in, out]: a power of two for each 32 inputs of an output."""
+    experts, inputs, outputs = weight.shape
+    groups = weight.transpose(0, 2, 1).reshape(experts, outputs, inputs // 32, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=-1, keepdims=True))) - 2
+    ratio = groups / 2.0**exponents
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.abs(np.abs(ratio)[..., None] - sizes).argmin(axis=-1)
+    numbers = sizes[code] * np.sign(ratio) * 2.0**exponents
+    code = code + 8 * (ratio < 0)
+    stored = {
+        "_blocks": torch.tensor((code[..., ::2] | code[..., 1::2] << 4).astype(np.uint8)),
+        "_scales": torch.tensor((exponents[..., 0] + 127).astype(np.uint8)),
+    }
+    return stored, numbers.reshape(experts, outputs, inputs).transpose(0, 2, 1)
+
+
+def rounded_in_groups(
+    weight: Array, bits: int, symmetric: bool, groups: Array
+) -> tuple[Array, Array, Array]:
+    """Unsigned levels [out, in], zeros and scales [out, G]; ``groups`` [in]: that of each input."""
+    count, most = groups.max() + 1, 2**bits - 1
+    numbers = np.zeros(weight.shape, np.int64)
+    zeros, scales = np.zeros((len(weight), count), np.int64), np.zeros((len(weight), count))
+    for group in range(count):
+        part = weight[:, groups == group]
+        low, high = part.min(axis=1), part.max(axis=1)
+        if symmetric:
+            high = np.abs(part).max(axis=1)
+            low = -high
+        scale = ((high - low) / most).astype(np.float16).astype(np.float64)
+        zero = np.full(len(weight), 2 ** (bits - 1)) if symmetric else np.round(-low / scale)
+        zeros[:, group], scales[:, group] = zero.clip(1, most), scale
+        numbers[:, groups == group] = (
+            np.round(part / scale[:, None]) + zeros[:, group, None]
+        ).clip(0, most)
+    return numbers, zeros, scales
+
+
+def packed(numbers: Array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Any:
+    """int32, of 32 / ``bits`` numbers along ``axis``, filled up with zeros; number ``order[i]`` of
+    them is at place i."""
+    each = 32 // bits
+    rows = np.moveaxis(numbers, axis, -1)
+    rows = np.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % each)])
+    words = np.zeros((*rows.shape[:-1], rows.shape[-1] // each), np.int64)
+    for place, number in enumerate(order or range(each)):
+        words |= rows[..., number::each] << (bits * place)
+    return torch.tensor(np.moveaxis(words, -1, axis).astype(np.uint32).view(np.int32))
+
+
+def in_levels(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, Array]:
+    """AWQ, GPTQ, and compressed-tensors' whole numbers: what is stored, and what it means."""
+    method, inputs = config["quant_method"], weight.shape[1]
+    of: dict[str, Any] = config
+    if method == "compressed-tensors":
+        of = config["config_groups"]["group_0"]["weights"]
+    bits = int(of.get("num_bits") or of["bits"])
+    symmetric = method != "awq" and bool(of.get("symmetric", of.get("sym")))
+    size = of.get("group_size") or -1
+    groups = np.arange(inputs) // (inputs if size == -1 else size)
+    if of.get("desc_act") or of.get("actorder"):
+        # As GPTQ has it: the same for the weights of one x.
+        of_x = name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")
+        groups = np.random.default_rng(zlib.crc32(of_x.encode())).permutation(groups)
+    levels, zeros, scales = rounded_in_groups(weight, bits, symmetric, groups)
+    meant = (levels - zeros[:, groups]) * scales[:, groups]
+    halves = torch.tensor(scales).half()
+    order = torch.tensor(groups, dtype=torch.int32)
+    if method == "awq":
+        places = (0, 2, 4, 6, 1, 3, 5, 7)
+        stored = {
+            "qweight": packed(levels.T, 4, 1, places),
+            "qzeros": packed(zeros.T, 4, 1, places),
+        }
+        return stored | {"scales": halves.T}, meant
+    if method == "gptq":
+        less = zeros.T - (config.get("checkpoint_format", "gptq") == "gptq")
+        stored = {"qweight": packed(levels.T, bits, 0), "qzeros": packed(less, bits, 1)}
+        return stored | {"scales": halves.T, "g_idx": order}, meant
+    if config["format"] == "int-quantized":
+        return {
+            "weight": torch.tensor(levels - 128).to(torch.int8),
+            "weight_scale": halves.bfloat16().float(),
+        }, (levels - 128) * halves.bfloat16().double().numpy()
+    stored = {"weight_packed": packed(levels, bits, 1), "weight_scale": halves}
+    stored["weight_shape"] = torch.tensor(weight.shape)
+    if not symmetric:
+        stored["weight_zero_point"] = packed(zeros, bits, 0)
+    if of.get("actorder") == "group":
+        stored["weight_g_idx"] = order
+    return stored, meant
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def quantize(
+    kind: str,
+    directory: Path,
+    config: dict[str, Any],
+    per_channel: bool = False,
+    **changes: Any,
+) -> Path:
+    """Write ``directory`` quantised, and return a plain checkpoint of what its weights mean."""
+    write_checkpoint(kind, directory, **changes)
+    plain = directory / "plain"
+    write_checkpoint(kind, plain, **changes)
+    stored, meant = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        of_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        is_matrix = tensor.dim() > 1 and name.startswith("model.layers") and ".gate." not in name
+        if not (of_experts if config is MXFP4 else is_matrix):
+            stored[name] = meant[name] = tensor
+            continue
+        weight = tensor.double().numpy()
+        if of_experts:
+            parts, values = to_mxfp4(weight)
+        elif config.get("format") in ("float-quantized", "naive-quantized"):
+            parts, values = to_fp8(weight, per_channel)
+        else:
+            parts, values = in_levels(name, weight, config)
+        stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
+        meant[name] = torch.tensor(values).float()
+    save_file({name: t.contiguous() for name, t in stored.items()}, directory / "model.safetensors")
+    save_file({name: t.contiguous() for name, t in meant.items()}, plain / "model.safetensors")
+    set_config(directory, config)
+    return plain
+
+
+def set_config(directory: Path, config: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, "quantization_config": config}))
