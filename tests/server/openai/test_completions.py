@@ -10,8 +10,9 @@ import pytest
 
 from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.openai import logprobs, prompts
+from kvserve.server.openai import logprobs
 from kvserve.server.openai.responses import usage
+from kvserve.server.state import beside
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine, FakeTokenizer
 
@@ -335,9 +336,10 @@ def test_long_prompts_are_tokenized_off_the_loop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And memory that this leaves in the thread goes back: 200 KB of "a " left 48 MiB."""
-    held, trims, tokenizer = iter([0, 2**20, 0, 2**23]), list[int](), Counting()
-    monkeypatch.setattr(prompts, "resident_bytes", lambda: next(held))
-    monkeypatch.setattr(prompts, "trim_memory", lambda: trims.append(len(tokenizer.given)))
+    trims, tokenizer = list[int](), Counting()
+    held = {0: 0, 1: 2**20, 2: 2**23}  # by how many texts were tokenized
+    monkeypatch.setattr(beside, "resident_bytes", lambda: held[len(tokenizer.given)])
+    monkeypatch.setattr(beside, "trim_memory", lambda: trims.append(len(tokenizer.given)))
     server = start_server(FakeEngine(max_model_len=100_000, tokenizer=tokenizer))
     for _ in range(2):
         answer = server.complete("x" * 30_000, max_tokens=1).json()
