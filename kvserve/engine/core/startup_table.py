@@ -67,7 +67,7 @@ def plan_rows(
     return [
         ("model", config.model.model, f"{spec.architecture}, {str(dtype)[6:]} on {device}"),
         _layers_row(spec),
-        _weights_row(config, spec, dtype, holding),
+        _weights_row(config, spec, dtype, device, holding),
         ("context", f"{max_len} tokens", _context_reason(spec)),
         (
             "policy",
@@ -257,7 +257,7 @@ def _layers_row(spec: ModelSpec) -> Row:
 
 
 def _weights_row(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, holding: Holding
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str, holding: Holding
 ) -> Row:
     quantized, forms = spec.quantization, {hold.form for hold in holding.matrices.values()}
     held = " and ".join(sorted({form.name for form in forms}))
@@ -269,6 +269,8 @@ def _weights_row(
         return "weights", state, "--dtype"
     reasons = ["as stored"] if forms else []
     rounded = any(form.rounds for form in forms)
+    if device == "cuda" and not all(form.e4m3 and form.rounds for form in forms):
+        reasons.append("steps of 64 tokens and more take longer than with numbers")
     if rounded:
         reasons.append("x is rounded to 8 bits too, at a scale per token")
     for why, count in holding.widened.items():
