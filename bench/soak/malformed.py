@@ -137,6 +137,8 @@ def _prompted(path: str) -> dict[str, Any]:
         "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
         "/v1/chat/completions": chat,
         "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+        "/v1/messages": chat,
+        "/v1/messages/count_tokens": {"messages": chat["messages"]},
         "/tokenize": {"prompt": "Hi"},
         "/detokenize": {"tokens": [5]},
         "/abort_requests": {"request_ids": ["x"]},

@@ -84,7 +84,7 @@ def test_the_sums_of_a_32b_model_with_4_bits_on_two_cards(
     assert none["most_tok_s"] == pytest.approx(none["at_once"] * 2 * 0.768e12 / read)
     assert 1 < kara["most_speed_up"] < kara["at_once_ratio"]
     shown = capsys.readouterr().out
-    assert "ARITHMETIC, nothing was run" in shown and "--quantization 16 says what runs" in shown
+    assert "ARITHMETIC, nothing was run" in shown and "take --quantization 16" in shown
 
 
 def test_what_lies_beside_a_request_s_entries() -> None:

@@ -42,7 +42,7 @@ CARDS = {
 """Memory as nvidia-smi shows it, in GiB, and the data sheet's bandwidth in TB/s."""
 _SHORT = {"8b": "llama-3.1-8b", "14b": "qwen3-14b", "32b": "qwen3-32b", "70b": "llama-3.1-70b"}
 _BITS = {16: 16.0, 8: 8.0, 4: 4.156}  # with AWQ's scales and zeros: 20 bits for 128 weights
-_DTYPES = ("auto", "k8v4", "k4v4")
+_DTYPES = ("auto", "int8", "k8v4")
 _STEP = 1.5  # GiB of a card beside weights and pool: a guess, which the start-up table measures
 _WIDENED = (
     "AWQ, GPTQ, compressed-tensors, FP8, Q4_0, Q4_1 and Q8_0 are held in their bits; other GGUF "
