@@ -492,12 +492,22 @@ class ShadowRunner:
         written: list[int] = []
         for lane in self.lanes:
             at = lane[0], e, lane[1]
-            first = task.copy_start[e] // self.size
-            columns = -(-task.new_lens[at] // self.size) - first
-            written += task.dst_blocks[at][:columns].tolist()
-            if task.codes is not None:
-                written += task.codes.index_blocks[at].tolist()
-                written += task.codes.vector_blocks[at].tolist()
+            first, codes = task.copy_start[e] // self.size, task.codes
+            columns = -(-task.new_lens[at] // self.size)
+            if codes is not None:
+                assert self.codes is not None
+                slots, vectors = self.codes.slots_per_block, self.codes.vectors_per_block
+                made = slice(codes.coded_before[at] // slots, -(-codes.coded[at] // slots))
+                written += codes.index_blocks[at][made].tolist()
+                made = slice(
+                    codes.vectors_before[at] // vectors, -(-codes.num_vectors[at] // vectors)
+                )
+                written += codes.vector_blocks[at][made].tolist()
+                if not task.plan.window_len[e]:
+                    continue  # entries stay where they are
+                first = codes.coded[at] // self.size
+            there = slice(first - task.copy_start[e] // self.size, columns)
+            written += task.dst_blocks[at][there][: columns - first].tolist()
         return set(written) - {0}
 
     def _compact(self, task: CompactionTask) -> None:

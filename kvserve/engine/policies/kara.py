@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
 from kvserve.engine.policies.parts import common
+from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.scoring import AGGREGATES, GROUP_AGGREGATES, Observation, Remainder
 from kvserve.engine.policies.selection import token_to_chunk
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
@@ -61,9 +62,11 @@ class Kara(Policy):
 
     window: int = argument(512, "W: generated tokens per window", least=1, note="above buffer")
     buffer: int = argument(
-        32,
-        "U: newest tokens of a window, always kept; they open the next one",
+        None,
+        "U: newest tokens of a window, always kept; they open the next one (default: a quarter of "
+        "the window)",
         least=0,
+        most=MOST_TOKENS,
         below="window",
     )
     ratio: float | str | None = common.kept_ratio(
@@ -114,7 +117,7 @@ class Kara(Policy):
         "one head looks for count for more than a mean does, and does not forget the others",
         choices=GROUP_AGGREGATES,
     )
-    remainder: str = common.remainder("fitted")
+    remainder: str = common.remainder("mean")
     query_stride: int = argument(
         1,
         "score with every s-th query of the window and always the last one",
@@ -143,6 +146,11 @@ class Kara(Policy):
     )
 
     presets: ClassVar[dict[str, dict[str, object]]] = {"paper": _PAPER}
+
+    def __post_init__(self) -> None:
+        if self.buffer is None and isinstance(self.window, int):
+            object.__setattr__(self, "buffer", self.window // 4)
+        super().__post_init__()
 
     def check(self) -> None:
         self._check_queries()

@@ -15,11 +15,11 @@ from kvserve.scheduler.triggers.periodic import EngineWide
 @pytest.mark.parametrize(
     ("fields", "compressible", "keep"),
     [
-        ({"window": 256, "ratio": 0.2}, 224, 45),
-        ({"window": 384, "ratio": 0.2}, 352, 71),
-        ({"window": 512, "ratio": 0.3}, 480, 144),
+        ({"window": 256, "ratio": 0.2}, 192, 39),
+        ({"window": 384, "buffer": 32, "ratio": 0.2}, 352, 71),
+        ({}, 384, 39),
         ({"window": 512, "buffer": 64, "ratio": 0.4, "chunk_budget": 32}, 448, 180),
-        ({"window": 768, "budget": 257}, 736, 225),
+        ({"window": 768, "buffer": 32, "budget": 257}, 736, 225),
         ({"window": 400, "buffer": 0, "ratio": 0.07}, 400, 28),  # 29 in binary floats
         ({"window": 110, "buffer": 10, "ratio": "3/10"}, 100, 30),
     ],
