@@ -43,8 +43,12 @@ def test_too_little_memory_gives_the_least_budget() -> None:
 
 
 def test_a_budget_of_a_window_is_below_it() -> None:
-    found = matched(PolicySpec("kara"), 5100.0, 8192, lambda spec: 50.0 * spec.fields["budget"])
-    assert found.fields == {"budget": 102}
+    def held(spec: PolicySpec) -> float:
+        return 50.0 * spec.fields["budget"]
+
+    assert matched(PolicySpec("kara"), 8100.0, 8192, held).fields == {"budget": 162}
+    # The newest 128 are always kept.
+    assert matched(PolicySpec("kara"), 5100.0, 8192, held).fields == {"budget": 129}
 
 
 def test_a_policy_without_a_budget_is_left_alone() -> None:

@@ -49,7 +49,8 @@ def matched(
         try:
             known[size] = held(_with(spec, size, by_ratio=by_ratio))
         except PolicyError:  # more than a window has, or less than what is always kept
-            low, high = (low, size - 1) if bounded else (size + 1, high)
+            too_large = size > min(known) if known else bounded
+            low, high = (low, size - 1) if too_large else (size + 1, high)
             continue
         if abs(known[size] / target - 1) <= CLOSE:
             break

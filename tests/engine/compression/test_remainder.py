@@ -55,7 +55,7 @@ CASES = [
     Case("snapkv", {"budget": 18, "window": 5, "remainder": "fitted"}, []),
 ]
 # What the log rounds, and what it is told of attention, is compared run against run alone.
-DEFAULT = Case("kara", _KARA, [])
+FITTED = Case("kara", {**_KARA, "remainder": "fitted"}, [])
 OTHERS = [Case("kara", {**_KARA, "ratio": ratio}, []) for ratio in (0.3, 0.5, 0.6)]
 LABELS = [case.label for case in CASES]
 EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
@@ -167,16 +167,16 @@ def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, hits: bool) -> Non
     same(lab.alone(case.label), lab.chunked(16, hits)[case.label])
 
 
-def test_the_default_is_the_same_alone_and_in_any_company(tmp_path: Path) -> None:
-    """Kara as it comes: fitted, over queries in 4 bits."""
+def test_what_is_fitted_is_the_same_alone_and_in_any_company(tmp_path: Path) -> None:
+    """Fitted to queries that were logged in 4 bits."""
     directory = write_checkpoint("llama", tmp_path)
-    lab = Lab(directory, "model", "auto", [DEFAULT, *OTHERS], "int4")
-    alone = lab.alone(DEFAULT.label)
-    assert DEFAULT.make().leaves == "fitted" and len(alone.events) >= 3
-    same(alone, lab.crowd[DEFAULT.label])
+    lab = Lab(directory, "model", "auto", [FITTED, *OTHERS], "int4")
+    alone = lab.alone(FITTED.label)
+    assert FITTED.make().leaves == "fitted" and len(alone.events) >= 3
+    same(alone, lab.crowd[FITTED.label])
     for swap_space in (0, 1):
         engine = lab.engine(swap_space=swap_space, max_num_seqs=2, block_size=4)
-        runs = generate(engine, [(IDS, DEFAULT.spec)] * 4)
+        runs = generate(engine, [(IDS, FITTED.spec)] * 4)
         for run in runs:
             same(alone, run)
 
