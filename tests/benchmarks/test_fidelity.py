@@ -121,6 +121,8 @@ def test_the_full_caches_own_answers(bench: Bench) -> None:
     ("flags", "message"),
     [
         (["--facts", "2"], "--facts needs --fidelity"),
+        (["--temperature", "1"], "--temperature needs --fidelity"),
+        (["--fidelity", "--temperature", "1"], "--temperature is of the answers"),
         (["--fidelity", "--facts", "99"], "--facts: at most"),
         (["--fidelity", "--tasks", "chain"], "--fidelity reads --text"),
         (["--fidelity", "--from-answers"], "--from-answers needs --tasks"),

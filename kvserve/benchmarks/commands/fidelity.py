@@ -73,12 +73,12 @@ def add_fidelity_arguments(parser: argparse.ArgumentParser) -> None:
 def check_fidelity_arguments(args: argparse.Namespace) -> None:
     """Refuse combinations that have no meaning."""
     if not args.fidelity:
-        for flag, value in (("--text", args.text), ("--facts", args.facts)):
-            if value:
-                args.fail(f"{flag} needs --fidelity")
-        if args.from_answers or args.temperature:
-            args.fail(f"{'--from-answers' if args.from_answers else '--temperature'}: --fidelity")
+        for flag in ("text", "facts", "from_answers", "temperature"):
+            if getattr(args, flag):
+                args.fail(f"--{flag.replace('_', '-')} needs --fidelity")
         return
+    if args.temperature and not args.from_answers:
+        args.fail("--temperature is of the answers of --from-answers; a text is forced as it is")
     if args.facts > len(CITIES):
         args.fail(f"--facts: at most {len(CITIES)}")
     if args.from_answers and (args.text or args.facts):
@@ -182,7 +182,8 @@ class FidelityRun(Benchmark):
             else:
                 rows_here = [(spec, spec, stored) for spec, stored in rows]
             longest = max(len(text.token_ids) for text in texts)
-            at_once = max(1, _AT_ONCE // (4 * longest * self.checkpoint.spec.vocab_size))
+            fit = _AT_ONCE // (4 * longest * self.checkpoint.spec.vocab_size)
+            at_once = max(1, min(fit, self.args.max_num_seqs))
             title, hidden = f"{kind}: texts x rows", self.args.disable_tqdm
             bar = progress(total=len(texts) * (1 + len(rows)), desc=title, hidden=hidden)
             with bar:

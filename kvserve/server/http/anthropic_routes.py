@@ -8,16 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from kvserve.log import RequestError
-from kvserve.outputs import RequestOutput
 from kvserve.server.anthropic.answer import MessageWriter
 from kvserve.server.anthropic.request import OWN_NAMES, MessagesRequest
 from kvserve.server.http.json_body import JsonRoute
-from kvserve.server.http.openai_routes import admit, name_request, say_skipped
+from kvserve.server.http.openai_routes import admit, name_request, respond
 from kvserve.server.http.schemas import Message, TokenCount, answers, streamed
 from kvserve.server.openai.chat import plan_chat
 from kvserve.server.openai.prompts import encode_chat
 from kvserve.server.openai.responses import json_response
-from kvserve.server.openai.streaming import stream_response
 from kvserve.server.state.beside import beside
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
@@ -45,17 +43,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     writer = MessageWriter(request_id, model, plan, body.max_tokens)
-    if body.stream:
-        stream = await stream_response(
-            generation, writer, request.receive, state.options.ping_interval
-        )
-        return say_skipped(body.skipped(), stream)
-
-    def answer(outputs: list[RequestOutput]) -> Response:
-        writer.advance(outputs[0])
-        return say_skipped(body.skipped(), json_response(writer.body(outputs[0])))
-
-    return await generation.finish(request.receive, answer)
+    return await respond(generation, writer, body, request)
 
 
 @router.post("/messages/count_tokens", responses=answers(TokenCount))

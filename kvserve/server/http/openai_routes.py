@@ -12,6 +12,8 @@ from fastapi.responses import Response
 
 from kvserve.log import RequestError
 from kvserve.outputs import RequestOutput
+from kvserve.server.anthropic.answer import MessageWriter
+from kvserve.server.anthropic.request import MessagesRequest
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import (
     ChatCompletion,
@@ -133,17 +135,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     head = response_head(body, request_id, int(time.time()), model)
     writer = ResponseWriter(head, plan)
-    if body.stream:
-        stream = await stream_response(
-            generation, writer, request.receive, state.options.ping_interval
-        )
-        return say_skipped(body.skipped(), stream)
-
-    def answer(outputs: list[RequestOutput]) -> Response:
-        writer.advance(outputs[0])
-        return say_skipped(body.skipped(), json_response(writer.body(outputs[0])))
-
-    return await generation.finish(request.receive, answer)
+    return await respond(generation, writer, body, request)
 
 
 @router.get("/models", responses=answers(ModelList))
@@ -184,6 +176,27 @@ def say_skipped(skipped: Sequence[str], answer: _Answer) -> _Answer:
         answer.headers["X-Kvserve-Skipped"] = names
         log_once(f"requests ask for what this server does not do, and is skipped: {names}")
     return answer
+
+
+async def respond(
+    generation: Generation,
+    writer: MessageWriter | ResponseWriter,
+    body: MessagesRequest | ResponsesRequest,
+    request: Request,
+) -> Response:
+    """What ``writer`` makes of a generation: a stream if the request asks for one."""
+    state: ServerState = request.app.state.server
+    if body.stream:
+        stream = await stream_response(
+            generation, writer, request.receive, state.options.ping_interval
+        )
+        return say_skipped(body.skipped(), stream)
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        writer.advance(outputs[0])
+        return say_skipped(body.skipped(), json_response(writer.body(outputs[0])))
+
+    return await generation.finish(request.receive, answer)
 
 
 def name_request(body: GenerationRequest, request: Request, prefix: str) -> str:
