@@ -43,7 +43,11 @@ from kvserve.engine.models.fp8 import multiply
 from kvserve.kernels.elementwise import quantize_rows
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES, Tile
-from kvserve.kernels.weight_levels_triton import linear_levels_triton
+from kvserve.kernels.weight_levels_triton import (
+    WIDENED_ROWS,
+    linear_levels_triton,
+    widen_triton,
+)
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 
@@ -303,14 +307,20 @@ def check_choices(found: Findings) -> None:
         setting = Setting("llama-8b", Granularity.MODEL, 1, 1, torch.bfloat16, "cuda")
         levels = random_levels(AWQ, (28_672, 4096), setting)
         plain = levels.numbers(slice(None)).bfloat16()
-        for rows in (1, 16, 64, 256, 2048):
+        for rows in (1, 16, 64, WIDENED_ROWS - 1, WIDENED_ROWS, 256, 2048):
             x = torch.randn(rows, 4096, device="cuda").bfloat16()
             apart = _apart(linear_levels_triton(x, levels), F.linear(x, plain))
-            half, small = (
-                median_seconds(run)
-                for run in (partial(F.linear, x, plain), partial(linear_levels_triton, x, levels))
+            widen = partial(widen_triton, levels, x.dtype)
+            half, small, whole = (
+                median_seconds(run) * 1e6
+                for run in (
+                    partial(F.linear, x, plain),
+                    partial(linear_levels_triton, x, levels),
+                    widen,
+                )
             )
-            words = f"bfloat16 {half * 1e6:.0f} us, 4 bits {small * 1e6:.0f} us, {apart:.1e} apart"
+            words = f"bfloat16 {half:.0f} us, 4 bits {small:.0f} us, {apart:.1e} apart; to widen "
+            words += f"all of it {whole:.0f} us (WIDENED_ROWS)"
             found.add(f"product of {rows} rows in 4 bits", apart < 0.02, words, choice=True)
 
 

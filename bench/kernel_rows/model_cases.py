@@ -123,12 +123,13 @@ def random_levels(form: LevelForm, shape: tuple[int, ...], setting: Setting) -> 
 
 
 def weight_cases(setting: Setting) -> Iterator[Case]:
-    """Products of the rows with a weight of each form, and of 70 rows with one in 4 bits, alone and
-    shared by experts."""
+    """Products of the rows with a weight of each form; of 70 rows and of 300, which widen it first,
+    with one in 4 bits; and of 70 that experts share."""
     q_heads, _, dim = SHAPES[setting.shape]
     width = q_heads * dim
     for name, form in WEIGHTS.items():
-        for kind, rows in (("", setting.rows), *([(" of many", 70)] * (form is AWQ))):
+        further = [(" of more", 70), (" of many", 300)] if form is AWQ else []
+        for kind, rows in (("", setting.rows), *further):
             weight, x = random_levels(form, (width, width), setting), setting.random(rows, width)
             by_kernel = partial(linear_levels_triton, x, weight)
             by_torch = partial(linear_levels, x, weight)

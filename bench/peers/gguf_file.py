@@ -39,11 +39,63 @@ def write_gguf(model: Path, target: Path, dtype: str) -> None:
     writer = gguf.GGUFWriter(target, "llama")
     _write_facts(writer, config)
     for name, values in tensors(model, config):
-        if dtype == "bfloat16" and values.ndim > 1:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
+        _add(writer, name, values, "BF16" if dtype == "bfloat16" else "F32")
+    _finish(writer)
+
+
+def copy_gguf(source: Path, target: Path, form: str) -> None:
+    """Write ``target`` as ``source``, with its matrices in ``form``."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    name = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, name)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        kinds = [*field.types, None]
+        writer.add_key_value(key, field.contents(), kinds[0], kinds[1])
+    for each in reader.tensors:
+        _add(writer, each.name, gguf.dequantize(each.data, each.tensor_type), form)
+    _finish(writer)
+
+
+def random_gguf(config: dict[str, Any], target: Path, form: str, seed: int) -> None:
+    """Write a Llama of the sizes of ``config`` with random matrices in ``form``."""
+    import gguf
+
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(target, "llama")
+    _write_facts(writer, config)
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    kv = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    rows = {"attn_q": width, "attn_k": kv, "attn_v": kv, "attn_output": width}
+    rows |= {"ffn_gate": inner, "ffn_up": inner, "ffn_down": width}
+    names = {"token_embd.weight": (config["vocab_size"], width), "output_norm.weight": (width,)}
+    for layer in range(config["num_hidden_layers"]):
+        for part, out in rows.items():
+            taken = inner if part == "ffn_down" else width
+            names[f"blk.{layer}.{part}.weight"] = (out, taken)
+        names |= {f"blk.{layer}.{part}_norm.weight": (width,) for part in ("attn", "ffn")}
+    for name, shape in names.items():
+        values = np.ones(shape, np.float32)
+        if len(shape) > 1:
+            values = rng.standard_normal(shape, np.float32) * shape[1] ** -0.5
+        _add(writer, name, values, form)
+    _finish(writer)
+
+
+def _add(writer: Any, name: str, values: np.ndarray, form: str) -> None:
+    import gguf
+
+    kind = getattr(gguf.GGMLQuantizationType, form)
+    if values.ndim > 1:
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, values)
+
+
+def _finish(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -20,8 +20,10 @@ class LlamaCpp:
     ) -> dict[str, Any]:
         llama_cpp.llama_backend_init()
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "model.gguf")
-            write_gguf(Path(model), file, dtype)
+            file = Path(model)
+            if file.is_dir():
+                file = Path(folder, "model.gguf")
+                write_gguf(Path(model), file, dtype)
             settings = llama_cpp.llama_model_default_params()
             settings.use_mmap = False
             self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)

@@ -1,7 +1,8 @@
 """Products with weights that are held as levels, in Triton: of all rows, or of each expert's.
 
 A program widens a tile of the weight as it reads it, with scales and offsets applied in float32,
-and multiplies it in the type of x; sums are float32.
+and multiplies it in the type of x; sums are float32. Each tile of 64 rows widens the weight again,
+so that many rows are faster if the whole weight is widened once, for torch's product.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.kernels.dispatch import Helper, Kernel
@@ -19,13 +21,46 @@ if TYPE_CHECKING:
 
 _OFFSETS = ("", "zero", "minimum")
 _INT4, _INT8, _E4M3 = range(3)
+WIDENED_ROWS = 129
+"""From so many rows on, the whole weight is widened first (``gpu_check --part choices`` times both). An
+H100's times for 64 and 256 rows of [28672, 4096], and its bandwidth, put the bound here."""
 
 
 def linear_levels_triton(x: Tensor, weight: Levels, bias: Tensor | None = None) -> Tensor:
     """As ``linear_levels``."""
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not x.dtype):
         raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} does not fit")
+    if len(x) >= WIDENED_ROWS and not weight.form.rounds:
+        return F.linear(x, widen_triton(weight, x.dtype), bias)
     return _multiply(x, weight, bias, None)
+
+
+def widen_triton(weight: Levels, dtype: torch.dtype) -> Tensor:
+    """The whole weight [outputs, width] as numbers."""
+    outputs, width = weight.shape
+    out = torch.empty(outputs, width, dtype=dtype, device=weight.device)
+    inner, one_group = _inner(weight)
+    _widen_levels.launch(
+        (-(-outputs // 64), -(-weight.inputs // inner)),
+        out,
+        weight.levels,
+        weight.scales,
+        weight.offsets,
+        weight.order,
+        outputs,
+        width,
+        weight.inputs,
+        weight.form.group,
+        weight.scales.shape[-1],
+        CODE=_code(weight),
+        LOWEST=weight.form.lowest,
+        OFFSETS=_OFFSETS.index(weight.form.offsets),
+        ONE_GROUP=one_group,
+        COLUMNS=64,
+        INNER=inner,
+        num_warps=4,
+    )
+    return out
 
 
 def expert_linear_levels_triton(x: Tensor, weight: Levels, ends: Tensor) -> Tensor:
@@ -47,12 +82,9 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         levels, steps = levels_of_rows(x)
         x = levels.to(x.dtype)  # whole numbers up to 128, which all types hold
     out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    code = _E4M3 if form.e4m3 else _INT4 if form.bits == 4 else _INT8
     rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
     columns = 32 if len(x) <= 16 else 64
-    # Inputs at a time: of one group if that has so many, since its scale is then read once.
-    inner = next((n for n in (128, 64, 32) if form.group % n == 0), BLOCK)
-    one_group = form.group % inner == 0 or form.group >= weight.inputs
+    inner, one_group = _inner(weight)
     experts = 1 if ends is None else len(ends)
     tiles = -(-len(x) // rows) + (experts - 1) * bool(len(x))
     _multiply_levels.launch(
@@ -73,7 +105,7 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         x.stride(0),
         form.group,
         weight.scales.shape[-1],
-        CODE=code,
+        CODE=_code(weight),
         LOWEST=form.lowest,
         OFFSETS=_OFFSETS.index(form.offsets),
         EXPERTS=experts,
@@ -86,6 +118,18 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         num_stages=3,
     )
     return out
+
+
+def _code(weight: Levels) -> int:
+    return _E4M3 if weight.form.e4m3 else _INT4 if weight.form.bits == 4 else _INT8
+
+
+def _inner(weight: Levels) -> tuple[int, bool]:
+    """Inputs at a time: of one group if that has so many, since its scale is then read once; and
+    whether they are of one."""
+    group = weight.form.group
+    inner = next((n for n in (128, 64, 32) if group % n == 0), BLOCK)
+    return inner, group % inner == 0 or group >= weight.inputs
 
 
 @Helper
@@ -114,6 +158,82 @@ def x_at(x, order, place, row_mask, width, inputs):
         mask = mask & (place >= 0)
     mask = mask & (place < width)
     return tl.load(x[:, None] + place[None], mask=row_mask[:, None] & mask[None], other=0.0)
+
+
+@Helper
+def byte_numbers(stored, CODE: tl.constexpr):
+    """float32 of bytes that are whole numbers, or e4m3."""
+    if CODE == 1:
+        return stored.to(tl.int8, bitcast=True).to(tl.float32)
+    # e4m3's bits are those of a float16 whose exponent is 8 too small.
+    bits = stored.to(tl.uint16)
+    bits = (bits & 128) << 8 | (bits & 127) << 7
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@Helper
+def put(out, order, numbers, place, row_mask, width, inputs):
+    """Write numbers [columns, inputs] where the numbers of x stand that they belong to."""
+    mask = place < inputs
+    if order is not None:
+        place = tl.load(order + place, mask=mask, other=-1)
+        mask = mask & (place >= 0)
+    mask = row_mask[:, None] & (mask & (place < width))[None]
+    tl.store(out[:, None] + place[None], numbers.to(out.dtype.element_ty), mask=mask)
+
+
+@Kernel
+def _widen_levels(
+    out,
+    levels,
+    scales,
+    offsets,
+    order,
+    outputs,
+    width,
+    inputs,
+    group_size,
+    num_groups,
+    CODE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    column, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * INNER
+    column_mask = column < outputs
+    output = column.to(tl.int64)
+    levels += output * (inputs // 2 if CODE == 0 else inputs)
+    scales += output * num_groups
+    out += output * width
+    if offsets is not None:
+        offsets += output * num_groups
+    if CODE == 0:
+        byte = tl.arange(0, INNER // 2)
+        low = at + byte // 16 * 32 + byte % 16
+        known = low < inputs
+        mask = column_mask[:, None] & known[None]
+        both = tl.load(levels[:, None] + (at // 2 + byte)[None], mask=mask, other=0)
+        for high in tl.static_range(2):
+            place, nibbles = low + 16 * high, both >> 4 * high & 15
+            if ONE_GROUP:
+                group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+            else:
+                group, valid = place // group_size, known
+            some = scaled(nibbles, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+            put(out, order, some, place, column_mask, width, inputs)
+    else:
+        place = at + tl.arange(0, INNER)
+        known = place < inputs
+        mask = column_mask[:, None] & known[None]
+        number = byte_numbers(tl.load(levels[:, None] + place[None], mask=mask, other=0), CODE)
+        if ONE_GROUP:
+            group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+        else:
+            group, valid = place // group_size, known
+        some = scaled(number, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+        put(out, order, some, place, column_mask, width, inputs)
 
 
 @Kernel
@@ -207,13 +327,7 @@ def _multiply_levels(
             stored = tl.load(
                 levels[:, None] + place[None], mask=column_mask[:, None] & known[None], other=0
             )
-            if CODE == 1:
-                number = stored.to(tl.int8, bitcast=True).to(tl.float32)
-            else:
-                # e4m3's bits are those of a float16 whose exponent is 8 too small.
-                bits = stored.to(tl.uint16)
-                bits = (bits & 128) << 8 | (bits & 127) << 7
-                number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            number = byte_numbers(stored, CODE)
             if ONE_GROUP:
                 group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
             else:

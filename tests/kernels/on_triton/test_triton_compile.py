@@ -31,7 +31,7 @@ NAMES = [
     *("rms_norm", "rotate", "silu_and_mul", "quantize_rows"),
     *("decode_inputs", "rotate_and_store"),
     *("store_queries/int4", "gather_queries/int4", "window_scores/int4"),
-    *("store_levels", "gather_levels", "move_levels", "multiply_levels"),
+    *("store_levels", "gather_levels", "move_levels", "multiply_levels", "widen_levels"),
 ]
 
 

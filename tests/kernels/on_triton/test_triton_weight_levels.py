@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.weight_levels import expert_linear_levels, linear_levels
-from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton
+from kvserve.kernels.weight_levels_triton import (
+    WIDENED_ROWS,
+    expert_linear_levels_triton,
+    linear_levels_triton,
+    widen_triton,
+)
 from tests.kernels.weight_level_cases import FORMS, random_levels
 
 # The interpreter rounds to bfloat16 in its own way: that is for a GPU.
@@ -30,6 +35,16 @@ def test_products(device: str, form: str, dtype: torch.dtype) -> None:
         x = torch.randn(rows, 2 * width).to(dtype)[:, width:]
         bias = torch.randn(outputs).to(dtype) if ordered else None
         assert_alike(linear_levels_triton(x, weight, bias), linear_levels(x, weight, bias))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_whole_weight_is_widened_for_many_rows(device: str, form: str) -> None:
+    for outputs, width, ordered in ((70, 90, True), (33, 160, False)):
+        weight = random_levels(FORMS[form], outputs, width, ordered=ordered)
+        numbers = weight.numbers(slice(None))
+        torch.testing.assert_close(widen_triton(weight, torch.float32), numbers, rtol=1e-6, atol=0)
+        x = torch.randn(WIDENED_ROWS, width)
+        assert_alike(linear_levels_triton(x, weight), linear_levels(x, weight))
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "4 bits and zeros", "FP8", "W8A8"])
