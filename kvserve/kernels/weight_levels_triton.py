@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _OFFSETS = ("", "zero", "minimum")
 _INT4, _INT8, _E4M3 = range(3)
 WIDENED_ROWS = 129
-"""From so many rows on, the whole weight is widened first (``gpu_check --part choices`` times both). An
-H100's times for 64 and 256 rows of [28672, 4096], and its bandwidth, put the bound here."""
+"""From so many rows on, the whole weight is widened first. An H100's times for 64 and 256 rows of
+[28672, 4096], and its bandwidth, put the bound here; ``gpu_check --part choices`` times both."""
 
 
 def linear_levels_triton(x: Tensor, weight: Levels, bias: Tensor | None = None) -> Tensor:

@@ -270,7 +270,7 @@ def _weights_row(
     reasons = ["as stored"] if forms else []
     rounded = any(form.rounds for form in forms)
     if device == "cuda" and not all(form.e4m3 and form.rounds for form in forms):
-        reasons.append("steps of 64 tokens and more take longer than with numbers")
+        reasons.append("steps of many tokens take longer than with numbers")
     if rounded:
         reasons.append("x is rounded to 8 bits too, at a scale per token")
     for why, count in holding.widened.items():

@@ -190,7 +190,9 @@ struct Widened {
 
   template <int>
   inline void widen(Step step, Unit<T> (&to)[kVectors]) const {
-    std::memcpy(&to, step, sizeof to);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)  // one by one, or GCC copies them to the stack
+      std::memcpy(&to[v], step + v * sizeof to[v], sizeof to[v]);
   }
 };
 
@@ -360,8 +362,8 @@ void widen_slice(const S& source, const uint8_t* levels, int64_t inputs, Unit<T>
   for (int64_t i = 0; i < inputs; i += S::kInputs, levels += S::kBytes) {
     const typename S::Step step = source.load(levels);
     const auto put = [&](const Unit<T> (&weights)[kVectors]) {
-      std::memcpy(to, &weights, sizeof weights);
-      to += kVectors;
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) std::memcpy(to++, &weights[v], sizeof weights[v]);
     };
     Unit<T> weights[kVectors];
     source.template widen<0>(step, weights), put(weights);
