@@ -17,6 +17,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import gguf
 import numpy as np
@@ -88,11 +89,12 @@ class WeightForms:
             for name, process in processes.items():
                 seconds = process.run(prompts=prompts, max_tokens=args.output_len)["seconds"]
                 rates[name].append(batch * args.output_len / seconds)
-        row: Row = {"batch": batch, **{name: median(all_) for name, all_ in rates.items()}}
+        row: dict[str, Any] = {"batch": batch, "output_tok_s_all": rates}
+        row |= {name: median(all_) for name, all_ in rates.items()}
         for other in ("bfloat16", "llama_cpp"):
             pairs = zip(rates["kvserve"], rates[other], strict=True)
             row[f"vs_{other}"] = median(own / its for own, its in pairs)
-        return row | {"output_tok_s_all": rates}
+        return row
 
     def report(self) -> Report:
         args = self._args

@@ -53,8 +53,8 @@ def copy_gguf(source: Path, target: Path, form: str) -> None:
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":
             continue
-        kinds = [*field.types, None]
-        writer.add_key_value(key, field.contents(), kinds[0], kinds[1])
+        kind, *of = field.types
+        writer.add_key_value(key, field.contents(), kind, *of)
     for each in reader.tensors:
         _add(writer, each.name, gguf.dequantize(each.data, each.tensor_type), form)
     _finish(writer)
