@@ -3,16 +3,21 @@
 Arithmetic, nothing runs: bytes of weights and entries, what a policy's own trigger leaves of one
 request, and the bytes that a step reads over the card's bandwidth. `kvserve eval` says what a
 policy costs in accuracy, `kvserve bench throughput --pool-shares` what it gives on your card.
+With ``--frontier`` it chooses from what `kvserve bench frontier` has measured of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvserve.benchmarks.commands.frontier import chosen, flags
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_complete, number
@@ -67,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 example:
   kvserve tune --model 32B --quantization 4 --device l40s --tensor-parallel-size 2"""
     count = at_least(1)
-    model = parser.add_mutually_exclusive_group(required=True)
+    model = parser.add_mutually_exclusive_group()
     words = f"directory or hub id (config.json is enough), or one of {', '.join(_SHORT)}"
     model.add_argument("--model", metavar="M", help=words)
     model.add_argument("--shape", choices=LARGE_SHAPES, help="the shape of a known model")
     words = "card, with its memory and its data sheet's bandwidth"
-    parser.add_argument("--device", choices=CARDS, required=True, help=words)
+    parser.add_argument("--device", choices=CARDS, help=words)
     for name, default, words in (
         ("--tensor-parallel-size", 1, "cards that share the model"),
         ("--input-len", 500, "tokens of a prompt"),
@@ -92,14 +97,52 @@ example:
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_CACHE_DTYPES, help=words)
     words = "a row beside none (default: kara, and Kara with ratios of 0.3 and 0.5)"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
+    group = parser.add_argument_group("a setting from a measurement of your model, without a card")
+    words = "what `kvserve bench frontier --save-result FILE` has saved"
+    group.add_argument("--frontier", type=Path, metavar="FILE", help=words)
+    for name, words in (
+        ("kl", "furthest from the full cache, in nats a token: the fastest of them"),
+        ("bytes", "most bytes, as a share of the full cache's: the closest to it"),
+        ("speed", "least output tokens per second, as a multiple of the full cache's: the same"),
+    ):
+        group.add_argument(f"--{name}", type=number(0), metavar="X", help=words)
     add_report_arguments(parser)
     parser.set_defaults(fail=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    bounds = args.kl, args.bytes, args.speed
+    if args.frontier:
+        if bounds == (None, None, None):
+            args.fail("--frontier needs --kl, --bytes or --speed")
+        return _choose(args.frontier, *bounds)
+    if bounds != (None, None, None):
+        args.fail("--kl, --bytes and --speed choose from --frontier FILE")
+    if not (args.device and (args.model or args.shape)):
+        args.fail("--device and --model (or --shape) are needed, or --frontier")
     specs = args.policy or list(_ROWS)
     check_complete(args, specs)
     return measure_and_publish(Arithmetic(args, [NO_COMPRESSION, *specs]), args)
+
+
+def _choose(file: Path, kl: float | None, most: float | None, speed: float | None) -> int:
+    """Print the measured setting within the bounds."""
+    try:
+        document = json.loads(file.read_text())
+        rows, about = document["rows"], document["about"]
+        row = chosen(rows, kl, most, speed)
+    except OSError as error:
+        raise ConfigError(f"--frontier: {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"--frontier: {file} is no result of `kvserve bench frontier`") from None
+    if row is None:
+        raise ConfigError("nothing that was measured is within these bounds; loosen one")
+    facts = (
+        f"KL {row['kl']:.4f}, {row['of_full']:.2f} of the full cache's bytes, {row['speed']:.2f} "
+    )
+    facts += f"times its output tokens per second ({document['device']['name']})"
+    sys.stdout.write("\n".join([*about, facts, "", flags(row)]) + "\n")
+    return 0
 
 
 class Held(NamedTuple):

@@ -52,6 +52,9 @@ COMMANDS = {
         "bench throughput of 1, 16 and 64 sequences at once",
         {"pool_shares": [2.0], "sequence_limits": [1, 16, 64]},
     ),
+    "bench frontier": Command(
+        "kvserve.benchmarks.commands.frontier", "bytes, fidelity and speed of a model's settings"
+    ),
     "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
     "tune": Command(
         "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"

@@ -241,7 +241,7 @@ def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown command 'sevre'" in capsys.readouterr().err
     assert cli.run(["bench"]) == 2
     assert (
-        "'bench' needs one of: bench latency, bench policies, bench serve"
+        "'bench' needs one of: bench frontier, bench latency, bench policies"
         in capsys.readouterr().err
     )
 

@@ -1,0 +1,189 @@
+"""``kvserve bench frontier``: what a byte of the cache buys, in fidelity and in speed.
+
+`kvserve eval --fidelity` on a text and `kvserve bench throughput` on a pool of a quarter of the
+demand, one after the other, each in a process of its own; here their rows are joined. Rows are the
+full cache in fewer bits, policies that drop, and both. `kvserve tune --frontier FILE --kl X`
+chooses one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvserve.benchmarks.reports.plots import plot_frontier
+from kvserve.benchmarks.reports.policy_names import short_names
+from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
+from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.log import ConfigError
+
+DTYPES = ("auto", "k8v4", "k4v4")
+IN_EVERY_FORM = ("none", "kara", "kara:ratio=0.3", "kara:ratio=0.5")
+AS_COMPUTED = (
+    "streaming_llm:period=32",
+    *(f"{name}:trigger=threshold" for name in ("snapkv", "chunkkv", "keydiff")),
+)
+"""Policies that are measured once, each with the budget that holds the bytes of Kara's default."""
+COLUMNS = (
+    Column("", "title", left=True),
+    Column("entries in", "kv_cache_dtype", left=True),
+    Column("bytes / full", "of_full", ".2f"),
+    Column("KL", "kl", ".4f"),
+    Column("+-", "kl_error", ".4f"),
+    Column("facts", "facts", ".2f"),
+    Column("output tok/s", "output_tok_s", ",.0f"),
+    Column("/ none", "speed", ".2f"),
+    Column("nothing smaller is closer", "frontier", left=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    words = "directory, hub id or GGUF file (default: smollm2, see `kvserve fetch`)"
+    parser.add_argument("--model", default="smollm2", metavar="M", help=words)
+    words = "a text file (default: Python's own documentation)"
+    parser.add_argument("--text", type=Path, metavar="FILE", help=words)
+    words = f"beside none, in every type of entries (default: {' '.join(IN_EVERY_FORM[1:])})"
+    parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
+    words = f"at as many bytes as --policy's first, as computed (default: {' '.join(AS_COMPUTED)})"
+    parser.add_argument("--other", type=policy_spec, action="append", metavar="SPEC", help=words)
+    for name, usual, words in (
+        ("num-texts", 8, "texts"),
+        ("text-len", 3000, "tokens of each text"),
+        ("num-prompts", 16, "answers for speed"),
+        ("output-len", 3000, "tokens of each answer"),
+        ("threads", 1, "torch threads"),
+    ):
+        words = f"{words} (default: {usual})"
+        parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N", help=words)
+    words = "dtype of the model and of entries as they are computed (default: bfloat16)"
+    parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help=words)
+    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help="draw the figure there")
+    add_report_arguments(parser)
+    parser.set_defaults(fail=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.save_plots:
+        check_matplotlib(args, "--save-plots")
+    return measure_and_publish(Frontier(args), args)
+
+
+class Frontier:
+    """The measurement; a subclass may add rows."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self._commands: list[str] = []
+
+    def measure(self) -> None:
+        args = self.args
+        forms = [spec.label for spec in args.policy or map(policy_spec, IN_EVERY_FORM[1:])]
+        others = [spec.label for spec in args.other or map(policy_spec, AS_COMPUTED)]
+        texts = ["--text", args.text] if args.text else []
+        sizes = ["--num-samples", args.num_texts, "--text-len", args.text_len, "--facts", 5]
+        fidelity = ["eval", "--fidelity", *texts, *sizes]
+        whole = [*_policies(["none", *forms]), "--compare-kv-cache-dtypes", *DTYPES]
+        found = self._kvserve(*fidelity, *whole)
+        matched = [*_policies([forms[0], *others]), "--match-bytes", forms[0]]
+        found += self._kvserve(*fidelity, *matched)[2:]
+        traffic = ["--input-len", 64, "--output-len", args.output_len, "--pool-shares", 0.25]
+        bench = ["bench", "throughput", "--num-prompts", args.num_prompts, *traffic]
+        speeds = self._kvserve(*bench, *whole)
+        ran = [row["policy"] for row in found[-len(others) :]]
+        speeds += self._kvserve(*bench, *_policies(["none", *ran]))[1:]
+        self.rows += joined(found, speeds)
+
+    def _kvserve(self, *words: Any) -> list[Row]:
+        """The rows of a command of kvserve."""
+        args = self.args
+        given = [*map(str, words), "--model", str(args.model), "--dtype", args.dtype]
+        given += ["--threads", str(args.threads)]
+        self._commands.append(" ".join(["kvserve", *given]))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "result.json")
+            done = subprocess.run(
+                [sys.executable, "-m", "kvserve", *given, "--save-result", str(file)], check=False
+            )
+            if done.returncode:
+                raise ConfigError(f"`{self._commands[-1]}` ended with status {done.returncode}")
+            rows: list[Row] = json.loads(file.read_text())["rows"]
+        return rows
+
+    def report(self) -> Report:
+        args = self.args
+        about = [
+            f"{args.model}, {args.num_texts} texts of {args.text_len:,} tokens; "
+            f"{args.num_prompts} answers of {args.output_len:,} tokens on a pool of a quarter of "
+            f"the demand; {args.dtype}; KL in nats a token, over second halves"
+        ]
+        names = ("model", "num_texts", "text_len", "num_prompts", "output_len", "threads", "dtype")
+        settings = {name: getattr(args, name) for name in names}
+        settings |= {"text": args.text and str(args.text), "commands": self._commands}
+        drawn = args.save_plots and self.rows
+        plots = plot_frontier(self.rows, args.save_plots) if drawn else []
+        return Report("frontier", about, COLUMNS, self.rows, settings, self.notes, plots=plots)
+
+
+def joined(found: Sequence[Row], speeds: Sequence[Row]) -> list[Row]:
+    """Fidelity and speed of the same policies and forms, and whether no other row holds fewer bytes
+    and is closer to the full cache."""
+    names = short_names(row["policy_args"] for row in found)
+    rates = {
+        (row["policy"], row.get("kv_cache_dtype") or "auto"): row["output_tok_s"] for row in speeds
+    }
+    base = rates["none", "auto"]
+    kept = [
+        *("policy", "policy_args", "kv_cache_dtype", "mean_held_bytes", "of_full"),
+        *("kl", "kl_error", "nll_lost", "nll_lost_error", "facts", "same", "n"),
+    ]
+    rows: list[Row] = []
+    for row in found:
+        rate = rates[row["policy"], row["kv_cache_dtype"]]
+        beaten = any(each["of_full"] <= row["of_full"] and each["kl"] < row["kl"] for each in found)
+        rows.append(
+            {"title": names[row["policy"]], **{name: row[name] for name in kept}}
+            | {"output_tok_s": rate, "speed": rate / base, "frontier": "" if beaten else "yes"}
+        )
+    return rows
+
+
+def chosen(
+    rows: Sequence[Row], kl: float | None, of_full: float | None, speed: float | None
+) -> Row | None:
+    """The row within these bounds: the fastest if ``kl`` is one, else the closest to the full
+    cache; ``None`` if there is none."""
+    fit = [
+        row
+        for row in rows
+        if row["speed"]
+        and (kl is None or row["kl"] <= kl)
+        and (of_full is None or row["of_full"] <= of_full)
+        and (speed is None or row["speed"] >= speed)
+    ]
+    if kl is not None:
+        return max(fit, key=lambda row: row["speed"], default=None)
+    return min(fit, key=lambda row: row["kl"], default=None)
+
+
+def flags(row: Row) -> str:
+    """What to start the server with for a row."""
+    fields = dict(row["policy_args"])
+    words = [f"--policy {fields.pop('name')}"]
+    words += [f"--policy.{name} {value}" for name, value in fields.items()]
+    if row["kv_cache_dtype"] != "auto":
+        words.append(f"--kv-cache-dtype {row['kv_cache_dtype']}")
+    return " ".join(words)
+
+
+def _policies(specs: Sequence[str]) -> list[str]:
+    return [word for spec in specs for word in ("--policy", spec)]
