@@ -17,7 +17,7 @@ from kvserve.config_sections import (
     setting,
 )
 from kvserve.log import ConfigError
-from kvserve.setting_values import checked, did_you_mean
+from kvserve.setting_values import check_limits, checked, did_you_mean
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -68,7 +68,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        sections = (getattr(self, name) for name in SECTIONS)
+        for settings in (self, *(getattr(self, name) for name in SECTIONS)):
+            check_limits(settings)
+        sections = self.cache, self.scheduler, self.parallel, self.compression
         for ok, message in chain(*(section.checks() for section in sections), self._checks()):
             if not ok:
                 raise ConfigError(message)

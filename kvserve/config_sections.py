@@ -7,7 +7,58 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvserve.entry_format import FORMATS
-from kvserve.speculative_config import SpeculativeConfig
+from kvserve.log import ConfigError, shown
+from kvserve.setting_values import did_you_mean
+
+NGRAM = "ngram"
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_MOST_TOKENS, _MOST_LOOKUP = 32, 32
+_DEFAULT_LOOKUP = 5
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Guess at most ``num_speculative_tokens``: what followed the newest ``prompt_lookup_max`` to
+    ``prompt_lookup_min`` tokens before."""
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int = _DEFAULT_LOOKUP
+    prompt_lookup_max: int = _DEFAULT_LOOKUP
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig | None:
+        """Read the setting; ``None`` if it is empty. ``ConfigError`` names the key."""
+        if not given:
+            return None
+        method = given.get("method")
+        if method != NGRAM:
+            why = "kvserve guesses by n-grams of the sequence itself, without a second model"
+            raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
+        for key in given:
+            if key not in _KEYS:
+                raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
+        tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
+        least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        default = _DEFAULT_LOOKUP if least is None and most is None else None
+        shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
+        longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
+        if shortest > longest:
+            raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
+        return cls(tokens, shortest, longest)
+
+
+def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
+    value = given.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _wrong(key, f"must be a whole number from 1 to {most}, got {shown(value)}")
+    return value
+
+
+def _wrong(key: str, what: str) -> ConfigError:
+    """What is wrong with one of the keys."""
+    return ConfigError(f"--speculative-config: {key}: {what}")
+
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 
@@ -19,7 +70,8 @@ Checks: TypeAlias = Sequence[tuple[bool, str]]
 def setting(default: Any, help: str, **extra: Any) -> Any:
     """A dataclass field with its help text.
 
-    ``extra`` may hold ``choices``, ``synonyms`` (other names of choices) and ``aliases`` (flags).
+    ``extra`` may hold ``choices``, ``synonyms`` (other names of choices), ``aliases`` (flags), and
+    limits of numbers: ``least``, or ``above`` (``setting_values.check_limits``).
 
     The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
     """
@@ -52,6 +104,7 @@ class ModelConfig:
         None,
         "longest sequence in tokens, prompt included (accepts 32k; default: the model's)",
         aliases=("--context-length",),
+        least=2,
     )
     load_format: str = setting(
         "auto",
@@ -88,26 +141,23 @@ class ModelConfig:
     )
     seed: int = setting(0, "seed of random weights, and of requests that have no seed")
 
-    def checks(self) -> Checks:
-        length = self.max_model_len
-        return ((length is None or length >= 2, "--max-model-len must be >= 2"),)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",)
+        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",), least=1
     )
     num_gpu_blocks_override: int | None = setting(
-        None, "blocks in the pool, instead of sizing it from memory"
+        None, "blocks in the pool, instead of sizing it from memory", least=2
     )
     kv_cache_memory: int | None = setting(
         None,
         "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
         "and a quarter of free memory)",
         aliases=("--kv-cache-memory-bytes",),
+        above=0,
     )
     gpu_memory_utilization: float = setting(
         0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
@@ -120,6 +170,7 @@ class CacheConfig:
         "GiB of host memory for preempted sequences whose cache was compressed, and for "
         "continuations that leave the pool (default: as much as the pool, at most 4; 0: their "
         "tokens are computed again)",
+        least=0,
     )
     continuations: str = setting(
         "off",
@@ -146,16 +197,8 @@ class CacheConfig:
     )
 
     def checks(self) -> Checks:
-        pool, host, kept = self.kv_cache_memory, self.swap_space, self.continuation_memory
-        blocks = self.num_gpu_blocks_override
+        kept = self.continuation_memory
         return (
-            (self.block_size is None or self.block_size >= 1, "--block-size must be >= 1"),
-            (blocks is None or blocks >= 2, "--num-gpu-blocks-override must be >= 2"),
-            (pool is None or pool > 0, "--kv-cache-memory must be above 0"),
-            (
-                self.continuations in ("off", "on"),
-                f"--continuations: {self.continuations!r} is not off or on",
-            ),
             (
                 kept is None or (self.continuations == "on" and kept > 0),
                 "--continuation-memory must be above 0, and goes with --continuations on",
@@ -163,12 +206,6 @@ class CacheConfig:
             (
                 0.0 < self.gpu_memory_utilization <= 1.0,
                 "--gpu-memory-utilization must be in (0, 1]",
-            ),
-            (host is None or host >= 0.0, "--swap-space must be >= 0 (GiB of host memory)"),
-            (
-                self.kv_cache_dtype in KV_CACHE_DTYPES,
-                f"--kv-cache-dtype: {self.kv_cache_dtype!r} is not one of "
-                f"{', '.join(KV_CACHE_DTYPES)}",
             ),
         )
 
@@ -178,19 +215,21 @@ class SchedulerConfig:
     """How much one step may run, and which requests run first."""
 
     max_num_seqs: int = setting(
-        256, "most sequences running at once", aliases=("--max-running-requests",)
+        256, "most sequences running at once", aliases=("--max-running-requests",), least=1
     )
-    max_num_batched_tokens: int = setting(2048, "most tokens in one step")
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step", least=1)
     max_prefill_tokens: int | None = setting(
         None,
         "most tokens of prompts in a step that also generates: fewer keep running streams even, "
         "more shorten the wait for a first token (default: 512 on a CPU, else "
         "--max-num-batched-tokens)",
+        least=1,
     )
     max_num_seqs_per_client: int | None = setting(
         None,
         "most sequences of one client running at once; a client is an API key or, without keys, "
         "an address (default: --max-num-seqs)",
+        least=1,
     )
     enable_chunked_prefill: bool = setting(
         True, "split prompts that do not fit a step, and mix them with decodes"
@@ -210,6 +249,7 @@ class SchedulerConfig:
         None,
         "most queries that the compactions of one step may score with; further compactions wait "
         "for the next step (default: --max-num-batched-tokens)",
+        least=1,
     )
 
     speculative_config: Mapping[str, Any] = setting(
@@ -225,18 +265,11 @@ class SchedulerConfig:
         return SpeculativeConfig.of(self.speculative_config)
 
     def checks(self) -> Checks:
-        observed = self.max_num_observed_tokens
-        prefill, of_one = self.max_prefill_tokens, self.max_num_seqs_per_client
         return (
-            (prefill is None or prefill >= 1, "--max-prefill-tokens must be >= 1"),
             (
-                prefill is None or self.enable_chunked_prefill,
+                self.max_prefill_tokens is None or self.enable_chunked_prefill,
                 "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
             ),
-            (of_one is None or of_one >= 1, "--max-num-seqs-per-client must be >= 1"),
-            (observed is None or observed >= 1, "--max-num-observed-tokens must be >= 1"),
-            (self.max_num_seqs >= 1, "--max-num-seqs must be >= 1"),
-            (self.max_num_batched_tokens >= 1, "--max-num-batched-tokens must be >= 1"),
             (
                 self.max_num_batched_tokens >= self.max_num_seqs,
                 "--max-num-batched-tokens must be at least --max-num-seqs "
@@ -254,11 +287,10 @@ class ParallelConfig:
         "processes that share one model, each with a GPU of its own, or with CPU cores where there "
         "is no GPU",
         aliases=("-tp", "--tp"),
+        least=1,
     )
     data_parallel_size: int = setting(
-        1,
-        "replicas of the engine, on Ray Serve (extra ray)",
-        aliases=("-dp",),
+        1, "replicas of the engine, on Ray Serve (extra ray)", aliases=("-dp",), least=1
     )
     autoscaling_config: Mapping[str, Any] = setting(
         {},
@@ -268,8 +300,6 @@ class ParallelConfig:
 
     def checks(self) -> Checks:
         return (
-            (self.tensor_parallel_size >= 1, "--tensor-parallel-size must be >= 1"),
-            (self.data_parallel_size >= 1, "--data-parallel-size must be >= 1"),
             (
                 self.data_parallel_size > 1 or not self.autoscaling_config,
                 "--autoscaling-config needs --data-parallel-size 2 or more",
