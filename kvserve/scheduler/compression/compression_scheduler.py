@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
-from kvserve.scheduler.compression.engine_wide import EngineWideDates
+from kvserve.scheduler.compression.candidates import (
+    EventCandidates,
+    OpenEvent,
+    OpenEvents,
+    ScheduledEvents,
+    some_of,
+)
 from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
-from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
-from kvserve.scheduler.messages.event import EventKind, Scores
+from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.output import (
     NO_TURNS,
     BegunTurns,
     CompactionTask,
     ObservationTask,
-    SchedulerOutput,
 )
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.trigger import Trigger
 
 
@@ -70,6 +73,10 @@ class CompressionScheduler:
         """Schedule events that are due."""
         self._engine_wide.make_due()
         waiting = self._waiting()
+        if not len(waiting):  # most steps
+            self._blocked = None
+            self.open.close_scored()
+            return ScheduledEvents()
         turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS
         if len(turns.rows):
@@ -152,11 +159,6 @@ class CompressionScheduler:
         return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
 
     # ---- scoring -----------------------------------------------------------------------------
-
-    def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
-        """Take in a finished step, with ``scores`` of each of ``output.observations``."""
-        for task, answered in zip(output.observations, scores, strict=True):
-            self.open.take_scores(task, answered)
 
     def _observation(self, events: EventCandidates) -> ObservationTask:
         """What the runner has to know about events to score them."""
@@ -284,3 +286,36 @@ class CompressionScheduler:
             known = trigger.next_turn(rows.state(at), np.array([turn.end], np.int32))
             rows.num_prompt[at], rows.first_uncompressed_pos[at] = known
             rows.turn[row] += 1
+
+
+class EngineWideDates:
+    """Steps since the last event, for each policy with an ``EngineWide`` trigger."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._triggers: dict[int, EngineWide] = {}
+        self._steps_since: dict[int, int] = {}
+
+    def register(self, policy_id: int, trigger: Trigger) -> None:
+        """Register the trigger of a policy; a new trigger starts to count steps."""
+        if self._triggers.get(policy_id) == trigger:
+            return
+        self._triggers.pop(policy_id, None)
+        if isinstance(trigger, EngineWide):
+            self._triggers[policy_id], self._steps_since[policy_id] = trigger, 0
+
+    def make_due(self) -> None:
+        """Count this step; if a policy's period is over, make its oldest eligible rows due."""
+        rows = self._rows
+        for policy_id, trigger in self._triggers.items():
+            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
+            if not len(at):
+                continue
+            self._steps_since[policy_id] += 1
+            if self._steps_since[policy_id] % trigger.period:
+                continue
+            at = at[trigger.eligible(rows.state(at))]
+            at = at[rows.arrival[at].argsort()][: trigger.most]
+            rows.next_event[at] = rows.num_computed[at]
+            if len(at):
+                self._steps_since[policy_id] = 0

@@ -43,8 +43,10 @@ class Admission:
         self._reserve = settings.admission_reserve
         self._chunked = settings.chunked_prefill
         self._size = parts.blocks.layout.block_size
-        self._admitted: list[Sequence] = []
-        self._lacks_blocks: Sequence | None = None
+        self.admitted: list[Sequence] = []
+        """Sequences that the step gives rows to."""
+        self.lacks_blocks: Sequence | None = None
+        """The one that found too few blocks in the last step, if one did."""
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
@@ -86,13 +88,13 @@ class Admission:
         wanted -= len(shared)
         fits = wanted + self._expected_growth() <= self._blocks.headroom
         fits = fits and self._blocks.have_free(wanted)
-        self._lacks_blocks = None if fits else seq
+        self.lacks_blocks = None if fits else seq
         if fits:
             if parked:
                 self._swap.restore(seq, columns)
             else:
                 self._start(seq, columns, target)
-            self._admitted.append(seq)
+            self.admitted.append(seq)
         pool.release(shared)
         return seq.status is SequenceStatus.RUNNING
 
@@ -112,7 +114,7 @@ class Admission:
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]
             self._blocks.grow(at, turn.at.target - computed_at, computed_at)
-            self._admitted.append(seq)
+            self.admitted.append(seq)
         pool.release(pinned)
         return seq.status is SequenceStatus.RUNNING
 
@@ -123,19 +125,9 @@ class Admission:
             return max(min(length, budget.chunked), 0)
         return length if length <= budget.tokens else 0
 
-    def take_lacking(self) -> Sequence | None:
-        """The sequence that found too few blocks in the last step, if one did."""
-        seq, self._lacks_blocks = self._lacks_blocks, None
-        return seq
-
-    @property
-    def has_new(self) -> bool:
-        """Whether sequences were admitted since the last ``take_new_rows``."""
-        return bool(self._admitted)
-
     def take_new_rows(self) -> NewRows:
         """The rows of sequences admitted since the last call, before they compute anything."""
-        new, self._admitted = self._admitted, []
+        new, self.admitted = self.admitted, []
         at = [seq.row for seq in new]
         known = np.array([seq.token_ids[-1] for seq in new], np.int32)
         return NewRows(

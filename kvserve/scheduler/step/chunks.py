@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import NO_CHUNKS, CompactionTask, NewRows, PrefillBatch
+from kvserve.scheduler.messages.output import (
+    NO_CHUNKS,
+    NO_ROWS,
+    CompactionTask,
+    NewRows,
+    PrefillBatch,
+)
 from kvserve.scheduler.step.admission import Admission, StepBudget
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.parts import Parts
@@ -24,13 +30,13 @@ class CaughtUp:
     admitted: NewRows
     prefill: PrefillBatch
     pruned: tuple[CompactionTask, ...]
+    rows: IntArray
+    """Of ``prefill``, then of ``pruned``."""
     sampled: IntArray
-    """Which chunks of ``prefill``, and then which of ``pruned``, get a token."""
+    """Which of these get a token."""
 
-    @property
-    def rows(self) -> IntArray:
-        """Rows of ``prefill``, then of ``pruned``."""
-        return np.concatenate([self.prefill.rows, *(task.rows for task in self.pruned)])
+
+NOTHING = CaughtUp(NO_ROWS, NO_CHUNKS, (), NO_CHUNKS.rows, NO_CHUNKS.rows)
 
 
 class PrefillChunks:
@@ -65,17 +71,19 @@ class PrefillChunks:
         rows, admission = self._rows, self._admission
         chunks = self._schedule(decoded)
         blocked_on_blocks = self._events.blocked_on_blocks and rows.num_rows > 1
-        while rows.num_rows and not (moves or chunks or admission.has_new):
+        while rows.num_rows and not (moves or chunks or admission.admitted):
             self._departures.preempt()
             if blocked_on_blocks:
                 break
             chunks = self._schedule(rows.num_decoding)
+        if not (chunks or admission.admitted):
+            return NOTHING  # most steps
         admitted = admission.take_new_rows()
         pruned = self._take_pruned(chunks)
         prefill = self._batch(chunks)
         at = np.concatenate([prefill.rows, *(task.rows for task in pruned)])
         complete = rows.num_computed[at] == rows.num_tokens[at]
-        return CaughtUp(admitted, prefill, pruned, np.flatnonzero(complete))
+        return CaughtUp(admitted, prefill, pruned, at, np.flatnonzero(complete))
 
     def _schedule(self, decoded: int) -> list[Chunk]:
         """Rows that catch up in this step, oldest first, and how many tokens of each."""
