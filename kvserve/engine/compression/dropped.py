@@ -24,7 +24,10 @@ def mean_of_dropped(
     counts = lanes_of(task.old_lens, layout) - start[:, None, None]
     held, first = to_device(counts, device), to_device(start, device)[:, None, None, None]
     length = int(counts.max())
-    weights = _dropped(plan, first, held, length)
+    # 1 for what is dropped, else 0. What does not exist is written behind the last place.
+    weights = (torch.arange(length + 1, device=device) < held[..., None]).float()
+    kept = torch.where(plan.exists, plan.src - first, length)
+    weights = weights.scatter_(-1, kept, 0.0)[..., :length]
     # Nothing is there behind a lane's end.
     place = torch.arange(length, device=device).minimum(held[..., None] - 1).clamp(min=0)
     lanes = layout.num_layers, layout.num_kv_heads
@@ -65,15 +68,3 @@ def joined(task: CompactionTask, left: Remainder) -> Remainder:
     for mean, part in zip(means, (keys, values), strict=True):
         mean.index_add_(0, at[0], share * part)
     return Remainder(means[0], means[1], total)
-
-
-def _dropped(plan: MovePlan, start: Tensor, held: Tensor, length: int) -> Tensor:
-    """1 where the place from ``start`` on is dropped, else 0: float32 [E, L, Hkv, length].
-
-    ``held [E, L, Hkv]`` places exist.
-    """
-    place = torch.arange(length + 1, device=held.device)
-    weights = (place < held[..., None]).float()
-    # What does not exist is written behind the last place.
-    kept = torch.where(plan.exists, plan.src - start, length)
-    return weights.scatter_(-1, kept, 0.0)[..., :length]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvserve.config import EngineConfig
+from kvserve.engine.messages import Row
 from kvserve.log import ConfigError
 
 _GIB = 1024**3
@@ -27,6 +28,17 @@ class Profile:
     step: int
     events: int
     left: int
+
+    @property
+    def row(self) -> Row:
+        """The start-up table's row: what a rank's memory holds besides the pool."""
+        weights, step, events = (
+            f"{size / 2**20:.0f} MiB" for size in (self.weights, self.step, self.events)
+        )
+        if not self.step:
+            return "memory", f"weights {weights}", "a step is measured only to size a GPU's pool"
+        state = f"weights {weights}, a step {step}, events and swaps {events}"
+        return "memory", state, "measured before the pool; --gpu-memory-utilization"
 
 
 def taken_by(run: Callable[[], None]) -> int:
