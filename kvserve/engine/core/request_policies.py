@@ -41,45 +41,57 @@ class RequestPolicies:
         if spec is None:
             return self._plan.policy
         layout = self._built.scheduler.layout
-        limit = self._plan.max_len
-        policy = read_policy(spec, limit)
+        policy = read_policy(spec, self._plan.max_len)
         try:
             policy = policy.for_model(layout.num_layers, layout.block_size)
             policy = self._with_servers_statistics(policy)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
-        if self._allowed == "none" and policy.name != "none" and not self._is_servers(policy):
-            raise RequestError(
-                "this server does not let requests choose a policy (--allow-request-policy none)",
-                param="kv_policy",
-            )
-        refusal = policy_refusal(policy, self._plan.spec)
-        if refusal is not None:
-            raise RequestError(f"{refusal}; use none", param="kv_policy")
-        if not policy.granularity.fits(layout.granularity):
-            raise RequestError(
-                f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
-                f"start the server with --kv-layout {policy.granularity.value} (it runs with "
-                f"{layout.granularity.value})",
-                param="kv_policy",
-            )
-        self._check_codes(policy)
-        if policy.expects_turns and not self._has_turns:
-            raise RequestError(NO_TURNS, param="kv_policy.protect_turns")
-        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
-            raise RequestError(
-                "attention on this server does not read what stands for dropped entries "
-                "(--attention-backend); use remainder off",
-                param="kv_policy.remainder",
-            )
-        self._check_log(policy)
-        self._check_scores(policy)
-        window = policy.event_trigger.num_queries
-        if window > limit:
-            raise RequestError(
-                f"window {window} exceeds the context of {limit} tokens", param="kv_policy.window"
-            )
+        if (refusal := self._refusal(policy)) is not None:
+            field, why = refusal
+            raise RequestError(why, param="kv_policy" + field)
         return policy
+
+    def _refusal(self, policy: Policy) -> tuple[str, str] | None:
+        """Which field keeps a policy from running on this server (empty: the policy), and why."""
+        plan, name, layout = self._plan, policy.name, self._built.scheduler.layout
+        if self._allowed == "none" and name != "none" and not self._is_servers(policy):
+            why = "this server does not let requests choose a policy (--allow-request-policy none)"
+            return "", why
+        if (reason := policy_refusal(policy, plan.spec)) is not None:
+            return "", f"{reason}; use none"
+        if not policy.granularity.fits(layout.granularity):
+            return "", (
+                f"policy {name} needs lengths that differ by {policy.granularity.value}; start the "
+                f"server with --kv-layout {policy.granularity.value} (it runs with "
+                f"{layout.granularity.value})"
+            )
+        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
+            return "", (
+                f"policy {name} holds entries as codes, for which the cache is laid out at start; "
+                f"start the server with --policy {name}, or use codebook false"
+            )
+        if policy.expects_turns and not self._has_turns:
+            return ".protect_turns", NO_TURNS
+        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
+            return ".remainder", (
+                "attention on this server does not read what stands for dropped entries "
+                "(--attention-backend); use remainder off"
+            )
+        log, laid_out = plan.log, "on this server (its query log was laid out for that at start)"
+        if policy.query_reduction and policy.logged_dtype not in ("auto", log.dtype):
+            return ".query_dtype", f"query_dtype is {log.dtype} {laid_out}"
+        if policy.query_reduction not in (None, log.reduction):
+            return ".query_reduce", f"query_reduce is {log.reduction} {laid_out}"
+        if policy.kept_scores > plan.most_kept_scores:  # they lie outside the pool
+            return ".budget", (
+                f"policy {name} would keep {policy.kept_scores} scores a head, and there is memory "
+                f"for {plan.most_kept_scores} of each of --max-num-seqs rows; ask for less, lower "
+                f"--max-num-seqs, or start the server with --policy {name}"
+            )
+        if (window := policy.event_trigger.num_queries) > plan.max_len:
+            return ".window", f"window {window} exceeds the context of {plan.max_len} tokens"
+        return None
 
     def offers(self) -> list[PolicyOffer]:
         """What a client may choose as ``kv_policy``: every policy with arguments that do something
@@ -126,37 +138,6 @@ class RequestPolicies:
         if policy.stats != self._stats:
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return replace(policy, stats=None)
-
-    def _check_codes(self, policy: Policy) -> None:
-        """Code blocks are laid out at start."""
-        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
-            raise RequestError(
-                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
-                f"start; start the server with --policy {policy.name}, or use codebook false",
-                param="kv_policy",
-            )
-
-    def _check_scores(self, policy: Policy) -> None:
-        """Scores kept from event to event lie outside the pool, in memory of fixed size."""
-        most = self._plan.most_kept_scores
-        if policy.kept_scores > most:
-            raise RequestError(
-                f"policy {policy.name} would keep {policy.kept_scores} scores a head, and there is "
-                f"memory for {most} of each of --max-num-seqs rows; ask for less, lower "
-                f"--max-num-seqs, or start the server with --policy {policy.name}",
-                param="kv_policy.budget",
-            )
-
-    def _check_log(self, policy: Policy) -> None:
-        """The form of the query log is fixed at start."""
-        laid_out = "on this server (its query log was laid out for that at start)"
-        dtype, reduction = self._plan.log.dtype, self._plan.log.reduction
-        if policy.query_reduction and policy.logged_dtype not in ("auto", dtype):
-            raise RequestError(f"query_dtype is {dtype} {laid_out}", param="kv_policy.query_dtype")
-        if policy.query_reduction not in (None, reduction):
-            raise RequestError(
-                f"query_reduce is {reduction} {laid_out}", param="kv_policy.query_reduce"
-            )
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""

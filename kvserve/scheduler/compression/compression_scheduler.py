@@ -187,11 +187,18 @@ class CompressionScheduler:
             fits[order[1:]] = queries[order].cumsum()[1:] <= max_observed
         for events in some_of(candidates, fits):
             best = events.part(self._order([events]))
-            if best.known:
-                compactions += self._find_blocks(best)
-            else:
+            if not best.known:
                 observations.append(self._observation(best))
                 self.open.start_scoring(observations[-1])
+                continue
+            taken = self._handlers[best.kind].take_blocks(best)  # of as many, in order, as find any
+            row, first = best.at[0], self._rank(best.at[0])
+            if taken is not None:
+                if self._blocked is not None and first <= self._blocked:
+                    self._blocked = None
+                compactions.append(self._scheduled(best, taken))
+            elif self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
+                self._blocked = min(first, self._blocked or first)
         if not (compactions or observations or fits.all()):
             # The first events find no blocks; the others must not wait for them.
             return self._schedule(list(some_of(candidates, ~fits)), max_observed)
@@ -206,19 +213,6 @@ class CompressionScheduler:
     def _rank(self, row: int) -> tuple[int, int]:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
-
-    def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
-        """Schedule as many events, in order, as find their blocks."""
-        taken = self._handlers[events.kind].take_blocks(events)
-        row = events.at[0]
-        first = self._rank(row)
-        if taken is None:
-            if self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
-                self._blocked = min(first, self._blocked or first)
-            return []
-        if self._blocked is not None and first <= self._blocked:
-            self._blocked = None
-        return [self._scheduled(events, taken)]
 
     def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
         """Make a task of events that have their blocks, and update their rows' counters."""
