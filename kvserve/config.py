@@ -366,6 +366,7 @@ class EngineConfig:
         "auto",
         "library that compiles JSON schemas and grammars for structured output: llguidance, the "
         "only one",
+        choices=("auto", "llguidance"),
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(

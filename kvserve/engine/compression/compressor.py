@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.dropped import joined, mean_of_dropped, not_in
 from kvserve.engine.compression.moves import (
     Kept,
     KeptOfEvents,
@@ -29,6 +28,9 @@ from kvserve.engine.compression.windows import (
     Windows,
     by_event,
     by_shape,
+    joined,
+    mean_of_dropped,
+    not_in,
     slots_of,
     uneven_lengths,
 )

@@ -27,7 +27,6 @@ from kvserve.engine.runner.memory import (
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.engine.runner.rank import Pool, measure, ready_runner
-from kvserve.engine.sampling.grammar import check_grammar_backend
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -50,7 +49,6 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
 
     ``ConfigError`` names the flag to change.
     """
-    check_grammar_backend(config)
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
     if plan.device == "cpu":

@@ -25,7 +25,7 @@ from kvserve.engine.sampling.grammar_backends import (
     load_backend,
 )
 from kvserve.engine.sampling.grammar_trial import GrammarTrial
-from kvserve.log import ConfigError, RequestError, logger
+from kvserve.log import RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 
 _CACHED_BYTES = 32 * 2**20
@@ -116,7 +116,6 @@ class GrammarCompiler:
     """
 
     def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
-        check_grammar_backend(config)
         model = config.model
         self._source = BackendSource(
             model.tokenizer or info.model_path,
@@ -179,12 +178,3 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the process that tries grammars."""
         self._trial.close()
-
-
-def check_grammar_backend(config: EngineConfig) -> None:
-    """``ConfigError`` where another library than ours is asked for."""
-    if config.grammar_backend not in ("auto", "llguidance"):
-        raise ConfigError(
-            f"--grammar-backend: llguidance compiles all grammars here, {config.grammar_backend!r} "
-            "is not built; leave the flag out"
-        )

@@ -94,27 +94,21 @@ class OpenEvent:
     place: int = 0
 
 
-class OpenEvents:
+class OpenEvents(dict[int, OpenEvent]):
     """Open events by sequence."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, OpenEvent] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     @property
     def scoring(self) -> bool:
         """Whether any event waits for its scores."""
-        return any(event.scores is None for event in self._open.values())
+        return any(event.scores is None for event in self.values())
 
     def is_scoring(self, seq_id: int) -> bool:
         """Whether a sequence's event waits for its scores."""
-        return seq_id in self._open and self._open[seq_id].scores is None
+        return seq_id in self and self[seq_id].scores is None
 
     def scored(self, seq_id: int, query_start: int) -> OpenEvent | None:
         """A sequence's event with its scores, if those scores are of this event."""
-        event = self._open.get(seq_id)
+        event = self.get(seq_id)
         if event is None or event.scores is None or event.query_start != query_start:
             return None
         return event
@@ -122,20 +116,20 @@ class OpenEvents:
     def start_scoring(self, task: ObservationTask) -> None:
         """The step that is being scheduled scores them."""
         for seq_id, query_start in _events(task):
-            assert seq_id not in self._open
-            self._open[seq_id] = OpenEvent(query_start)
+            assert seq_id not in self
+            self[seq_id] = OpenEvent(query_start)
 
     def take_scores(self, task: ObservationTask, scores: Scores) -> None:
         """A step has come back with its answer."""
         for place, (seq_id, query_start) in enumerate(_events(task)):
             assert self.is_scoring(seq_id)
-            self._open[seq_id] = OpenEvent(query_start, scores, place)
+            self[seq_id] = OpenEvent(query_start, scores, place)
 
     def close_scored(self) -> None:
         """The scored events are scheduled in this step; those that are not are due again."""
-        for seq_id, event in list(self._open.items()):
+        for seq_id, event in list(self.items()):
             if event.scores is not None:
-                del self._open[seq_id]
+                del self[seq_id]
 
 
 def _events(task: ObservationTask) -> Iterator[tuple[int, int]]:

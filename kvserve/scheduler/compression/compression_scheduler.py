@@ -75,7 +75,8 @@ class CompressionScheduler:
         waiting = self._waiting()
         if not len(waiting):  # most steps
             self._blocked = None
-            self.open.close_scored()
+            if self.open:
+                self.open.close_scored()
             return ScheduledEvents()
         turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS

@@ -14,6 +14,9 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.blocks.cache_group import Begun, ResumeAt
+from kvserve.scheduler.blocks.continuation_index import LookedUp
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
@@ -26,9 +29,6 @@ from kvserve.scheduler.messages.continuation import (
 )
 from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.continuation_index import LookedUp
-from kvserve.scheduler.offload.continuations import Continuations
-from kvserve.scheduler.offload.hosted_rows import HostedRows
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState

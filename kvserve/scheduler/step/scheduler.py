@@ -16,7 +16,9 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.group_spec import make_groups
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
@@ -27,19 +29,15 @@ from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.event import Scores
 from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.hosted_rows import HostedRows
 from kvserve.scheduler.offload.swap_space import SwapSpace
 from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
-from kvserve.scheduler.step.admission import Admission
-from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
+from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks
 from kvserve.scheduler.step.departures import Departures
-from kvserve.scheduler.step.parts import Parts
-from kvserve.scheduler.step.settings import SchedulerSettings
+from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import Trigger
 
 
@@ -137,7 +135,8 @@ class Scheduler:
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
-        scoring, unknown = self.events.open.scoring, rows.num_unknown[: rows.num_rows].any()
+        unknown = rows.num_unknown[: rows.num_rows].any()
+        scoring = bool(self.events.open) and self.events.open.scoring
         events = self._compress()
         decoding = self._make_room()
         # Each decoding row gets the blocks of one more token, and counts that token. What it
