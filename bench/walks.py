@@ -80,8 +80,12 @@ class Walk:
         for file, codes in sorted(by_file.items()) if each else ():
             say(f"  {file}\n")
             for code in sorted(codes, key=lambda code: code.co_firstlineno):
-                callers = {caller.co_qualname if caller else "-" for caller in self.callers[code]}
-                say(f"    {code.co_qualname}  <- {', '.join(sorted(callers))}\n")
+                callers = sorted({_name(caller) for caller in self.callers[code]})
+                say(f"    {_name(code)}  <- {', '.join(callers)}\n")
+
+
+def _name(code: CodeType | None) -> str:
+    return "-" if code is None else getattr(code, "co_qualname", code.co_name)  # from 3.11 on
 
 
 def _is_ours(code: CodeType) -> bool:

@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
     if plan.device == "cpu":
-        check_pool(config, plan.block_bytes, free_memory(plan.device, 1.0), ranks)
+        check_pool(config.cache, plan.block_bytes, free_memory(plan.device, 1.0), ranks)
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
         executor = on_failure.enter_context(closing(Executor(plan, ranks, attention.name)))
@@ -88,7 +88,7 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
     """What the scheduler is told: ``free`` bytes of every rank are for the pool."""
     config, scheduler = plan.config, plan.config.scheduler
     if plan.device == "cuda":
-        check_pool(config, plan.block_bytes, free)
+        check_pool(config.cache, plan.block_bytes, free)
     longest = plan.blocks_for(plan.max_len)
     num_blocks = count_blocks(config, longest, plan.block_bytes, free, plan.device)
     layout = replace(plan.layout, num_kv_heads=plan.spec.num_kv_heads)  # of all ranks
@@ -105,7 +105,7 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
         prefix_caching=config.cache.enable_prefix_caching,
         continuations=config.cache.continuations == "on",
         max_continuation_blocks=None if kept is None else kept // plan.block_bytes,
-        num_host_blocks=count_host_blocks(config, block_bytes(layout, plan.form), num_blocks),
+        num_host_blocks=count_host_blocks(config.cache, block_bytes(layout, plan.form), num_blocks),
         max_observed_tokens=scheduler.max_num_observed_tokens,
         further_groups=plan.groups,
         speculation=plan.speculation,

@@ -180,7 +180,7 @@ class EngineCore:
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
         outputs = self._tokens_of(sampled, result, gets)
-        if self._suspects:
+        if self._suspects.tried or self._suspects.aside:
             self._suspects.passed(self.scheduler)
         return replace(
             outputs,

@@ -279,7 +279,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     num_layers = len(layers.full) or spec.num_layers
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)
-    dtype, max_len = _dtype_of(config, spec, device), _max_len_of(config, spec)
+    dtype, max_len = _dtype_of(config.model.dtype, spec, device), _max_len_of(config, spec)
     _check_policy(config, policy, spec, max_len)
     statistics = _statistics_of(policy, spec, directory)
     if isinstance(policy, TriAttention):
@@ -293,7 +293,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         choose_granularity(config, policy),
         holds_entries=bool(layers.full),
     )
-    form = _entry_form_of(config, spec, dtype, device)
+    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
     log = _log_form_of(config, policy, part, dtype, device)
     try:
         log.block_tokens(layout, form, dtype.itemsize)
@@ -340,8 +340,7 @@ def block_size_of(config: EngineConfig, device: str) -> int:
     return config.cache.block_size or (64 if device == "cuda" else 16)
 
 
-def _dtype_of(config: EngineConfig, spec: ModelSpec, device: str) -> torch.dtype:
-    name = config.model.dtype
+def _dtype_of(name: str, spec: ModelSpec, device: str) -> torch.dtype:
     if name == "auto":
         name = "float32" if device == "cpu" else spec.dtype
     if name not in _DTYPES:
@@ -465,11 +464,8 @@ def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
     return layout
 
 
-def _entry_form_of(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str
-) -> EntryFormat:
+def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> EntryFormat:
     """The format of entries; ``ConfigError`` if the head size or the device does not support it."""
-    name = config.cache.kv_cache_dtype
     form = entry_format(name, dtype.itemsize)
     if (reason := form.refusal(spec.head_dim)) is not None:
         raise ConfigError(f"--kv-cache-dtype {name}: {reason}; auto holds heads of any size")
