@@ -24,9 +24,8 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.launched_step import LaunchedStep, ScoredChunk
 from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.engine.sampling.grammar import allowed_bits
+from kvserve.engine.sampling.grammar import TokenMasks, allowed_bits
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
-from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import SequenceError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput

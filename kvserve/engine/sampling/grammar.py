@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvserve.config import EngineConfig
 from kvserve.engine.device.pages import resident_bytes, trim_memory
+from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.sampling.grammar_backends import (
     BackendSource,
@@ -178,3 +181,25 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the process that tries grammars."""
         self._trial.close()
+
+
+class TokenMasks(NamedTuple):
+    """``bits`` uint8 [G, >= V / 8], on the device: the tokens of the rows ``places [G]``."""
+
+    places: Tensor
+    bits: Tensor
+
+    @classmethod
+    def of(
+        cls, places: Sequence[int], bits: np.ndarray[Any, Any], device: torch.device
+    ) -> TokenMasks:
+        """bits: int32 [G, ceil(V / 32)], on the host."""
+        held = to_device(bits.view(np.uint8), device, torch.uint8)
+        return cls(to_device(places, device), held)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """A copy of ``logits [S, V]`` with -inf for what the masks do not allow."""
+        shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        allowed = (self.bits[..., None] >> shifts & 1).flatten(1)[:, : logits.shape[1]].bool()
+        own = logits.index_select(0, self.places).masked_fill(~allowed, -torch.inf)
+        return logits.index_copy(0, self.places, own)

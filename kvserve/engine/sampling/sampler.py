@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
-from kvserve.engine.sampling.grammar import SequenceGrammar
+from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
-from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.kernels import elementwise
 from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.scheduler.arrays import IntArray

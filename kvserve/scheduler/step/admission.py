@@ -19,7 +19,7 @@ from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.triggers.trigger import RowState, Trigger
 
 
 @dataclass(slots=True)
@@ -54,12 +54,6 @@ class Admission:
         """Sequences that the step gives rows to."""
         self.lacks_blocks: Sequence | None = None
         """The one that found too few blocks in the last step, if one did."""
-
-    def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
-        """The fewest blocks with which a sequence can get past its prompt and its first event."""
-        due, log_from = first_event(num_prompt, trigger)
-        tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
-        return self._blocks.blocks_alone(tokens, log_from)
 
     def admit(self, seq: Sequence, budget: StepBudget) -> bool:
         """Give ``seq`` a row and its blocks, if there is room beside the running sequences.

@@ -35,10 +35,10 @@ from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
-from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks
+from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks, first_event
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
-from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 
 class Scheduler:
@@ -92,7 +92,9 @@ class Scheduler:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
-        return self._admission.blocks_at_least(num_prompt, max_len, trigger)
+        due, log_from = first_event(num_prompt, trigger)
+        tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
+        return self.blocks.blocks_alone(tokens, log_from)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""
