@@ -29,6 +29,7 @@ def test_the_field_is_found_in_every_form() -> None:
         return sys._getframe()
 
     kara = make_policy({"name": "kara", "max_chunk": 6})
+    value: Any
     for value in ("--policy.max_chunk", {"max_chunk": 6}, ["--x", "max_chunk=6"], kara):
         assert _is_given(frame(value=value)), value
     for value in ("--policy.window", {"window": 6}, [6], make_policy("none"), EngineConfig()):
