@@ -184,7 +184,11 @@ class GrammarCompiler:
 
 
 class TokenMasks(NamedTuple):
-    """``bits`` uint8 [G, >= V / 8], on the device: the tokens of the rows ``places [G]``."""
+    """``bits`` uint8 [G, >= V / 8], on the device: the tokens of the rows ``places [G]``.
+
+    They are unpacked there, for these rows alone: as booleans for 256 rows of 128k tokens they
+    take the host 34 ms to make.
+    """
 
     places: Tensor
     bits: Tensor

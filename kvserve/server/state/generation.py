@@ -192,7 +192,10 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+# ---- log-probabilities -------------------------------------------------------------------------
+
 _LEAST = 2**19
+"""So many log-probabilities an answer may have, however short the model's context is."""
 _AT_ONCE = 2
 """How many of the largest answers may be made at once. A number takes some 300 bytes."""
 
@@ -239,7 +242,7 @@ def check_logprobs(
 
 
 class RequestWatch:
-    """Observes the growing output of one prompt."""
+    """Feeds the histograms and counters of ``/metrics`` from the growing output of one prompt."""
 
     def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
         self._metrics = metrics
