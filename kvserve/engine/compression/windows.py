@@ -66,10 +66,6 @@ class Windows:
         return cls(length, at, task.rows, held - length, begin, positions, None)
 
     @property
-    def num_queries(self) -> int:
-        return len(self.places)
-
-    @property
     def query_positions(self) -> IntArray:
         """Logical positions of the queries: [E', Q]."""
         positions: IntArray = self.positions[:, None] + self.places
