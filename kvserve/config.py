@@ -2,34 +2,343 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import chain
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
-from kvserve.config_sections import (
-    KV_CACHE_DTYPES,
-    CacheConfig,
-    Checks,
-    CompressionConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    setting,
-)
-from kvserve.log import ConfigError
-from kvserve.setting_values import checked, did_you_mean
+from kvserve.entry_format import FORMATS
+from kvserve.log import ConfigError, shown
+from kvserve.setting_values import check_limits, checked, did_you_mean
 
-__all__ = [
-    "KV_CACHE_DTYPES",
-    "SECTIONS",
-    "CacheConfig",
-    "CompressionConfig",
-    "EngineConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "SchedulerConfig",
-    "setting",
-]
+NGRAM = "ngram"
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_MOST_TOKENS, _MOST_LOOKUP = 32, 32
+_DEFAULT_LOOKUP = 5
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Guess at most ``num_speculative_tokens``: what followed the newest ``prompt_lookup_max`` to
+    ``prompt_lookup_min`` tokens before."""
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int = _DEFAULT_LOOKUP
+    prompt_lookup_max: int = _DEFAULT_LOOKUP
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig | None:
+        """Read the setting; ``None`` if it is empty. ``ConfigError`` names the key."""
+        if not given:
+            return None
+        method = given.get("method")
+        if method != NGRAM:
+            why = "kvserve guesses by n-grams of the sequence itself, without a second model"
+            raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
+        for key in given:
+            if key not in _KEYS:
+                raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
+        tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
+        least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        default = _DEFAULT_LOOKUP if least is None and most is None else None
+        shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
+        longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
+        if shortest > longest:
+            raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
+        return cls(tokens, shortest, longest)
+
+
+def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
+    value = given.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _wrong(key, f"must be a whole number from 1 to {most}, got {shown(value)}")
+    return value
+
+
+def _wrong(key: str, what: str) -> ConfigError:
+    """What is wrong with one of the keys."""
+    return ConfigError(f"--speculative-config: {key}: {what}")
+
+
+KV_CACHE_DTYPES = ("auto", *FORMATS)
+
+
+Checks: TypeAlias = Sequence[tuple[bool, str]]
+"""What must hold, each with the message if it does not."""
+
+
+def setting(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field with its help text.
+
+    ``extra`` may hold ``choices``, ``synonyms`` (other names of choices), ``aliases`` (flags), and
+    limits of numbers: ``least``, or ``above`` (``setting_values.check_limits``).
+
+    The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
+    """
+    metadata = {"help": help, **extra}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint is loaded, and how."""
+
+    model: str = setting(
+        "kvserve/tiny",
+        "model directory, GGUF file or hub id; kvserve/tiny ships, and smollm2 is what `kvserve "
+        "fetch smollm2` has fetched",
+        aliases=("--model-path",),
+    )
+    tokenizer: str | None = setting(None, "tokenizer directory or hub id (default: the model's)")
+    revision: str | None = setting(None, "branch, tag or commit of a hub model")
+    dtype: str = setting(
+        "auto",
+        "auto is the checkpoint's dtype on a GPU and float32 on a CPU; half is float16, float is "
+        "float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms={"half": "float16", "float": "float32"},
+    )
+    max_model_len: int | None = setting(
+        None,
+        "longest sequence in tokens, prompt included (accepts 32k; default: the model's)",
+        aliases=("--context-length",),
+        least=2,
+    )
+    load_format: str = setting(
+        "auto",
+        "auto reads a directory's safetensors, or a GGUF file; dummy gives random weights from the "
+        "config alone",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+    )
+    model_impl: str = setting(
+        "auto",
+        "whose layers run: kvserve's own (native), transformers' modules with kvserve's cache and "
+        "attention, or the first of these that knows the model (auto)",
+        choices=("auto", "native", "transformers"),
+        synonyms={"vllm": "native"},
+    )
+    download_dir: str | None = setting(
+        None, "where hub models are kept (default: the cache that HF_HOME names)"
+    )
+    hf_overrides: Mapping[str, Any] = setting({}, "fields to replace in config.json, as JSON")
+    skip_tokenizer_init: bool = setting(
+        False, "load no tokenizer: requests and answers are token ids"
+    )
+    trust_remote_code: bool = setting(False, "let the tokenizer run code from its repository")
+    generation_config: str = setting(
+        "auto",
+        "where default sampling settings come from: the checkpoint's generation_config.json (auto) "
+        "or nowhere (none)",
+        choices=("auto", "none"),
+    )
+    quantization: str | None = setting(
+        None,
+        "how the weights are quantised; config.json decides, and a value given here must agree",
+        choices=("compressed-tensors", "awq", "gptq"),
+        aliases=("-q",),
+    )
+    seed: int = setting(0, "seed of random weights, and of requests that have no seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = setting(
+        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",), least=1
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "blocks in the pool, instead of sizing it from memory", least=2
+    )
+    kv_cache_memory: int | None = setting(
+        None,
+        "bytes for the pool, of each rank (accepts 512MiB, 2GiB; CPU default: the smaller of 1 GiB "
+        "and a quarter of free memory)",
+        aliases=("--kv-cache-memory-bytes",),
+        above=0,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
+    )
+    enable_prefix_caching: bool = setting(
+        True, "keep computed prompt blocks and reuse them for prompts that begin alike"
+    )
+    swap_space: float | None = setting(
+        None,
+        "GiB of host memory for preempted sequences whose cache was compressed, and for "
+        "continuations that leave the pool (default: as much as the pool, at most 4; 0: their "
+        "tokens are computed again)",
+        least=0,
+    )
+    continuations: str = setting(
+        "off",
+        "keep a compressed sequence's cache when it ends, and resume from it if a later prompt "
+        "begins with its tokens under the same policy",
+        choices=("off", "on"),
+    )
+    continuation_memory: int | None = setting(
+        None,
+        "most bytes of the pool, of each rank, that continuations may hold (accepts 512MiB, "
+        "2GiB; default: all that is free)",
+    )
+    kv_layout: str = setting(
+        "auto",
+        "where cache lengths may differ: nowhere (model), between layers (layer), or also between "
+        "KV heads (head); auto is what --policy needs",
+        choices=("auto", "model", "layer", "head"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
+        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
+        choices=KV_CACHE_DTYPES,
+    )
+
+    def checks(self) -> Checks:
+        kept = self.continuation_memory
+        return (
+            (
+                kept is None or (self.continuations == "on" and kept > 0),
+                "--continuation-memory must be above 0, and goes with --continuations on",
+            ),
+            (
+                0.0 < self.gpu_memory_utilization <= 1.0,
+                "--gpu-memory-utilization must be in (0, 1]",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How much one step may run, and which requests run first."""
+
+    max_num_seqs: int = setting(
+        256, "most sequences running at once", aliases=("--max-running-requests",), least=1
+    )
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step", least=1)
+    max_prefill_tokens: int | None = setting(
+        None,
+        "most tokens of prompts in a step that also generates: fewer keep running streams even, "
+        "more shorten the wait for a first token (default: 512 on a CPU, else "
+        "--max-num-batched-tokens)",
+        least=1,
+    )
+    max_num_seqs_per_client: int | None = setting(
+        None,
+        "most sequences of one client running at once; a client is an API key or, without keys, "
+        "an address (default: --max-num-seqs)",
+        least=1,
+    )
+    enable_chunked_prefill: bool = setting(
+        True, "split prompts that do not fit a step, and mix them with decodes"
+    )
+    async_scheduling: bool | None = setting(
+        None,
+        "prepare the next step while the current one runs; a sequence that ends by a stop token "
+        "then computes one token too many (default: on for a GPU)",
+    )
+    scheduling_policy: str = setting(
+        "fcfs",
+        "which request runs first: the oldest (fcfs), or the one with the lowest priority number, "
+        "then the oldest (priority)",
+        choices=("fcfs", "priority"),
+    )
+    max_num_observed_tokens: int | None = setting(
+        None,
+        "most queries that the compactions of one step may score with; further compactions wait "
+        "for the next step (default: --max-num-batched-tokens)",
+        least=1,
+    )
+
+    speculative_config: Mapping[str, Any] = setting(
+        {},
+        "guess next tokens and verify several in a step, as JSON with vLLM's keys, as in "
+        '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
+        '"prompt_lookup_min": 2}\' (default: off)',
+    )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config``, read."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    def checks(self) -> Checks:
+        return (
+            (
+                self.max_prefill_tokens is None or self.enable_chunked_prefill,
+                "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
+            ),
+            (
+                self.max_num_batched_tokens >= self.max_num_seqs,
+                "--max-num-batched-tokens must be at least --max-num-seqs "
+                "(every running sequence decodes one token a step)",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Ranks that share one model (tensor parallel), and replicas of the engine (data parallel)."""
+
+    tensor_parallel_size: int = setting(
+        1,
+        "processes that share one model, each with a GPU of its own, or with CPU cores where there "
+        "is no GPU",
+        aliases=("-tp", "--tp"),
+        least=1,
+    )
+    data_parallel_size: int = setting(
+        1, "replicas of the engine, on Ray Serve (extra ray)", aliases=("-dp",), least=1
+    )
+    autoscaling_config: Mapping[str, Any] = setting(
+        {},
+        "Ray Serve's autoscaling settings as JSON, as in '{\"max_replicas\": 4}'; "
+        "--data-parallel-size replicas start",
+    )
+
+    def checks(self) -> Checks:
+        return (
+            (
+                self.data_parallel_size > 1 or not self.autoscaling_config,
+                "--autoscaling-config needs --data-parallel-size 2 or more",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """Which policy compresses the cache, and which policies requests may choose."""
+
+    policy: str = setting("none", "KV cache policy; `kvserve policies` lists them")
+    policy_args: Mapping[str, Any] = setting(
+        {}, "fields of the policy as JSON, as in '{\"window\": 128}'; same as --policy.window 128"
+    )
+    allow_request_policy: str = setting(
+        "all",
+        "which policies a request may choose by kv_policy: all, those of --request-policies "
+        "(listed), or none; the policy none is always allowed",
+        choices=("all", "listed", "none"),
+    )
+    request_policies: tuple[str, ...] = setting(
+        (), "names that --allow-request-policy listed allows"
+    )
+    task_classifier: str | None = setting(
+        None,
+        "directory or hub id of a sequence classifier that tells windowkv with task auto the task "
+        "of a prompt; label 0 is localization",
+    )
+
+    def checks(self) -> Checks:
+        listed = self.allow_request_policy == "listed"
+        return (
+            (
+                listed == bool(self.request_policies),
+                "--allow-request-policy listed and --request-policies go together",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +366,7 @@ class EngineConfig:
         "auto",
         "library that compiles JSON schemas and grammars for structured output: llguidance, the "
         "only one",
+        choices=("auto", "llguidance"),
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(
@@ -68,7 +378,9 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        sections = (getattr(self, name) for name in SECTIONS)
+        for settings in (self, *(getattr(self, name) for name in SECTIONS)):
+            check_limits(settings)
+        sections = self.cache, self.scheduler, self.parallel, self.compression
         for ok, message in chain(*(section.checks() for section in sections), self._checks()):
             if not ok:
                 raise ConfigError(message)

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import Field
+from dataclasses import Field, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, get_args
@@ -73,6 +73,22 @@ def checked(item: Field[Any], hint: Any, value: Any) -> Any:
             raise _wrong(item, "a mapping of names to values", value)
         return value
     return _chosen(item, _single(item, kind, value))
+
+
+def check_limits(settings: Any) -> None:
+    """``ConfigError`` for a setting that is none of its ``choices``, or lower than the ``least``
+    that its field declares, or not ``above`` what it declares."""
+    for item in fields(settings):
+        value, flag = getattr(settings, item.name), f"--{item.name.replace('_', '-')}"
+        choices, least, above = map(item.metadata.get, ("choices", "least", "above"))
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{flag}: {value!r} is not one of {', '.join(map(str, choices))}")
+        if least is not None and not value >= least:
+            raise ConfigError(f"{flag} must be >= {least}")
+        if above is not None and not value > above:
+            raise ConfigError(f"{flag} must be above {above}")
 
 
 def _single(item: Field[Any], kind: Any, value: Any) -> Any:

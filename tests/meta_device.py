@@ -21,12 +21,11 @@ from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.cache import query_log
 from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
-from kvserve.engine.core import startup
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import rank_plan
+from kvserve.engine.runner import plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, int4_log, quantized_triton
@@ -86,8 +85,8 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         both = ByPhase(attention, attention)
         return Choice("triton", both, *stores, "", rotate_and_store_triton, MOVES)
 
-    monkeypatch.setattr(startup, "device_of", lambda config: "meta")
-    monkeypatch.setattr(rank_plan, "select_backend", choose)
+    monkeypatch.setattr(plan, "device_of", lambda config: "meta")
+    monkeypatch.setattr(plan, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)

@@ -27,7 +27,7 @@ from kvserve.engine.attention.by_phase import ByPhase
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
-from kvserve.engine.runner import cuda_graph, rank_plan
+from kvserve.engine.runner import cuda_graph, plan
 from kvserve.kernels import int4_log
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.quantized_entries import TORCH
@@ -288,7 +288,7 @@ def pretend_cuda() -> Iterator[Queue]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         pretend(patch, mode.queue)
-        patch.setattr(rank_plan, "select_backend", choose)
+        patch.setattr(plan, "select_backend", choose)
         patch.setattr(triton, "paged_attention_triton", paged_attention_torch)
         patch.setattr(transformer, "select_operators", lambda *_: Operators("torch", ""))
         cuda_graph._capture_stream.cache_clear()

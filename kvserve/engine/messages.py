@@ -17,6 +17,9 @@ from kvserve.outputs import (
 )
 from kvserve.sampling_params import StructuredOutput
 
+Row = tuple[str, str, str]
+"""Of the start-up table: feature, state, why."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -147,7 +150,7 @@ class PolicyOffer:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the core resolved at start; ``summary`` rows are (feature, state, why).
+    """What the core resolved at start; ``summary`` is the start-up table.
 
     ``token_bytes`` are those of one token's keys and values, in all layers and KV heads.
     """
@@ -160,7 +163,7 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     default_sampling: dict[str, Any]
-    summary: list[tuple[str, str, str]]
+    summary: list[Row]
     token_bytes: int = 0
     offers: list[PolicyOffer] = field(default_factory=list)
 

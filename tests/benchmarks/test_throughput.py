@@ -15,7 +15,7 @@ from kvserve.benchmarks.measuring.traffic import Traffic
 from kvserve.benchmarks.reports import report
 from kvserve.benchmarks.reports.report import Column, markdown_table
 from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.engine.core import startup
+from kvserve.engine.core import build
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
@@ -89,13 +89,13 @@ def test_repeats_take_turns_and_show_the_median(
 
 
 def test_weights_are_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, reads = startup.load, []
+    real, reads = build.load, []
 
     def counted(*given: Any) -> Any:
         reads.append(given)
         return real(*given)
 
-    monkeypatch.setattr(startup, "load", counted)
+    monkeypatch.setattr(build, "load", counted)
     flags = ("--num-prompts", "2", "--output-len", "4", "--kv-blocks", "40", "--repeat", "2")
     status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", KARA)
     assert status == 0 and len(saved["rows"]) == 2

@@ -210,16 +210,16 @@ def test_who_makes_every_step_fail_ends_alone(
     expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     core = llm.engine.core
     sampling = core.runner.batch.sampling
-    choose, failures = sampling.choose, 0
+    sample, failures = sampling.sample, 0
 
     def fail_for_some(logits: Any, at: IntArray, *args: Any) -> Any:
         nonlocal failures
         if (sampling._host[at, 3] == 7).any():  # as an id beyond the vocabulary would do
             failures += 1
             raise IndexError("index 448 is out of bounds")
-        return choose(logits, at, *args)
+        return sample(logits, at, *args)
 
-    sampling.choose = fail_for_some  # type: ignore[assignment, method-assign]
+    sampling.sample = fail_for_some  # type: ignore[assignment, method-assign]
     asked = [GREEDY] * len(PROMPTS)
     for i in bad:
         asked[i] = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=7)

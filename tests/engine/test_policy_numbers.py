@@ -11,6 +11,7 @@ import pytest
 from kvserve import LLM
 from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.messages import NewSequence
+from kvserve.engine.runner.plan import EnginePlan
 from kvserve.log import RequestError
 from kvserve.server.state.errors import as_api_error
 
@@ -41,10 +42,12 @@ def test_the_33rd_has_to_wait_and_the_servers_own_never(llama_dir: Path, own: An
     ask(llm, 101, specs[-1])
 
 
-def test_scores_have_a_bound_that_names_the_field(llama_dir: Path) -> None:
+def test_scores_have_a_bound_that_names_the_field(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """256 MiB for all rows, or what the server's own policy takes."""
     llm = LLM(str(llama_dir), policy={"name": "h2o", "budget": 16}, **SETTINGS)
-    object.__setattr__(llm.engine.core._intake._policies._built, "most_kept_scores", 100)
+    monkeypatch.setattr(EnginePlan, "most_kept_scores", 100)
     ask(llm, 0, {"name": "h2o", "budget": 100})
     with pytest.raises(RequestError, match="memory for 100") as refused:
         ask(llm, 1, {"name": "h2o", "budget": 101})

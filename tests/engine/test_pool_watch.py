@@ -11,9 +11,8 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import pool_watch
-from kvserve.engine.core.pool_watch import PoolWatch
+from kvserve.engine.core.pool_watch import PoolWatch, runs_of
 from kvserve.outputs import PoolView
-from kvserve.scheduler.blocks.owners import runs_of
 from tests.checkpoints import random_prompts
 
 PROMPTS = random_prompts([37, 30, 44, 21], seed=5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, common
 from kvserve.scheduler.column_hash import SEED, column_hashes
 from kvserve.scheduler.messages.continuation import (
     EVICTED,
@@ -15,7 +16,6 @@ from kvserve.scheduler.messages.continuation import (
     Continuation,
     Place,
 )
-from kvserve.scheduler.offload.continuation_index import ContinuationIndex, common
 from tests.counting import lines_run
 
 SIZE = 4

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.continuations import Continuations
 from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.pruning import prunes_prompt

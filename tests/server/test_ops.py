@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.server.http import ops_routes
+from kvserve.server.http import info_routes
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import WAIT, wait_until
@@ -25,8 +25,8 @@ def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPa
 
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(ops_routes, "_PROBE_SECONDS", 0.1)
-    monkeypatch.setattr(ops_routes.Generation, "_settled", hang)
+    monkeypatch.setattr(info_routes, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(info_routes.Generation, "_settled", hang)
     response = server.http.get("/health_generate")
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_stuck"

@@ -145,7 +145,7 @@ class Engines:
         # With ranks each engine loads its own: the model sums over the ranks that it was made for.
         engine = LLMEngine(config, self._model if alone else None)
         # The ranks are processes: they would outlive an engine that the caller drops.
-        weakref.finalize(engine, engine.core.executor.ranks.close)
+        weakref.finalize(engine, engine.core.executor.close)
         self._model = engine.core.runner.model
         return engine
 

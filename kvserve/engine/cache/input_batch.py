@@ -18,7 +18,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.cache.row_groups import RowGroup, scatter
+from kvserve.engine.cache.row_groups import RowGroup
 from kvserve.engine.cache.step_buffers import fill_buffers, step_buffers
 from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
@@ -94,9 +94,11 @@ class InputBatch(RowArrays):
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up new ones, update the tables. Compactions have run before."""
-        self._swap(output.row_swaps)
-        self.kept_scores.swap(output)
-        if self.remainders is not None:
+        if output.row_swaps:
+            self._swap(output.row_swaps)
+        if output.discarded or output.swap_outs or output.swap_ins:
+            self.kept_scores.swap(output)
+        if self.remainders is not None and len(output.remainder_saves.source):
             self.remainders.carry_out(output.remainder_saves)
         new = output.admitted
         if new.requests:
@@ -107,15 +109,18 @@ class InputBatch(RowArrays):
             if self.remainders is not None:
                 self.remainders.begin(rows)
             self.sampling.set_rows(new.requests)
-        if self.remainders is not None:
+        if self.remainders is not None and len(output.remainder_loads.source):
             self.remainders.carry_out(output.remainder_loads)
         for table, update in zip(self._tables, output.table_updates, strict=True):
-            scatter(table, update)
+            if len(update.indices) and self.device == "cpu":  # torch takes longer for a few numbers
+                table.view(-1).numpy()[update.indices] = update.blocks
+            elif len(update.indices):
+                blocks = to_device(update.blocks, table.device, table.dtype)
+                table.view(-1)[self._long(update.indices)] = blocks
 
     def begin_turns(self, turns: BegunTurns) -> None:
         """Set from which position rows log queries; called before a step's events."""
-        if len(turns.rows):
-            self.log_from[self._long(turns.rows)] = self._long(turns.log_from)
+        self.log_from[self._long(turns.rows)] = self._long(turns.log_from)
 
     def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
         """Ids of new sequences that cannot be set up; called when setting up all has failed."""
@@ -327,8 +332,6 @@ class InputBatch(RowArrays):
         return tuple(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
-        if not swaps:
-            return
         order = np.arange(len(self.last_token))
         for a, b in swaps:
             order[a], order[b] = order[b], order[a]

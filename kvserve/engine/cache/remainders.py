@@ -77,6 +77,5 @@ class Remainders:
 
     def carry_out(self, moves: RemainderMoves) -> None:
         """Copy remainders between rows and places, one of ``moves`` after the other's end."""
-        if len(moves.source):
-            device = self.whole.bias.device
-            self.move(to_device(moves.to, device), to_device(moves.source, device))
+        device = self.whole.bias.device
+        self.move(to_device(moves.to, device), to_device(moves.source, device))

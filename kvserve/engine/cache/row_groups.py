@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CompactionTask, TableUpdate
+from kvserve.scheduler.messages.output import CompactionTask
 from kvserve.scheduler.row_schema import RowArrays
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -88,14 +87,3 @@ def make_row_group(spec: GroupSpec, shapes: Shapes, device: str) -> RowGroup:
     """The device's side of a group."""
     kind = next(kind for kind in KINDS if kind.spec_type is type(spec))
     return kind(spec, shapes, device)
-
-
-def scatter(tables: Tensor, update: TableUpdate) -> None:
-    """Write new table entries."""
-    if not len(update.indices):
-        return
-    if tables.device.type == "cpu":  # most steps do so, and torch takes longer for a few numbers
-        tables.view(-1).numpy()[update.indices] = update.blocks
-    else:
-        where = to_device(update.indices, tables.device)
-        tables.view(-1)[where] = to_device(update.blocks, tables.device, tables.dtype)

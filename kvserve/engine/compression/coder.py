@@ -159,7 +159,8 @@ class Coder:
         counts = book.counts.expand(2, -1, -1, -1)
         streams = [y.flatten(0, 3) for y in (x, there.expand(2, *shape), old, known)]
         theta, counts = theta.repeat_interleave(coded.numel()), counts.flatten()
-        each = self._streams_at_once(shape[-1], old.shape[-2])
+        tile = min(shape[-1], 2048)  # so many streams' similarities does the scratch hold at once
+        each = max(1, _SCRATCH_BYTES // (16 * max(tile * (tile + old.shape[-2]), 1)))
         parts = []
         for start in range(0, len(theta), each):
             new, present, had, which = (y[start : start + each] for y in streams)
@@ -186,11 +187,6 @@ class Coder:
         mine = book.counts[..., None] + torch.arange(2 * shape[-1], device=ref.device)
         mine = mine.clamp(max=vectors.shape[3] - 1)
         return Found(keys, values, slots, _gather(vectors, mine)), made.sum(dim=0)
-
-    def _streams_at_once(self, new: int, old: int) -> int:
-        """How many streams' similarities the scratch holds at once."""
-        tile = min(new, 2048)
-        return max(1, _SCRATCH_BYTES // (16 * max(tile * (tile + old), 1)))
 
     def _read(self, rows: IntArray, entries: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of ``entries [E, L, H, N]`` as they are cached: [E, L, H, N, D]."""

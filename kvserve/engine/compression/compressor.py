@@ -15,14 +15,22 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.choices import Kept, KeptOfEvents, SelectedWindows
-from kvserve.engine.compression.dropped import joined, mean_of_dropped, not_in
-from kvserve.engine.compression.moves import MovePlan, lanes_of, plan_moves
+from kvserve.engine.compression.moves import (
+    Kept,
+    KeptOfEvents,
+    MovePlan,
+    SelectedWindows,
+    lanes_of,
+    plan_moves,
+)
 from kvserve.engine.compression.observer import Observer, led
 from kvserve.engine.compression.windows import (
     Windows,
     by_event,
     by_shape,
+    joined,
+    mean_of_dropped,
+    not_in,
     slots_of,
     uneven_lengths,
 )
@@ -180,7 +188,10 @@ class Compressor:
         layout = self._cache.layout
         lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
         src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        dst = self._destinations(task, plan.src.shape[-1], plan.counts)
+        # Slots after the event; entries behind the counts do not exist, and get slot 0.
+        ends = (task.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
+        tables = to_device(task.dst_blocks, plan.counts.device, torch.int32)
+        dst = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, plan.counts)
         self._cache.entries.move(src, dst, runs=len(task.rows))
 
     def _leave(
@@ -199,18 +210,6 @@ class Compressor:
         if more is None:
             more = mean_of_dropped(self._cache, task, plan, start, block_tables)
         self._remainders.add(_long(task.rows, plan.src), more)
-
-    def _destinations(self, task: CompactionTask, length: int, counts: Tensor) -> Tensor:
-        """Slots [L, Hkv, E * length], after the event, of the entries that are copied.
-
-        Those behind the first ``counts [E, L, Hkv]`` do not exist, and get slot 0.
-        """
-        layout = self._cache.layout
-        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        first = task.copy_start % size
-        ends = first[:, None, None, None] + np.arange(length)
-        tables = to_device(task.dst_blocks, counts.device, torch.int32)
-        return slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, counts)
 
     def _select(
         self,

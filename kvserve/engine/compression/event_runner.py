@@ -1,38 +1,44 @@
-"""A step's events on one rank: scheduled ones are carried out, then later ones are scored."""
+"""A step's events on one rank: scheduled ones are carried out, then later ones are scored.
+
+What the kinds of events do to lengths and blocks is in ``scheduler/compression/handlers.py``.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.cache.code_rows import CodeRows
 from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.compression.coder import Coder
 from kvserve.engine.compression.compressor import Compressor
-from kvserve.engine.compression.handlers import (
-    DeviceBlockEvents,
-    DeviceCodedEvents,
-    DeviceEvenEvents,
-    DevicePrunedEvents,
-    DeviceUnevenEvents,
-)
+from kvserve.engine.compression.moves import groups_of, lanes_of
 from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.distributed import RankGroup
-from kvserve.engine.device.transfer import Stopwatch
+from kvserve.engine.device.transfer import Stopwatch, to_device
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.log import EngineDeadError, SequenceError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import EventKind
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import CompactionTask, ObservationTask, SchedulerOutput
 
 ScoredEvents = list[tuple[EventKind, Tensor]]
 """For each of ``SchedulerOutput.observations``, its kind and what goes to the host."""
 
 
 class EventRunner:
-    """One handler per kind of event; ``policies`` by ``CompactionTask.policy_id``."""
+    """Runs events of all kinds; ``policies`` by ``CompactionTask.policy_id``.
+
+    What an event will keep is stored by sequence when it is scored. The event is carried out once
+    its counts are on the host: in the next step or, if steps overlap, the one after. What is not
+    used by then is dropped, and the event is scored again.
+    """
 
     def __init__(
         self,
@@ -45,44 +51,77 @@ class EventRunner:
         overlaps: bool,
     ) -> None:
         self._batch = batch
+        self._compressor = compressor
+        self._prefill = prefill
         self._policies = policies
         self._group = group
-        self._pruned = DevicePrunedEvents(compressor, batch, prefill, overlaps=overlaps)
-        self._handlers: dict[EventKind, DeviceEvenEvents] = {
-            EventKind.EVEN: DeviceEvenEvents(compressor, batch),
-            EventKind.UNEVEN: DeviceUnevenEvents(compressor, batch, overlaps=overlaps),
-            EventKind.BLOCKS: DeviceBlockEvents(compressor, batch, overlaps=overlaps),
-            EventKind.PRUNED: self._pruned,
-        }
-        for rows in batch.groups:
-            if isinstance(rows, CodeRows):
-                coded = DeviceCodedEvents(compressor, batch, rows, overlaps=overlaps)
-                self._handlers[EventKind.CODED] = coded
+        self._scored: deque[dict[int, Any]] = deque(maxlen=2 if overlaps else 1)
+        self._codes = next((rows for rows in batch.groups if isinstance(rows, CodeRows)), None)
+        if self._codes is not None:
+            self._coder = Coder(self._codes.cache, self._codes.store, compressor)
 
     def run(self, output: SchedulerOutput) -> tuple[ScoredEvents, Stopwatch | None]:
         """Carry out compactions, then score what later ones will keep."""
-        for handler in self._handlers.values():
-            handler.begin_step()
+        found = {seq_id: kept for step in self._scored for seq_id, kept in step.items()}
+        self._scored.append({})
         if not (output.compactions or output.observations):
             return [], None
         watch = Stopwatch(self._batch.device)
         for task in output.compactions:
             with _blaming(task.seq_ids):
-                self._handlers[task.kind].apply(task, self._policies[task.policy_id])
+                self._carry_out(task, self._policies[task.policy_id], found)
                 self._batch.after_compaction(task)
                 self._batch.add_to_fingerprint(task.rows, self._group)
-        scored: ScoredEvents = []
+        answers: ScoredEvents = []
         for events in output.observations:
             with _blaming(events.seq_ids):
-                policy = self._policies[events.policy_id]
-                scored.append((events.kind, self._handlers[events.kind].score(events, policy)))
+                answers.append((events.kind, self._score(events, self._policies[events.policy_id])))
         watch.stop()
-        return scored, watch
+        return answers, watch
+
+    def _carry_out(self, task: CompactionTask, policy: Policy, found: dict[int, Any]) -> None:
+        """Carry out events, with the tables from before them; ``found``: what those keep that an
+        earlier step has scored."""
+        batch, compressor = self._batch, self._compressor
+        if task.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
+            scores = batch.kept_scores.first(policy.kept_scores)
+            compressor.run(task, policy, batch.block_tables, batch.log_tables, scores)
+        elif task.kind is EventKind.CODED:
+            self._coder.run(task, found)
+        else:
+            whole = task.kind is EventKind.BLOCKS  # no entry moves
+            compressor.run_observed(task, policy, found, batch.block_tables, in_place=whole)
+
+    def _score(self, task: ObservationTask, policy: Policy) -> Tensor:
+        """What the host needs to know of the events (``messages.event.answer``)."""
+        batch, scored = self._batch, self._scored[-1]
+        layout, tables = batch.layout, (batch.block_tables, batch.log_tables)
+        if task.kind is EventKind.CODED:
+            assert self._codes is not None
+            code_tables = self._codes.code_tables(*tables)
+            counts, found = self._coder.observe(task, cast(SpindleKV, policy), code_tables)
+            scored.update(found)
+            return counts  # entries kept and the vectors they need: [LG, E, R, 2]
+        if task.kind is not EventKind.BLOCKS:
+            counts, kept = self._compressor.observe(task, policy, *tables)
+            scored.update(kept)
+            return groups_of(counts, layout)
+        # Kept columns [LG, E, R, K], -1 behind the last.
+        size = layout.block_size
+        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
+        most = int(-(-task.plan.keep.max() // size))
+        whole = torch.full((*lanes, most), -1, dtype=torch.int64, device=batch.device)
+        for choice in self._compressor.choices(task, policy, *tables):
+            columns = choice.entries[..., ::size] // size
+            whole[to_device(choice.events, whole.device), ..., : columns.shape[-1]] = columns
+            scored.update(choice.by_sequence())
+        return groups_of(whole, layout)
 
     def compute_pruned(self, task: CompactionTask, *, logs_queries: bool) -> Tensor:
         """Compute a prompt that is pruned between layers; its last hidden state [1, hidden]."""
-        policy = self._policies[task.policy_id]
-        return self._pruned.compute(task, policy, logs_queries=logs_queries)
+        last, held = self._prefill.run(task, self._policies[task.policy_id], logs_queries)
+        self._compressor.tell(task, held, lanes_of(task.new_lens, self._batch.layout))
+        return last
 
 
 class EventMemoryError(torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Plans an event's moves: which entry goes where, given the entries that are kept."""
+"""What events have chosen, and their moves: which entry goes where, and who follows positions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,68 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.events.moved_entries import moved_entries
+from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import CompactionTask
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an observed event keeps of its sequence: ``entries [L, Hkv, C]``; ``left [L, Hkv, ...]``
+    stands for the other entries if that is fitted."""
+
+    entries: Tensor
+    left: Remainder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOfEvents:
+    """What equal-shaped ``events [E']`` of a task will keep of the sequences ``seq_ids``.
+
+    The first ``counts [E', L, Hkv]`` of ``entries [E', L, Hkv, C]`` are kept; ``left [E', L, Hkv,
+    ...]`` is as of ``Kept``.
+    """
+
+    events: IntArray
+    seq_ids: IntArray
+    entries: Tensor
+    counts: Tensor
+    left: Remainder | None
+
+    def by_sequence(self) -> dict[int, Kept]:
+        """What each sequence keeps."""
+        return {
+            seq: Kept(self.entries[i], None if self.left is None else self.left.at(i))
+            for i, seq in enumerate(self.seq_ids.tolist())
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedWindows:
+    """Kept ``places [E', L, Hkv, N]`` of E' windows, and what is ``left [E', L, Hkv, ...]`` of the
+    others if a policy has fitted that."""
+
+    places: Tensor
+    left: Remainder | None
+
+    @classmethod
+    def joined(cls, parts: list[list[SelectedWindows]]) -> SelectedWindows:
+        """Lists of windows, each in parts of a few layers, as one."""
+        places = torch.cat([torch.cat([part.places for part in row], dim=1) for row in parts])
+        left = [[part.left for part in row if part.left is not None] for row in parts]
+        return cls(places, _stacked(left) if left[0] else None)
+
+    def led(self, where: Tensor | None) -> SelectedWindows:
+        """What every layer takes over from its leader, ``where [L]`` (``None``: itself)."""
+        if where is None:
+            return self
+        return SelectedWindows(self.places.index_select(1, where), None)
+
+
+def _stacked(parts: list[list[Remainder]]) -> Remainder:
+    rows = [[torch.cat(each, dim=1) for each in zip(*row, strict=True)] for row in parts]
+    return Remainder(*map(torch.cat, zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +116,40 @@ def lanes_of(lens: IntArray, layout: KVLayout) -> IntArray:
 def groups_of(counts: Tensor, layout: KVLayout) -> Tensor:
     """Counts by layer and KV head, [E, L, Hkv], as counts by KV group, [LG, E, R]."""
     return counts[:, :: layout.layers_per_block, :: layout.heads_per_block].transpose(0, 1)
+
+
+class LanePositions:
+    """``lanes[layer][head]`` are positions in the order of the cache, of ``seen`` tokens so far."""
+
+    def __init__(self, layers: int, heads: int) -> None:
+        self.lanes = [[np.zeros(0, np.int32) for _ in range(heads)] for _ in range(layers)]
+        self.seen = 0
+
+    def see(self, seen: int) -> None:
+        """Append the tokens up to ``seen`` to every lane."""
+        new = np.arange(self.seen, seen, dtype=np.int32)
+        self.lanes = [[np.concatenate([lane, new]) for lane in row] for row in self.lanes]
+        self.seen = seen
+
+    def see_longest(self, length: int) -> None:
+        """Append tokens until the longest lane is ``length`` long."""
+        self.see(self.seen + length - max(len(lane) for row in self.lanes for lane in row))
+
+    def move(self, start: int, source: IntArray, counts: IntArray) -> None:
+        """Follow one event of a ``MovePlan``: ``source [L, Hkv, P]``, ``counts [L, Hkv]``."""
+        self.lanes = [
+            [
+                np.concatenate([lane[:start], lane[source[layer, head, : counts[layer, head]]]])
+                for head, lane in enumerate(row)
+            ]
+            for layer, row in enumerate(self.lanes)
+        ]
+
+    def padded(self) -> IntArray:
+        """The positions as [L, Hkv, n]; shorter lanes are padded with -1."""
+        longest = max(len(lane) for row in self.lanes for lane in row)
+        padded = np.full((len(self.lanes), len(self.lanes[0]), longest), -1, np.int32)
+        for layer, row in enumerate(self.lanes):
+            for head, lane in enumerate(row):
+                padded[layer, head, : len(lane)] = lane
+        return padded

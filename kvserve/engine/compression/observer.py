@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from torch import Tensor
@@ -86,7 +86,10 @@ class Observer:
             part = windows.part(some)
             recomputed = None
             if policy.recomputed_reduction is not None:
-                recomputed = self._recompute(part, self._query_heads(policy))
+                assert part.token_ids is not None, "the trigger logs queries"
+                entries, heads = part.entries[:, 0] + part.places, self._query_heads(policy)
+                tokens = part.rows, part.token_ids, part.query_positions, entries
+                recomputed = self._recomputer.queries(*tokens, heads)  # [E', L, heads, Q, D]
             for first in range(0, len(scored), count):
                 at = slice(first, min(first + count, len(scored)))
                 own = layers if count >= len(scored) else scored[at]
@@ -119,7 +122,7 @@ class Observer:
         queries: Queries = keys[..., :0, :]
         if recomputed is not None:
             queries = led(recomputed, at)
-        elif part.num_queries:
+        elif len(part.places):
             queries = self._logged(part, log_tables, at)
         scores = None if earlier is None else earlier[to_device(part.rows, keys.device)]
         if scores is not None and scores.shape[1] > lanes:
@@ -132,23 +135,18 @@ class Observer:
                 return None
             return self._remainders.of(to_device(part.rows, keys.device), at)
 
-        sinks = self._sinks_of(queries.shape[:-2], at)
-        how = self._scale, scores, missing, self._gather, policy.later_entries, values, left, sinks
+        sinks = self._sinks
+        if sinks is not None:  # of each E, L', Hlog; a group's mean query has its heads' mean sink
+            each = queries.shape[:-2]
+            sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
+        gather = functools.partial(self._group.gather, dim=2)
+        how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
         if not policy.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
         if centres is not None and at is not None:
             centres = centres.of_layers(at)
         return Observation(queries, keys, *how, centres, to_device(part.positions, keys.device))
-
-    def _sinks_of(self, lanes: Sequence[int], layers: Tensor | None) -> Tensor | None:
-        """For queries of ``lanes``: E, L', Hlog. A group's mean query has its heads' mean sink."""
-        if self._sinks is None:
-            return None
-        return led(self._sinks, layers, 0).unflatten(1, (lanes[-1], -1)).mean(dim=2).expand(*lanes)
-
-    def _gather(self, x: Tensor) -> Tensor:
-        return self._group.gather(x, dim=2)
 
     def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
         """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
@@ -158,14 +156,6 @@ class Observer:
         slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
         found = log.read(led(slots, layers, 0), layers)
         return queries_by_window(found, len(windows.rows))
-
-    def _recompute(self, windows: Windows, heads: int) -> Tensor:
-        """Queries of the windows' own tokens, computed again: [E', L, heads, Q, D]."""
-        assert windows.token_ids is not None, "the trigger logs queries"
-        entries = windows.entries[:, 0] + windows.places
-        return self._recomputer.queries(
-            windows.rows, windows.token_ids, windows.query_positions, entries, heads
-        )
 
     def _query_heads(self, policy: Policy) -> int:
         """Query vectors per token of the window."""
@@ -177,7 +167,7 @@ class Observer:
     def _layer_bytes(self, windows: Windows, policy: Policy) -> int:
         """Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
         torch's operators hold them."""
-        layout, length, queries = self._cache.layout, windows.length, windows.num_queries
+        layout, length, queries = self._cache.layout, windows.length, len(windows.places)
         heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
         vector = 4 * layout.head_dim + _SLOT_BYTES
         matrices = 2 if self._cache.kv.device.type == "cpu" else 0

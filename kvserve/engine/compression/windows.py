@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.moves import MovePlan, lanes_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.events.entry_slots import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
@@ -62,10 +64,6 @@ class Windows:
         length = int(uneven_lengths(task)[0])
         at, positions = np.asarray(places, np.int64), task.plan.query_start
         return cls(length, at, task.rows, held - length, begin, positions, None)
-
-    @property
-    def num_queries(self) -> int:
-        return len(self.places)
 
     @property
     def query_positions(self) -> IntArray:
@@ -168,3 +166,58 @@ def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
     strides = np.repeat(plan.window_len, plan.windows)
     starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
     return starts
+
+
+def mean_of_dropped(
+    cache: KVCache, task: CompactionTask, plan: MovePlan, start: IntArray, block_tables: Tensor
+) -> Remainder:
+    """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
+    logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
+    layout, device = cache.layout, plan.src.device
+    counts = lanes_of(task.old_lens, layout) - start[:, None, None]
+    held, first = to_device(counts, device), to_device(start, device)[:, None, None, None]
+    length = int(counts.max())
+    # 1 for what is dropped, else 0. What does not exist is written behind the last place.
+    weights = (torch.arange(length + 1, device=device) < held[..., None]).float()
+    kept = torch.where(plan.exists, plan.src - first, length)
+    weights = weights.scatter_(-1, kept, 0.0)[..., :length]
+    # Nothing is there behind a lane's end.
+    place = torch.arange(length, device=device).minimum(held[..., None] - 1).clamp(min=0)
+    lanes = layout.num_layers, layout.num_kv_heads
+    slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
+    number = weights.sum(dim=-1, keepdim=True)
+    share = (weights / number.clamp(min=1))[..., None, :]
+    keys, values = (
+        (share @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
+        for read in (cache.entries.keys, cache.entries.values)
+    )
+    return Remainder(keys, values, number[..., 0].log())
+
+
+def not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:
+    """Which of ``length`` places are not among the first ``counts [...]`` of ``kept [..., N]``
+    (default: all of them): bool [..., length]."""
+    if counts is not None:
+        place = torch.arange(kept.shape[-1], device=kept.device)
+        kept = torch.where(place < counts[..., None], kept, length)
+    dropped = torch.ones(*kept.shape[:-1], length + 1, dtype=torch.bool, device=kept.device)
+    return dropped.scatter_(-1, kept, False)[..., :length]
+
+
+def joined(task: CompactionTask, left: Remainder) -> Remainder:
+    """What is left of each window, [E', L, Hkv, ...], as one for each event."""
+    windows = task.plan.windows
+    if (windows == 1).all():
+        return left
+    event = np.repeat(np.arange(len(windows)), windows)
+    at = to_device(event, left.bias.device), to_device(ragged_arange(windows), left.bias.device)
+    shape = len(windows), int(windows.max())
+    bias = left.bias.new_full((*shape, *left.bias.shape[1:]), -torch.inf)
+    bias[at] = left.bias
+    total = bias.logsumexp(dim=1)
+    share = torch.exp(bias - total[:, None]).nan_to_num(0.0)[at][..., None]
+    keys, values = left.numbers()
+    means = total.new_zeros(2, *total.shape, keys.shape[-1])
+    for mean, part in zip(means, (keys, values), strict=True):
+        mean.index_add_(0, at[0], share * part)
+    return Remainder(means[0], means[1], total)

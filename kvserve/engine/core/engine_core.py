@@ -12,13 +12,11 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.compression.event_runner import EventMemoryError
-from kvserve.engine.core.engine_stats import engine_stats
+from kvserve.engine.core.build import build_engine
+from kvserve.engine.core.engine_stats import EngineCounts
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
-from kvserve.engine.core.policy_offers import policy_offers
-from kvserve.engine.core.startup import build_engine
-from kvserve.engine.core.step_counts import StepCounts
 from kvserve.engine.core.suspects import Suspects
 from kvserve.engine.messages import (
     EngineInfo,
@@ -69,17 +67,18 @@ class EngineCore:
         self.runner = built.executor.runner
         self.grammars = GrammarCompiler(config, built.info)
         self._tracer = KVTracer(self.runner)
-        self._intake = Intake(config, built, self.grammars, self._tracer)
-        self._counts = StepCounts(self.scheduler.layout, self.runner.policies)
+        self._intake = Intake(built, self.grammars, self._tracer)
         self._sequences = OpenSequences(self.scheduler, self.executor, self._tracer, self.grammars)
+        sizes = self._sequences.block_bytes, self._sequences.remainder_bytes
+        self._counts = EngineCounts(self.scheduler, self.runner, *sizes)
         self._stats_due = 0.0
         layout = self.scheduler.layout
         self.info: EngineInfo = replace(
             built.info,
             token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size,
-            offers=policy_offers(config, built),
+            offers=self._intake.policies.offers(),
         )
-        self._overlaps = built.overlaps
+        self._overlaps = built.plan.overlaps
         self._in_flight: StepInFlight | None = None
         self._suspects = Suspects()
 
@@ -133,20 +132,21 @@ class EngineCore:
 
     def _launch(self) -> StepInFlight:
         """Schedule a step and give it to the device."""
-        output, compactions = None, list[tuple[int, Compaction]]()
+        output, compactions, traced = None, list[tuple[int, Compaction]](), list[TracedMove]()
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
-            self._sequences.note_admitted(seq.seq_id for seq in output.admitted.requests)
+            if output.admitted.requests:
+                self._sequences.note_admitted(seq.seq_id for seq in output.admitted.requests)
             compactions = self._counts.add(output)
-            self._tracer.begin_step(output)
+            if self._tracer.followed:
+                traced = self._tracer.begin_step(output)
             with self.executor.together():
                 launched = self.executor.launch(output)
         except Exception as error:
             launched = _as_out_of_memory(error)
             self._check_containable(launched)
-        moves = self._tracer.take_moves()
-        return StepInFlight(output, compactions, launched, moves)
+        return StepInFlight(output, compactions, launched, traced)
 
     def _check_containable(self, error: Exception) -> None:
         """Raise ``error`` again if it has to end the engine.
@@ -170,9 +170,9 @@ class EngineCore:
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
         self._counts.compaction_seconds += result.compaction_seconds
-        traced = self._tracer.read(step.traced)
-        confirmed = self.scheduler.confirm(output, result.token_ids)
+        traced = self._tracer.read(step.traced) if step.traced else []
         sampled, token_ids = list(output.sampled), result.token_ids
+        confirmed = None if output.drafts is None else self.scheduler.confirm(output, token_ids)
         if confirmed is not None and output.drafts is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
             self._counts.add_drafts(output.drafts, confirmed)
@@ -180,7 +180,7 @@ class EngineCore:
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
         outputs = self._tokens_of(sampled, result, gets)
-        if self._suspects:
+        if self._suspects.tried or self._suspects.aside:
             self._suspects.passed(self.scheduler)
         return replace(
             outputs,
@@ -310,9 +310,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and the state of every running request."""
         names = {seq.seq_id: self._sequences.request_id(seq) for seq in self.scheduler.running}
-        state = self.scheduler, self.runner.policies, self._counts
-        sizes = self._sequences.block_bytes, self._sequences.remainder_bytes
-        return engine_stats(*state, names, *sizes, self.runner.workspace_bytes)
+        return self._counts.stats(names)
 
     def _stats_when_due(self) -> EngineStats | None:
         now = time.monotonic()

@@ -2,108 +2,149 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from kvserve.engine.core.step_counts import StepCounts
-from kvserve.engine.policies.base import Policy
-from kvserve.outputs import EngineStats, RequestStats
+import numpy as np
+
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.outputs import (
+    ITERATION_TOKENS,
+    Compaction,
+    CompactionCounts,
+    EngineStats,
+    RequestStats,
+)
 from kvserve.scheduler.messages.continuation import MISSES
-from kvserve.scheduler.offload.conversations import Conversations
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
+from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 
 
-def engine_stats(
-    scheduler: Scheduler,
-    policies: Mapping[int, Policy],
-    counts: StepCounts,
-    request_ids: Mapping[int, str],
-    block_bytes: int,
-    remainder_bytes: int,
-    workspace_bytes: int,
-) -> EngineStats:
-    """Counters and the state of every running request; ``request_ids`` are by sequence id."""
-    requests = _requests(scheduler, policies, request_ids, block_bytes, remainder_bytes)
-    running = slice(scheduler.rows.num_rows)
-    by_kind = scheduler.blocks.held_by_kind(running)
-    of_groups: dict[str, Any] = dict(scheduler.blocks.counts(running))
-    capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
-    cached = scheduler.blocks.num_cached
-    return EngineStats(
-        num_running=len(requests),
-        num_waiting=len(scheduler.waiting),
-        blocks_total=capacity,
-        blocks_free=free,
-        blocks_cached=cached,
-        bytes_total=capacity * block_bytes,
-        bytes_held=(capacity - free - cached) * block_bytes,
-        window_bytes=by_kind["windows"] * block_bytes,
-        tokens_logical=sum(request.logical_tokens for request in requests),
-        tokens_held=sum(request.held_tokens for request in requests),
-        prompt_tokens_total=counts.prompt_tokens,
-        generation_tokens_total=counts.generation_tokens,
-        preemptions_total=scheduler.num_preemptions,
-        swaps_total=scheduler.num_swaps,
-        early_compactions_total=scheduler.events.early_compactions,
-        compactions_total=scheduler.events.compactions,
-        blocks_released_total=scheduler.events.blocks_released,
-        tokens_evicted_total=scheduler.events.tokens_evicted,
-        compaction_seconds_total=counts.compaction_seconds,
-        steps_total=scheduler.num_steps,
-        scoring_workspace_bytes=workspace_bytes,
-        compaction_counts=counts.compactions,
-        drafts_total=counts.drafts,
-        draft_tokens_total=counts.draft_tokens,
-        accepted_tokens_total=counts.accepted_tokens,
-        iterations=counts.iterations,
-        iteration_tokens_total=counts.num_tokens,
-        requests=requests,
-        **of_groups,
-        **_of_continuations(scheduler.conversations),
-    )
+class EngineCounts:
+    """Counts what steps do, in the form of ``EngineStats``."""
 
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, block_bytes: int, remainder_bytes: int
+    ) -> None:
+        """Sizes are those of all ranks together."""
+        self._scheduler, self._runner = scheduler, runner
+        self._block_bytes, self._remainder_bytes = block_bytes, remainder_bytes
+        self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
+        self.num_tokens = self.prompt_tokens = self.generation_tokens = 0
+        self.compaction_seconds = 0.0
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
+        self._events: Counter[tuple[str, str]] = Counter()
+        self._released: Counter[tuple[str, str]] = Counter()
 
-def _requests(
-    scheduler: Scheduler,
-    policies: Mapping[int, Policy],
-    request_ids: Mapping[int, str],
-    block_bytes: int,
-    remainder_bytes: int,
-) -> tuple[RequestStats, ...]:
-    """The state of every running request."""
-    rows, n = scheduler.rows, scheduler.rows.num_rows
-    blocks = scheduler.blocks.held(n).tolist()
-    entries = scheduler.blocks.kv_lens[:, :n].sum(axis=(0, 2))
-    held = (-(-entries // scheduler.layout.groups)).tolist()
-    lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
-    logical, compactions = rows.num_computed[:n].tolist(), rows.compactions[:n].tolist()
-    return tuple(
-        RequestStats(
-            request_id=request_ids[seq.seq_id],
-            policy=policies[seq.policy_id].name,
-            logical_tokens=logical[seq.row],
-            held_tokens=held[seq.row],
-            blocks=blocks[seq.row],
-            compactions=compactions[seq.row],
-            held_bytes=blocks[seq.row] * block_bytes
-            + rows.has_remainder(seq.row) * remainder_bytes,
-            remainder_entries=rows.has_remainder(seq.row) * lanes,
+    def add(self, output: SchedulerOutput) -> list[tuple[int, Compaction]]:
+        """Count a step; returns its compactions, each with its sequence."""
+        self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
+        self.num_tokens += output.num_tokens
+        tasks = *output.compactions, *output.pruned
+        return [event for task in tasks for event in self._add(task)]
+
+    def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
+        """Count what a step has verified."""
+        self.drafts += int(np.count_nonzero(drafts.lengths > 1))
+        self.draft_tokens += drafts.num_guessed
+        self.accepted_tokens += int(confirmed.counts.sum()) - len(confirmed.counts)
+
+    def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
+        reason, layout = "pressure" if task.early else "due", self._scheduler.layout
+        key = self._runner.policies[task.policy_id].name, reason
+        size, compacts = layout.block_size, task.compacts
+        if not compacts.any():
+            return []
+        self._events[key] += int(compacts.sum())
+        blocks = -(-task.old_lens // size) - -(-task.new_lens // size)
+        self._released[key] += int(blocks.sum())
+        held = -(-task.new_lens.sum(axis=(0, 2)) // layout.groups)
+        evicted = (task.old_lens - task.new_lens).sum(axis=(0, 2)) // layout.groups
+        now = time.time()
+        each = task.seq_ids[compacts], evicted[compacts], held[compacts]
+        return [
+            (seq_id, Compaction(reason, now, *counts))
+            for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True)
+        ]
+
+    def stats(self, request_ids: Mapping[int, str]) -> EngineStats:
+        """Counters and the state of every running request; ``request_ids`` are by sequence id."""
+        scheduler, events = self._scheduler, self._scheduler.events
+        requests = self._requests(request_ids)
+        running = slice(scheduler.rows.num_rows)
+        by_kind = scheduler.blocks.held_by_kind(running)
+        capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
+        cached = scheduler.blocks.num_cached
+        further: dict[str, Any] = dict(scheduler.blocks.counts(running))
+        if scheduler.conversations is not None:
+            store = scheduler.conversations.store
+            further |= {
+                "continuations": len(store),
+                "continuation_blocks": store.num_blocks,
+                "hosted_continuations": len(store.host),
+                "resumed_total": store.hits,
+                "resumed_from_host_total": store.hits_from_host,
+                "resumed_tokens_total": store.resumed_tokens,
+                "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
+            }
+        return EngineStats(
+            num_running=len(requests),
+            num_waiting=len(scheduler.waiting),
+            blocks_total=capacity,
+            blocks_free=free,
+            blocks_cached=cached,
+            bytes_total=capacity * self._block_bytes,
+            bytes_held=(capacity - free - cached) * self._block_bytes,
+            window_bytes=by_kind["windows"] * self._block_bytes,
+            tokens_logical=sum(request.logical_tokens for request in requests),
+            tokens_held=sum(request.held_tokens for request in requests),
+            prompt_tokens_total=self.prompt_tokens,
+            generation_tokens_total=self.generation_tokens,
+            preemptions_total=scheduler.num_preemptions,
+            swaps_total=scheduler.num_swaps,
+            early_compactions_total=events.early_compactions,
+            compactions_total=events.compactions,
+            blocks_released_total=events.blocks_released,
+            tokens_evicted_total=events.tokens_evicted,
+            compaction_seconds_total=self.compaction_seconds,
+            steps_total=scheduler.num_steps,
+            scoring_workspace_bytes=self._runner.workspace_bytes,
+            compaction_counts=tuple(
+                CompactionCounts(*key, count, self._released[key])
+                for key, count in self._events.items()
+            ),
+            drafts_total=self.drafts,
+            draft_tokens_total=self.draft_tokens,
+            accepted_tokens_total=self.accepted_tokens,
+            iterations=tuple(self._iterations),
+            iteration_tokens_total=self.num_tokens,
+            requests=requests,
+            **further,
         )
-        for seq in scheduler.running
-    )
 
-
-def _of_continuations(conversations: Conversations | None) -> dict[str, Any]:
-    """The fields of ``EngineStats`` about continuations; empty if these are off."""
-    if conversations is None:
-        return {}
-    store = conversations.store
-    return {
-        "continuations": len(store),
-        "continuation_blocks": store.num_blocks,
-        "hosted_continuations": len(store.host),
-        "resumed_total": store.hits,
-        "resumed_from_host_total": store.hits_from_host,
-        "resumed_tokens_total": store.resumed_tokens,
-        "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
-    }
+    def _requests(self, request_ids: Mapping[int, str]) -> tuple[RequestStats, ...]:
+        """The state of every running request."""
+        scheduler, rows = self._scheduler, self._scheduler.rows
+        blocks = scheduler.blocks.held(rows.num_rows)
+        entries = scheduler.blocks.kv_lens[:, : rows.num_rows].sum(axis=(0, 2))
+        held = -(-entries // scheduler.layout.groups)
+        lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
+        found = []
+        for seq in scheduler.running:
+            row, left = seq.row, scheduler.rows.has_remainder(seq.row)
+            stats = RequestStats(
+                request_id=request_ids[seq.seq_id],
+                policy=self._runner.policies[seq.policy_id].name,
+                logical_tokens=int(rows.num_computed[row]),
+                held_tokens=int(held[row]),
+                blocks=int(blocks[row]),
+                compactions=int(rows.compactions[row]),
+                held_bytes=int(blocks[row]) * self._block_bytes + left * self._remainder_bytes,
+                remainder_entries=left * lanes,
+            )
+            found.append(stats)
+        return tuple(found)

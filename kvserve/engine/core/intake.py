@@ -7,13 +7,12 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from kvserve.config import EngineConfig
-from kvserve.engine.core.continuing import continuation_refusal
+from kvserve.engine.core.build import BuiltEngine
 from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.core.request_policies import RequestPolicies
-from kvserve.engine.core.startup import BuiltEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.runner.plan import continuation_refusal
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
@@ -35,16 +34,15 @@ class Intake:
 
     def __init__(
         self,
-        config: EngineConfig,
         built: BuiltEngine,
         grammars: GrammarCompiler,
         tracer: KVTracer,
     ) -> None:
-        self._config = config
+        self._config = config = built.plan.config
         self._info = built.info
         self._scheduler = built.scheduler
-        self._spec = built.executor.runner.model.spec
-        self._policies = RequestPolicies(config, built)
+        self._spec = built.plan.spec
+        self.policies = RequestPolicies(built)
         self._grammars = grammars
         self._tracer = tracer
         self._rules_of: tuple[str, RowRules | None] = "", None
@@ -67,7 +65,7 @@ class Intake:
                 "priority needs a server started with --scheduling-policy priority",
                 param="priority",
             )
-        policy = self._policies.resolve(new.kv_policy)
+        policy = self.policies.resolve(new.kv_policy)
         prunes = prunes_prompt(policy.event_trigger, prompt)
         if prunes:
             self._check_whole(prompt, policy)
@@ -83,7 +81,7 @@ class Intake:
             num_prompt_tokens=prompt,
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
-            policy_id=self._policies.id_of(policy, others),
+            policy_id=self.policies.id_of(policy, others),
             trigger=policy.event_trigger,
             event_kind=event_kind(policy),
             leaves_remainder=policy.leaves != "off",

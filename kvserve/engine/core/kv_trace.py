@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.engine.compression.lane_positions import LanePositions
-from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.compression.moves import LanePositions, MovePlan
 from kvserve.engine.device.transfer import HostCopy
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
@@ -43,7 +42,8 @@ class KVTracer:
         self._runner = runner
         self._layout = runner.cache.layout
         self._lanes: dict[int, LanePositions] = {}
-        self._positions: dict[int, int] = {}
+        self.followed: dict[int, int] = {}
+        """Positions x layers x KV heads that a sequence may have, by its id."""
         self._moves: list[TracedMove] = []
 
     def check(self, tokens: int) -> None:
@@ -63,7 +63,7 @@ class KVTracer:
                 param="kv_trace",
                 code="kv_trace_not_allowed",
             )
-        if sum(self._positions.values()) + lanes * tokens > MOST_POSITIONS:
+        if sum(self.followed.values()) + lanes * tokens > MOST_POSITIONS:
             raise RequestError(
                 "as many requests with kv_trace run as this server follows; try again later",
                 param="kv_trace",
@@ -72,43 +72,38 @@ class KVTracer:
 
     def add(self, seq_id: int, tokens: int) -> None:
         """Follow a sequence of at most ``tokens``, for which ``check`` found room."""
-        self._positions[seq_id] = tokens * self._layout.num_layers * self._layout.num_kv_heads
+        self.followed[seq_id] = tokens * self._layout.num_layers * self._layout.num_kv_heads
         self._runner.compressor.on_moves = self._on_moves
 
     def drop(self, seq_id: int) -> None:
         """Stop following a sequence, which has ended."""
-        if self._positions.pop(seq_id, None) is not None:
+        if self.followed.pop(seq_id, None) is not None:
             self._lanes.pop(seq_id, None)
-            if not self._positions:
+            if not self.followed:
                 self._runner.compressor.on_moves = None
 
-    def begin_step(self, output: SchedulerOutput) -> None:
-        """Start a trace for each sequence that gets a row; one that is swapped in keeps its own."""
-        self._moves = []
-        if self._positions:
-            back = {task.row for task in output.swap_ins}
-            self._moves = [
-                TracedMove(new.seq_id)
-                for new in output.admitted.requests
-                if new.seq_id in self._positions and new.row not in back
-            ]
+    def begin_step(self, output: SchedulerOutput) -> list[TracedMove]:
+        """Start a trace for each sequence that gets a row; one that is swapped in keeps its own.
 
-    def take_moves(self) -> list[TracedMove]:
-        """The moves of the step that has just been launched; they are returned once."""
-        moves, self._moves = self._moves, []
-        return moves
+        Returns a list that the moves of the step are appended to as it is launched.
+        """
+        back = {task.row for task in output.swap_ins}
+        self._moves = [
+            TracedMove(new.seq_id)
+            for new in output.admitted.requests
+            if new.seq_id in self.followed and new.row not in back
+        ]
+        return self._moves
 
     def read(self, moves: list[TracedMove]) -> list[tuple[int, KVTraceEvent]]:
         """What the moves of a collected step dropped, as (sequence id, event)."""
-        found = [
-            (move.seq_id, self._event(move)) for move in moves if move.seq_id in self._positions
-        ]
+        found = [(move.seq_id, self._event(move)) for move in moves if move.seq_id in self.followed]
         return [(seq_id, event) for seq_id, event in found if event is not None]
 
     def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
         size = self._layout.block_size
         for e, seq_id in enumerate(task.seq_ids.tolist()):
-            if seq_id not in self._positions:
+            if seq_id not in self.followed:
                 continue
             released = -(-task.old_lens[:, e] // size) - -(-task.new_lens[:, e] // size)
             numbers = [plan.src[e], plan.counts[e], plan.copy_start[e : e + 1]]

@@ -2,81 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from kvserve.config import EngineConfig
-from kvserve.engine.core.resolve import policy_refusal
-from kvserve.engine.core.startup import NO_TURNS, BuiltEngine
+from kvserve.engine.core.build import BuiltEngine
+from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.parts.arguments import check_bounds
-from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.parts.arguments import check_bounds, field_names
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.policies.windowkv import WindowKV
+from kvserve.engine.runner.plan import NO_TURNS, policy_refusal
 from kvserve.log import RequestError
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.messages.sequence import Sequence
 
 REMEMBERED = 32
+_LEAST, _MOST = 64, 512
+"""Bounds of an offered window or budget, in tokens."""
 
 
 class RequestPolicies:
     """The server's policy, and the policies of requests that can run beside it."""
 
-    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+    def __init__(self, built: BuiltEngine) -> None:
+        config = built.plan.config
         self._allowed = config.compression.allow_request_policy
         self._stats = config.compression.policy_args.get("stats")
         self._has_turns = config.cache.continuations == "on"
-        self._built = built
+        self._built, self._plan = built, built.plan
         self._ids: dict[Policy, int] = {}
 
     def resolve(self, spec: Any) -> Policy:
         """A request's policy; ``RequestError`` says why it cannot run on this server."""
         if spec is None:
-            return self._built.policy
+            return self._plan.policy
         layout = self._built.scheduler.layout
-        limit = self._built.info.max_model_len
-        policy = read_policy(spec, limit)
+        policy = read_policy(spec, self._plan.max_len)
         try:
             policy = policy.for_model(layout.num_layers, layout.block_size)
             policy = self._with_servers_statistics(policy)
         except PolicyError as error:
             raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
-        if self._allowed == "none" and policy.name != "none" and not self._is_servers(policy):
-            raise RequestError(
-                "this server does not let requests choose a policy (--allow-request-policy none)",
-                param="kv_policy",
-            )
-        refusal = policy_refusal(policy, self._built.executor.runner.model.spec)
-        if refusal is not None:
-            raise RequestError(f"{refusal}; use none", param="kv_policy")
-        if not policy.granularity.fits(layout.granularity):
-            raise RequestError(
-                f"policy {policy.name} needs lengths that differ by {policy.granularity.value}; "
-                f"start the server with --kv-layout {policy.granularity.value} (it runs with "
-                f"{layout.granularity.value})",
-                param="kv_policy",
-            )
-        self._check_codes(policy)
-        if policy.expects_turns and not self._has_turns:
-            raise RequestError(NO_TURNS, param="kv_policy.protect_turns")
-        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
-            raise RequestError(
-                "attention on this server does not read what stands for dropped entries "
-                "(--attention-backend); use remainder off",
-                param="kv_policy.remainder",
-            )
-        self._check_log(policy)
-        self._check_scores(policy)
-        window = policy.event_trigger.num_queries
-        if window > limit:
-            raise RequestError(
-                f"window {window} exceeds the context of {limit} tokens", param="kv_policy.window"
-            )
+        if (refusal := self._refusal(policy)) is not None:
+            field, why = refusal
+            raise RequestError(why, param="kv_policy" + field)
         return policy
+
+    def _refusal(self, policy: Policy) -> tuple[str, str] | None:
+        """Which field keeps a policy from running on this server (empty: the policy), and why."""
+        plan, name, layout = self._plan, policy.name, self._built.scheduler.layout
+        if self._allowed == "none" and name != "none" and not self._is_servers(policy):
+            why = "this server does not let requests choose a policy (--allow-request-policy none)"
+            return "", why
+        if (reason := policy_refusal(policy, plan.spec)) is not None:
+            return "", f"{reason}; use none"
+        if not policy.granularity.fits(layout.granularity):
+            return "", (
+                f"policy {name} needs lengths that differ by {policy.granularity.value}; start the "
+                f"server with --kv-layout {policy.granularity.value} (it runs with "
+                f"{layout.granularity.value})"
+            )
+        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
+            return "", (
+                f"policy {name} holds entries as codes, for which the cache is laid out at start; "
+                f"start the server with --policy {name}, or use codebook false"
+            )
+        if policy.expects_turns and not self._has_turns:
+            return ".protect_turns", NO_TURNS
+        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
+            return ".remainder", (
+                "attention on this server does not read what stands for dropped entries "
+                "(--attention-backend); use remainder off"
+            )
+        log, laid_out = plan.log, "on this server (its query log was laid out for that at start)"
+        if policy.query_reduction and policy.logged_dtype not in ("auto", log.dtype):
+            return ".query_dtype", f"query_dtype is {log.dtype} {laid_out}"
+        if policy.query_reduction not in (None, log.reduction):
+            return ".query_reduce", f"query_reduce is {log.reduction} {laid_out}"
+        if policy.kept_scores > plan.most_kept_scores:  # they lie outside the pool
+            return ".budget", (
+                f"policy {name} would keep {policy.kept_scores} scores a head, and there is memory "
+                f"for {plan.most_kept_scores} of each of --max-num-seqs rows; ask for less, lower "
+                f"--max-num-seqs, or start the server with --policy {name}"
+            )
+        if (window := policy.event_trigger.num_queries) > plan.max_len:
+            return ".window", f"window {window} exceeds the context of {plan.max_len} tokens"
+        return None
+
+    def offers(self) -> list[PolicyOffer]:
+        """What a client may choose as ``kv_policy``: every policy with arguments that do something
+        here, the server's own with its arguments, or why it may not."""
+        found, plan = [], self._plan
+        for name in policy_names():
+            fields, own = field_names(policy_class(name)), plan.config.compression
+            args = dict(own.policy_args)
+            if name != own.policy:
+                args = offered_args(fields, plan.max_len)
+                if "query_reduce" in fields:
+                    args["query_reduce"] = plan.log.reduction
+                if "remainder" in fields and self._built.executor.runner.batch.remainders is None:
+                    args["remainder"] = "off"
+            try:
+                self.resolve({"name": name, **args})
+                found.append(PolicyOffer(name, args, None))
+            except RequestError as error:
+                found.append(PolicyOffer(name, args, str(error)))
+        return found
 
     def id_of(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
         """A policy's id. A new policy may take the id of an unused one, so memory stays bounded.
@@ -92,7 +127,7 @@ class RequestPolicies:
         """Statistics are read at start; a request may name no other file."""
         if not policy.uses_centres:
             return policy
-        if not self._built.has_statistics:
+        if self._plan.statistics is None:
             raise RequestError(
                 f"policy {policy.name} wants statistics of the model's queries; start the server "
                 f"with --policy {policy.name} (kvserve calibrate makes them)",
@@ -104,40 +139,9 @@ class RequestPolicies:
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return replace(policy, stats=None)
 
-    def _check_codes(self, policy: Policy) -> None:
-        """Code blocks are laid out at start."""
-        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
-            raise RequestError(
-                f"policy {policy.name} holds entries as codes, for which the cache is laid out at "
-                f"start; start the server with --policy {policy.name}, or use codebook false",
-                param="kv_policy",
-            )
-
-    def _check_scores(self, policy: Policy) -> None:
-        """Scores kept from event to event lie outside the pool, in memory of fixed size."""
-        most = self._built.most_kept_scores
-        if policy.kept_scores > most:
-            raise RequestError(
-                f"policy {policy.name} would keep {policy.kept_scores} scores a head, and there is "
-                f"memory for {most} of each of --max-num-seqs rows; ask for less, lower "
-                f"--max-num-seqs, or start the server with --policy {policy.name}",
-                param="kv_policy.budget",
-            )
-
-    def _check_log(self, policy: Policy) -> None:
-        """The form of the query log is fixed at start."""
-        laid_out = "on this server (its query log was laid out for that at start)"
-        dtype, reduction = self._built.query_dtype, self._built.query_reduce
-        if policy.query_reduction and policy.logged_dtype not in ("auto", dtype):
-            raise RequestError(f"query_dtype is {dtype} {laid_out}", param="kv_policy.query_dtype")
-        if policy.query_reduction not in (None, reduction):
-            raise RequestError(
-                f"query_reduce is {reduction} {laid_out}", param="kv_policy.query_reduce"
-            )
-
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""
-        default = self._built.policy
+        default = self._plan.policy
         if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
             policy = replace(policy, task=default.task)
         return policy == default
@@ -179,3 +183,21 @@ def read_policy(spec: Any, max_model_len: int) -> Policy:
             f"kv_policy: no policy can be made of it ({type(error).__name__})", param="kv_policy"
         ) from error
     return policy
+
+
+def offered_args(fields: Collection[str], max_model_len: int) -> dict[str, Any]:
+    """Arguments under which a policy with these fields acts within a thirty-second of the context.
+
+    A budget bounds what is generated, and leaves the prompt alone, where the policy can do that.
+    """
+    size = _LEAST
+    while size < min(_MOST, max_model_len // 32):
+        size *= 2
+    if "buffer" in fields:
+        return {"window": size, "buffer": size // 8}
+    args: dict[str, Any] = {"budget": size} if "budget" in fields else {}
+    if "trigger" in fields:
+        args["trigger"] = "threshold"
+    if "protect_prompt" in fields:
+        args["protect_prompt"] = True
+    return args

@@ -16,53 +16,53 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._tried: dict[int, int] = {}
+        self.tried: dict[int, int] = {}
         """Tokens that each suspect had when its step failed."""
-        self._aside: list[list[Sequence]] = []
+        self.aside: list[list[Sequence]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._tried or self._aside)
+        return bool(self.tried or self.aside)
 
     def narrow(self, running: list[Sequence], scheduler: Scheduler) -> tuple[set[int], set[int]]:
         """A step failed in which these ran: ids of who is to blame, and of who is set aside.
 
         They still hold their rows. If somebody is to blame, those set aside before are not.
         """
-        suspects = [seq for seq in running if seq.seq_id in self._tried] or running
+        suspects = [seq for seq in running if seq.seq_id in self.tried] or running
         if len(suspects) == 1:
-            self._tried.clear()
+            self.tried.clear()
             return {suspects[0].seq_id}, set()
         # What came last is suspected first, and waits: the others' streams go on.
         by_age = sorted(suspects, key=lambda seq: seq.arrival)
         older, newer = by_age[: len(by_age) // 2], by_age[len(by_age) // 2 :]
-        self._tried = {seq.seq_id: _num_tokens(seq, scheduler) for seq in older}
-        self._aside.append(newer)
+        self.tried = {seq.seq_id: _num_tokens(seq, scheduler) for seq in older}
+        self.aside.append(newer)
         return set(), {seq.seq_id for seq in newer}
 
     def passed(self, scheduler: Scheduler) -> None:
         """A step succeeded: put those back whose turn it is."""
         there = {seq.seq_id: seq for seq in (*scheduler.running, *scheduler.waiting)}
-        self._tried = {
+        self.tried = {
             seq_id: before
-            for seq_id, before in self._tried.items()
+            for seq_id, before in self.tried.items()
             if seq_id in there and _num_tokens(there[seq_id], scheduler) <= before
         }
-        if not self._tried and self._aside:
-            next_ones = self._aside.pop()
-            self._tried = {seq.seq_id: seq.num_tokens for seq in next_ones}
+        if not self.tried and self.aside:
+            next_ones = self.aside.pop()
+            self.tried = {seq.seq_id: seq.num_tokens for seq in next_ones}
             for seq in next_ones:
                 scheduler.add(seq)
 
     def clear(self, scheduler: Scheduler) -> None:
         """Somebody was to blame: put all others back."""
-        self._tried.clear()
-        for seq in (seq for group in self._aside for seq in group):
+        self.tried.clear()
+        for seq in (seq for group in self.aside for seq in group):
             scheduler.add(seq)
-        self._aside.clear()
+        self.aside.clear()
 
     def remove(self, seq: Sequence) -> bool:
         """Forget a sequence that ends; whether it was set aside, so that no scheduler has it."""
-        for group in self._aside:
+        for group in self.aside:
             if seq in group:
                 group.remove(seq)
                 return True

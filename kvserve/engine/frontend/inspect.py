@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvserve.engine.compression.lane_positions import LanePositions
-from kvserve.engine.compression.moves import MovePlan
+from kvserve.engine.compression.moves import LanePositions, MovePlan
 from kvserve.engine.frontend.llm import LLM
 from kvserve.log import RequestError
 from kvserve.outputs import KVCacheDetails

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.messages import Row
 from kvserve.engine.models.hub import read_json
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.log import ConfigError, RequestError, logger
@@ -21,6 +22,15 @@ class GenerationDefaults:
     sampling: dict[str, Any]
     left_out: dict[str, Any]
     eos_token_ids: list[int]
+
+    def row(self, source: str) -> Row:
+        """The start-up table's row; ``source`` is ``--generation-config``."""
+        if source == "none":
+            return "sampling defaults", "none", "--generation-config"
+        reason = "generation_config.json; --generation-config"
+        if self.left_out:
+            reason = f"generation_config.json, but {_listed(self.left_out)} is out of range"
+        return "sampling defaults", _listed(self.sampling) or "none", reason
 
 
 def read_generation_config(
@@ -58,3 +68,7 @@ def _is_taken(name: str, value: Any) -> bool:
     except (RequestError, TypeError):
         return False
     return True
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -8,13 +8,21 @@ import torch
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.messages import Row
 from kvserve.engine.models.borrowed import borrowed_spec, knows, load_borrowed
 from kvserve.engine.models.families import VARIANTS
 from kvserve.engine.models.hub import read_config
+from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, parse_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import ConfigError
+
+_LAYERS = {
+    False: ("native", "kvserve's own; --model-impl transformers runs transformers'"),
+    True: ("transformers", "its modules on kvserve's cache; slower than native ones"),
+}
+"""What runs them, by ``ModelSpec.borrowed``."""
 
 
 def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
@@ -49,3 +57,45 @@ def load(
     random = config.load_format == "dummy"
     overrides = config.hf_overrides
     return load_borrowed(directory, overrides, spec, dtype, device, random=random)
+
+
+def model_rows(
+    config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: str, holding: Holding
+) -> list[Row]:
+    """The start-up table's rows on the model; ``holding``: which weights are levels."""
+    name, forms = str(dtype)[6:], {hold.form for hold in holding.matrices.values()}
+    held = " and ".join(sorted({form.name for form in forms}))
+    state = f"{held}, else {name}" if held else name
+    quantized, weights = spec.quantization, (state, "--dtype")
+    source = spec.stored_as or (quantized and quantized.method)
+    if config.load_format == "dummy":
+        weights = f"random, {state}", "--load-format dummy"
+    elif source:
+        rounded = any(form.rounds for form in forms)
+        reasons = ["as stored"] if forms else []
+        if device == "cuda" and not all(form.e4m3 and form.rounds for form in forms):
+            reasons.append("steps of many tokens take longer than with numbers")
+        if rounded:
+            reasons.append("x is rounded to 8 bits too, at a scale per token")
+        for why, count in holding.widened.items():
+            reasons.append(f"{count} matrices are widened: {why}")
+        if not reasons:
+            reasons.append("widened when read: its accuracy, not its size")
+        if quantized is not None:
+            left_out = ["the quantisation of activations"] * (quantized.activations and not rounded)
+            left_out += ["the quantised KV cache"] * quantized.kv_cache
+            if left_out:
+                reasons.append(f"not applied: {' and '.join(left_out)}")
+        weights = f"{state}, from {source}", "; ".join(reasons)
+    return [
+        ("model", config.model, f"{spec.architecture}, {name} on {device}"),
+        ("layers", *_LAYERS[spec.borrowed]),
+        ("weights", *weights),
+    ]
+
+
+def linear_layers_row(spec: ModelSpec, dtype: torch.dtype, device: str) -> Row:
+    """Which matrix product the linear layers use."""
+    if spec.borrowed:
+        return "linear layers", "torch", "transformers' modules keep their own matrices"
+    return "linear layers", *select_product(dtype, device)

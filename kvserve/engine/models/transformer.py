@@ -283,7 +283,7 @@ class Transformer(nn.Module):
         """hidden: [S, hidden], as of ``forward`` -> float32 [S, vocab]."""
         logits = self.group.gather(linear(hidden, self.head), dim=1)
         logits = _scaled(logits[:, : self.spec.vocab_size].float(), 1 / self.spec.logits_divisor)
-        return capped(logits, self.spec.logits_cap)
+        return capped(logits, self.spec.logits_cap) if self.spec.logits_cap else logits
 
     def tabulate(self, max_len: int) -> None:
         """Make the cosines and sines of all positions, so that steps look them up."""

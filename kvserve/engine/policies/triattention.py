@@ -17,7 +17,7 @@ from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import FUTURES, Observation
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.rounds import Rounds
+from kvserve.scheduler.triggers.periodic import Rounds
 from kvserve.scheduler.triggers.trigger import Trigger
 
 _USUAL_BUDGET = 2048

@@ -24,6 +24,7 @@ from torch import Tensor
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.device.transfer import to_device
+from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray, ragged_arange
@@ -98,6 +99,12 @@ class DecodeGraphs:
             for size in reversed(sizes)
             for logs_queries in BOTH_KINDS
         }
+
+    def row(self, reason: str) -> Row:
+        """The start-up table's row; ``reason`` is that of ``capture_sizes``."""
+        chunks, most = len(self.chunk_sizes), f"decodes of up to {self._sizes[-1]}"
+        beside = f"; with guesses {chunks}" if chunks else ""
+        return "cuda graphs", f"{most}, {len(self._sizes)} sizes{beside}", reason
 
     def hold(self, num_decoding: int) -> bool:
         """Whether there is a graph for so many rows."""

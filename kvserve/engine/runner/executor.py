@@ -22,8 +22,8 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, RankStart, message_for_ranks
-from kvserve.engine.runner.rank_plan import Pool, RankPlan
+from kvserve.engine.runner.plan import EnginePlan
+from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool, RankStart, message_for_ranks
 from kvserve.folders import temporary_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput
@@ -34,55 +34,13 @@ _COMMAND = "from kvserve.engine.runner.rank import FORGET_SCORES, main; main()"
 
 
 class Executor:
-    """The first rank's runner, in this process, and the processes of the others."""
+    """The first rank's ``runner``, in this process, and ranks 1 to ``size - 1``, each a process of
+    its own. There may be none of these."""
 
-    def __init__(self, runner: ModelRunner, others: OtherRanks) -> None:
-        self.runner = runner
-        self._others = others
+    runner: ModelRunner
+    """Given when the ranks have started to ``build`` theirs."""
 
-    @property
-    def ranks(self) -> OtherRanks:
-        """The processes of the other ranks."""
-        return self._others
-
-    def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Start one step on every rank."""
-        self._others.send(output)
-        return self.runner.launch(output)
-
-    def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """As ``ModelRunner.set_policy``, on every rank."""
-        self._others.send((policy_id, policy))
-        self.runner.set_policy(policy_id, policy)
-
-    def forget_scores(self) -> None:
-        """Give back, on every rank that still runs, what policies kept from event to event."""
-        if self._others.alive:
-            self._others.send(FORGET_SCORES)
-        self.runner.batch.kept_scores.forget()
-
-    def check(self) -> None:
-        """``EngineDeadError`` if a rank has ended."""
-        self._others.check()
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """End all ranks if the step fails or is interrupted: no rank can go on alone."""
-        try:
-            yield
-        except BaseException as error:
-            self._others.give_up(error)
-            raise
-
-    def close(self) -> None:
-        """End the other ranks."""
-        self._others.close()
-
-
-class OtherRanks:
-    """Ranks 1 to ``size - 1``, each a process of its own. There may be none."""
-
-    def __init__(self, plan: RankPlan, size: int, attention: str) -> None:
+    def __init__(self, plan: EnginePlan, size: int, attention: str) -> None:
         self._size = size
         self._device = plan.device
         self._group = ALONE
@@ -98,6 +56,8 @@ class OtherRanks:
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
             self._start(RankStart(plan, rank, size, self._store, attention, threads, level))
+
+    # ---- start -------------------------------------------------------------------------------
 
     def join(self) -> RankGroup:
         """The group, once every rank has started."""
@@ -118,35 +78,55 @@ class OtherRanks:
         if self._pipes:
             threading.Thread(target=self._watch, name="kvserve-ranks", daemon=True).start()
 
-    def send(self, message: SchedulerOutput | tuple[int, Policy] | str) -> None:
-        """Send the same message to all ranks; ``EngineDeadError`` if one of them has ended."""
-        self.check()
-        if self._pipes:
-            self._tell(message_for_ranks(message))
+    # ---- steps -------------------------------------------------------------------------------
 
-    @property
-    def alive(self) -> bool:
-        return not self._dead
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Start one step on every rank."""
+        self._send(output)
+        return self.runner.launch(output)
+
+    def set_policy(self, policy_id: int, policy: Policy) -> None:
+        """As ``ModelRunner.set_policy``, on every rank."""
+        self._send((policy_id, policy))
+        self.runner.set_policy(policy_id, policy)
+
+    def forget_scores(self) -> None:
+        """Give back, on every rank that still runs, what policies kept from event to event."""
+        if not self._dead:
+            self._send(FORGET_SCORES)
+        self.runner.batch.kept_scores.forget()
 
     def check(self) -> None:
         """``EngineDeadError`` if a rank has ended; it says which one."""
         if self._dead:
             raise EngineDeadError(self._dead)
 
-    def give_up(self, error: BaseException) -> None:
-        """Kill all other ranks; ``EngineDeadError`` if one of them was the first to fail."""
-        if self._size == 1:
-            return
-        unexplained = isinstance(error, Exception) and not isinstance(error, EngineDeadError)
-        failed = unexplained and self._ended.wait(2 * _LAST_WORDS_S)
-        self._dead = self._dead or f"a step failed: {error!r}"
-        self._group.abort()
-        self._closing = True
-        for process in self._processes:
-            process.kill()  # it may be waiting for this rank, and would read no message
-        self.close()
-        if failed:
-            raise EngineDeadError(self._dead) from error
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Kill all other ranks if the step fails or is interrupted: no rank can go on alone.
+        ``EngineDeadError`` if one of them was the first to fail."""
+        try:
+            yield
+        except BaseException as error:
+            if self._size == 1:
+                raise
+            unexplained = isinstance(error, Exception) and not isinstance(error, EngineDeadError)
+            failed = unexplained and self._ended.wait(2 * _LAST_WORDS_S)
+            self._dead = self._dead or f"a step failed: {error!r}"
+            self._group.abort()
+            self._closing = True
+            for process in self._processes:
+                process.kill()  # it may be waiting for this rank, and would read no message
+            self.close()
+            if failed:
+                raise EngineDeadError(self._dead) from error
+            raise
+
+    def _send(self, message: SchedulerOutput | tuple[int, Policy] | str) -> None:
+        """Send the same message to all other ranks; ``EngineDeadError`` if one has ended."""
+        self.check()
+        if self._pipes:
+            self._tell(message_for_ranks(message))
 
     def close(self) -> None:
         """Ask the ranks to exit, and kill those still there after a few seconds."""

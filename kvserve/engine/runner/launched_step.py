@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,12 +70,10 @@ class LaunchedStep:
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the step. Later calls return the same output."""
-        if self._output is None:
-            assert self._copy is not None
-            self._output = self._read(iter(self._copy.wait()))
-        return self._output
-
-    def _read(self, arrays: Iterator[np.ndarray[Any, Any]]) -> ModelRunnerOutput:
+        if self._output is not None:
+            return self._output
+        assert self._copy is not None
+        arrays = iter(self._copy.wait())
         if self.agreed is not None and not next(arrays):
             raise EngineDeadError(
                 "the tensor-parallel ranks no longer hold the same entries, so their answers would "
@@ -98,7 +95,8 @@ class LaunchedStep:
                 grammar.accept(int(token_ids[place]))
         failed = [(place, each.failure) for place, each in self.grammars if each.failure]
         self.grammars = []  # those of sequences that have ended are freed before the next step
-        return ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
+        self._output = ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
+        return self._output
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from kvserve.config import EngineConfig
+from kvserve.config import CacheConfig, EngineConfig
+from kvserve.engine.messages import Row
 from kvserve.log import ConfigError
 
 _GIB = 1024**3
@@ -27,6 +28,17 @@ class Profile:
     step: int
     events: int
     left: int
+
+    @property
+    def row(self) -> Row:
+        """The start-up table's row: what a rank's memory holds besides the pool."""
+        weights, step, events = (
+            f"{size / 2**20:.0f} MiB" for size in (self.weights, self.step, self.events)
+        )
+        if not self.step:
+            return "memory", f"weights {weights}", "a step is measured only to size a GPU's pool"
+        state = f"weights {weights}, a step {step}, events and swaps {events}"
+        return "memory", state, "measured before the pool; --gpu-memory-utilization"
 
 
 def taken_by(run: Callable[[], None]) -> int:
@@ -50,17 +62,17 @@ def free_memory(device: str, utilization: float) -> int:
     return _available_memory()
 
 
-def check_pool(config: EngineConfig, block_bytes: int, free: int, sharing: int = 1) -> None:
+def check_pool(cache: CacheConfig, block_bytes: int, free: int, sharing: int = 1) -> None:
     """``ConfigError`` if the pool asked for does not fit ``free`` bytes, of ``sharing`` ranks.
 
     On a CPU it is checked before anything is loaded: the system would grant the addresses and kill
     the process once it used them. A GPU's memory is known when the weights are there.
     """
-    blocks, wanted, flag = config.cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
+    blocks, wanted, flag = cache.num_gpu_blocks_override, 0, "--num-gpu-blocks-override"
     if blocks is not None:
         wanted = (blocks + 1) * block_bytes
-    elif config.cache.kv_cache_memory is not None:
-        wanted, flag = config.cache.kv_cache_memory, "--kv-cache-memory"
+    elif cache.kv_cache_memory is not None:
+        wanted, flag = cache.kv_cache_memory, "--kv-cache-memory"
     if wanted * sharing > free:
         raise ConfigError(
             f"{flag}: a pool of {_gib(wanted * sharing)} GiB is more than the {_gib(free)} GiB of "
@@ -94,9 +106,9 @@ def count_blocks(
     return int(min(affordable, usable + 1))
 
 
-def count_host_blocks(config: EngineConfig, block_bytes: int, num_blocks: int) -> int:
+def count_host_blocks(cache: CacheConfig, block_bytes: int, num_blocks: int) -> int:
     """Blocks of the swap space, the null block aside; ``block_bytes`` are those of all ranks."""
-    space = config.cache.swap_space
+    space = cache.swap_space
     if space is None:
         return min(num_blocks - 1, 4 * _GIB // block_bytes)
     return int(space * _GIB) // block_bytes

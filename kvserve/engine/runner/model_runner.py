@@ -24,9 +24,8 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.launched_step import LaunchedStep, ScoredChunk
 from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.engine.sampling.grammar import allowed_bits
+from kvserve.engine.sampling.grammar import TokenMasks, allowed_bits
 from kvserve.engine.sampling.sampler import PromptScoring, SampledTokens, with_logprobs
-from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.log import SequenceError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
@@ -112,9 +111,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        self.batch.begin_turns(output.turns)
+        if len(output.turns.rows):
+            self.batch.begin_turns(output.turns)
         step = LaunchedStep(*self._events.run(output), self.group.agree())
-        self.cache.swap(output.swap_outs, output.swap_ins, output.copies)
+        if output.swap_outs or output.swap_ins or len(output.copies.sources):
+            self.cache.swap(output.swap_outs, output.swap_ins, output.copies)
         try:
             self.batch.apply(output)
         except (torch.OutOfMemoryError, MemoryError):
@@ -203,11 +204,14 @@ class ModelRunner:
 
     def _hidden(self, output: SchedulerOutput, wanted: IntArray | None) -> Tensor:
         """Hidden states of the batch's ``wanted`` tokens (``None``: all), then of each pruned
-        prompt's last one."""
-        hidden = []
-        played = self._played(output)
-        if played is not None:
-            hidden.append(played)
+        prompt's last one. Decoding steps are replayed, if they were captured or recorded."""
+        hidden, drafts, logs = list[Tensor](), output.drafts, output.logs_queries
+        steps = None if len(output.prefill.rows) else self.graphs
+        if steps is not None and drafts is None and steps.hold(output.num_decoding):
+            hidden.append(steps.decode(output.num_decoding, logs))
+        elif steps is not None and drafts is not None and steps.hold_chunks(drafts.lengths):
+            token_ids = to_device(drafts.token_ids, self.batch.device)
+            hidden.append(steps.chunks(drafts.lengths, token_ids, logs))
         elif output.num_decoding or len(output.prefill.rows):
             input_ids, batch = self.batch.build(output)
             planned, at = self.attention.plan(batch), None
@@ -215,22 +219,8 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            last = self._events.compute_pruned(task, logs_queries=output.logs_queries)
-            hidden.append(last)
+            hidden.append(self._events.compute_pruned(task, logs_queries=logs))
         return torch.cat(hidden)
-
-    def _played(self, output: SchedulerOutput) -> Tensor | None:
-        """Hidden states of a decoding step that was captured or recorded, if this one was."""
-        graphs, drafts, logs = self.graphs, output.drafts, output.logs_queries
-        if graphs is None or len(output.prefill.rows):
-            return None
-        if drafts is None:
-            held = graphs.hold(output.num_decoding)
-            return graphs.decode(output.num_decoding, logs) if held else None
-        if not graphs.hold_chunks(drafts.lengths):
-            return None
-        token_ids = to_device(drafts.token_ids, self.batch.device)
-        return graphs.chunks(drafts.lengths, token_ids, logs)
 
     def _score_prompts(
         self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]

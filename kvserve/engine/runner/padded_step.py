@@ -8,13 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import (
-    AttentionBackend,
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-)
+from kvserve.engine.attention.base import AttentionBackend, BatchAttention, ForwardBatch
 from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.decode_inputs import Chunks
@@ -29,7 +25,7 @@ class StepParts:
     """What steps compute with."""
 
     model: Transformer
-    cache: LayerCache
+    cache: KVCache
     rows: InputBatch
     attention: AttentionBackend
 

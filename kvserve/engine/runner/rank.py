@@ -1,4 +1,4 @@
-"""The process of every tensor-parallel rank but the first.
+"""What every rank builds of the plan; and the process of every rank but the first.
 
 The first rank sends a ``RankStart``, a ``Pool``, and from then on its scheduler's messages and new
 policies. A rank answers twice: when it has started, and with the memory it has left once its part
@@ -8,11 +8,13 @@ first rank is gone.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,20 +23,164 @@ from typing import Any
 
 import torch
 
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
+from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.cache.row_groups import Shapes, make_row_group
+from kvserve.engine.compression.observer import event_bytes
+from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.implementation import load
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
+from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
+from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.rank_plan import Pool, RankPlan
+from kvserve.engine.runner.padded_step import StepParts
+from kvserve.engine.runner.plan import EnginePlan
+from kvserve.engine.runner.recorded_steps import RecordedSteps
+from kvserve.engine.runner.warm_up import warm_up
+from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
+from kvserve.kernels.decode_inputs import decode_inputs
 from kvserve.log import ConfigError, configure_logging, logger
+from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.group_spec import make_groups
+from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Numbers of blocks (``num_blocks`` counts the null block), and the shapes of the tables of
+    each cache group."""
+
+    num_blocks: int
+    num_host_blocks: int
+    table_shapes: tuple[Shapes, ...]
+
+    @classmethod
+    def of(cls, num_blocks: int, num_host_blocks: int, groups: Iterable[CacheGroup]) -> Pool:
+        """With the tables of ``groups``."""
+        shapes = (tuple(table.blocks.shape for table in group.tables) for group in groups)
+        return cls(num_blocks, num_host_blocks, tuple(shapes))
+
+
+def build_runner(
+    plan: EnginePlan, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+) -> ModelRunner:
+    """The rank's cache and rows."""
+    if plan.device == "cpu":
+        keep_freed_memory()
+    model.tabulate(plan.max_len)
+    cache = KVCache(
+        plan.layout,
+        pool.num_blocks,
+        plan.log,
+        plan.dtype,
+        plan.device,
+        num_host_blocks=pool.num_host_blocks,
+        form=plan.form,
+        layers=plan.spec.layers,
+        store_kv=attention.store_kv,
+        store_rotated=attention.store_rotated,
+        store_queries=attention.store_queries,
+        int4=attention.int4,
+        quantized=attention.quantized,
+        moves=attention.moves,
+    )
+    config, spec = plan.config, plan.spec
+    rows = config.scheduler.max_num_seqs
+    remainders = None
+    if attention.backend.reads_remainders:
+        places = num_places(rows, continuations=config.cache.continuations == "on")
+        remainders = Remainders(plan.layout, rows, plan.device, places, spec.layers.full or None)
+    (kv_shape,), (log_shape,), *shapes = pool.table_shapes
+    groups = [
+        make_row_group(group_spec, shape, plan.device)
+        for group_spec, shape in zip(plan.groups, shapes, strict=True)
+    ]
+    for made in groups:
+        made.attach(cache, model, plan.max_len)
+    cache.writers += [made for made in groups if made.writes]
+    batch = InputBatch(
+        plan.layout,
+        rows,
+        kv_shape,
+        log_shape,
+        cache.query_log.block_tokens,
+        spec.vocab_size,
+        plan.device,
+        groups,
+        remainders,
+        select_decode_inputs() if plan.device == "cpu" else decode_inputs,
+    )
+    sizes, _ = capture_sizes(config, plan.device, attention, borrowed=spec.borrowed)
+    guesses = plan.speculation or NgramSettings(0, 1, 1)
+    parts = model, cache, batch, attention.backend
+    steps, longest = StepParts(*parts), 1 + guesses.num_tokens
+    graphs: DecodeGraphs | RecordedSteps | None = None
+    alone = config.parallel.tensor_parallel_size == 1 and not config.enforce_eager
+    if sizes:
+        graphs = DecodeGraphs(steps, sizes, longest, guesses.most_rows)
+    elif alone and attention.name == "cpu" and not spec.borrowed:
+        graphs = RecordedSteps(steps, longest)
+    return ModelRunner(
+        *parts,
+        group,
+        graphs,
+        overlaps=plan.overlaps,
+        statistics=None if plan.statistics is None else load_statistics(plan.statistics),
+        most_guesses=guesses.num_tokens,
+    )
+
+
+def ready_runner(
+    plan: EnginePlan, model: Transformer, attention: Choice, pool: Pool, group: RankGroup
+) -> ModelRunner:
+    """``build_runner``, warmed up if it is on a GPU."""
+    runner = build_runner(plan, model, attention, pool, group)
+    if plan.device == "cuda":
+        warm_up(runner, plan.policy, plan.max_len, plan.config.scheduler.max_num_batched_tokens)
+    return runner
+
+
+def measure(plan: EnginePlan, model: Transformer, attention: Choice, group: RankGroup) -> Profile:
+    """The memory left for the pool. On a GPU, the largest step is run to measure it, unless the
+    pool's size is given. All ranks call it together."""
+    cache, scheduler = plan.config.cache, plan.config.scheduler
+    weights = sum(part.numel() * part.itemsize for part in model.parameters())
+    if plan.device == "cuda":
+        torch.cuda.empty_cache()  # loading leaves about 1 GiB with torch
+    left = free_memory(plan.device, cache.gpu_memory_utilization)
+    given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
+    if plan.device != "cuda" or given:
+        return Profile(weights, 0, 0, left)
+    tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
+    step = taken_by(
+        lambda: build_runner(plan, model, attention, smallest_pool(plan), group).rehearse(tokens)
+    )
+    gc.collect()  # graphs and the closures around them refer to each other
+    torch.cuda.empty_cache()
+    events = event_bytes(plan.layout, plan.max_len) + SWAP_STAGING_BYTES + plan.kept_score_bytes
+    return Profile(weights, step, events, left - step - events)
+
+
+def smallest_pool(plan: EnginePlan) -> Pool:
+    """A pool of two blocks, with tables of their final size."""
+    rows, logged = plan.config.scheduler.max_num_seqs, plan.log_block_tokens
+    groups = make_groups(BlockPool(2), plan.layout, rows, plan.max_len, logged, plan.groups)
+    return Pool.of(2, 0, groups)
 
 
 @dataclass(frozen=True)
 class RankStart:
     """The first message to a rank."""
 
-    plan: RankPlan
+    plan: EnginePlan
     rank: int
     size: int
     store: Path
@@ -97,11 +243,10 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     attention = plan.attention(start.attention)
     connection.send(JOINING)
     group = RankGroup.join(start.rank, start.size, start.store, plan.device)
-    config = plan.config
-    model = load(plan.directory, config.model, plan.spec, plan.dtype, plan.device, group)
-    connection.send(plan.profile(model, attention, group).left)
-    pool: Pool = inbox.get()
-    return plan.ready_runner(model, attention, pool, group)
+    weights = plan.directory, plan.config.model, plan.spec, plan.dtype, plan.device
+    model = load(*weights, group)
+    connection.send(measure(plan, model, attention, group).left)
+    return ready_runner(plan, model, attention, inbox.get(), group)
 
 
 def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:

@@ -1,7 +1,7 @@
 """Decoding steps on a CPU as tapes: a step of each size is recorded once, then played.
 
 This is to a CPU what CUDA graphs are to a GPU. A tape has calls of compiled kernels alone, so a
-model is recorded only if torch computes nothing in its layers. ``tapes.py`` sees each of torch's
+model is recorded only if torch computes nothing in its layers. ``_Watch`` sees each of torch's
 operators while a step is recorded: views compute nothing, new tensors get memory that tapes share,
 and any other operator means that this model's steps are not recorded.
 """
@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve.engine.cache.step_buffers import hide_tokens
+from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
-from kvserve.engine.runner.tapes import Recorder
-from kvserve.kernels.cpu.calls import Tape
+from kvserve.kernels.cpu.calls import Call, Tape, recorded
 from kvserve.scheduler.arrays import IntArray
 
 _LARGEST = 128
@@ -43,16 +47,13 @@ class RecordedSteps:
     def __init__(
         self,
         parts: StepParts,
-        measured: Callable[[], bool] = bool,
-        *,
         longest: int = 1,
     ) -> None:
-        """Nothing is played while ``measured()``: somebody wants what each layer computes. Rows
-        may have chunks of up to ``longest`` tokens."""
+        """Rows may have chunks of up to ``longest`` tokens."""
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
-        self._parts, self._measured = parts, measured
+        self._parts = parts
         self._recorder = Recorder()
         self._tapes: dict[Shape, _Recorded] = {}
         self._most_rows = parts.rows.block_tables.shape[1]
@@ -63,17 +64,24 @@ class RecordedSteps:
             if self.refused is None:
                 self._record(shape, made=True)
 
+    def row(self, reason: str) -> Row:
+        """The start-up table's row; a reason to capture none says nothing of these."""
+        if self.refused is not None:
+            return "recorded steps", "off", f"torch computes {self.refused} in a layer"
+        how = "compiled kernels are called without Python between; --enforce-eager"
+        return "recorded steps", "decodes, each size once", how
+
     def hold(self, num_decoding: int) -> bool:
         """Whether a step of so many rows can be played."""
-        return self._plays and 0 < num_decoding <= _LARGEST
+        return 0 < num_decoding <= _LARGEST and self._plays()
 
     def hold_chunks(self, lengths: IntArray) -> bool:
         """Whether a step with chunks of these ``lengths [n]`` can."""
-        return self._plays and int(lengths.sum()) <= _LARGEST
+        return int(lengths.sum()) <= _LARGEST and self._plays()
 
-    @property
     def _plays(self) -> bool:
-        return self.refused is None and not self._measured()
+        """Nothing is played while somebody wants what each layer computes."""
+        return self.refused is None and self._parts.cache.on_queries is None
 
     def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
         """One token of each of the first rows: hidden states [num_decoding, hidden].
@@ -168,3 +176,107 @@ class _Recorded:
             self.step.update()
         self.tape.play()
         return self.hidden
+
+
+_ALIGNED = 64
+_CHUNK = 2**20
+_ALLOCATES = ("empty", "empty_like", "new_empty")
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """``answer`` is where a tape of the ``calls`` leaves what it computes. ``refused`` is the first
+    of torch's operators that computed something: a tape would lack it."""
+
+    calls: list[Call]
+    answer: Tensor
+    refused: str | None
+
+
+class Recorder:
+    """Tapes of one recorder write to the same memory, so they are never played at once."""
+
+    def __init__(self) -> None:
+        self._memory = _Memory()
+
+    @torch.inference_mode()
+    def record(self, compute: Callable[[], Tensor], *, made: bool = True) -> Recording:
+        """Compute, and note the calls of compiled kernels; unless they are ``made``, the answer is
+        what a tape leaves there."""
+        with recorded(made=made) as calls, _Watch(self._memory) as watch:
+            answer = compute()
+        return Recording(calls, answer, watch.refused)
+
+
+class _Watch(TorchDispatchMode):
+    """``refused`` is the first operator that computed something."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self.refused: str | None = None
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _ALLOCATES and answer.is_contiguous():
+            return self._memory.tensor(answer.shape, answer.dtype)
+        if func._schema.is_mutable or not _views(answer, args):
+            self.refused = self.refused or str(func)
+        return answer
+
+
+def _views(answer: Any, args: tuple[Any, ...]) -> bool:
+    """Whether all tensors of ``answer`` lie in memory of ``args``."""
+    # Reordered weights have no address that may be asked for.
+    given = {_address(x) for x in args if isinstance(x, Tensor) and x.layout is torch.strided}
+    answers = [answer] if isinstance(answer, Tensor) else answer
+    if not isinstance(answers, list | tuple):
+        return False  # a number, which may differ in the next step
+    return all(isinstance(x, Tensor) and _address(x) in given for x in answers)
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+class _Memory:
+    """What steps write to. A tensor's memory goes to the next one when it dies, as in any
+    allocator; but never to anybody else, since tapes go on writing there."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray[Any, Any]] = []
+        self._free: list[tuple[int, int, int]] = []
+        """Chunk, first byte, end."""
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A dense one; it is not initialised."""
+        wanted = prod(shape) * dtype.itemsize
+        size = max(1, -(-wanted // _ALIGNED)) * _ALIGNED
+        place = next((i for i, (_, at, end) in enumerate(self._free) if end - at >= size), None)
+        if place is None:
+            place = len(self._free)
+            self._add_chunk(size)
+        chunk, start, end = self._free.pop(place)
+        if start + size < end:
+            self._free.insert(place, (chunk, start + size, end))
+        part = self._chunks[chunk][start : start + size]
+        finalize(part, self._give_back, chunk, start, start + size).atexit = False
+        return torch.from_numpy(part)[:wanted].view(dtype).view(shape)
+
+    def _add_chunk(self, size: int) -> None:
+        size = max(size, _CHUNK)
+        memory = np.empty(size + _ALIGNED, np.uint8)
+        first = -memory.ctypes.data % _ALIGNED
+        self._free.append((len(self._chunks), first, first + size))
+        self._chunks.append(memory)
+
+    def _give_back(self, chunk: int, start: int, end: int) -> None:
+        merged: list[tuple[int, int, int]] = []
+        for each in sorted([*self._free, (chunk, start, end)]):
+            if merged and merged[-1][0] == each[0] and merged[-1][2] == each[1]:
+                merged[-1] = (each[0], merged[-1][1], each[2])
+            else:
+                merged.append(each)
+        self._free = merged

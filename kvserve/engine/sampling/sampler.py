@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
-from kvserve.engine.sampling.grammar import SequenceGrammar
+from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
 from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
-from kvserve.engine.sampling.token_masks import TokenMasks
 from kvserve.kernels import elementwise
 from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.scheduler.arrays import IntArray
@@ -170,26 +169,7 @@ class SamplingRows:
         ``allowed`` is what the grammars of some of the S rows allow. ``argmax``: that of
         ``kvserve.kernels.elementwise``, or another that does the same.
         """
-        host = self._host[at]
-        tokens = self.choose(logits, at, positions, allowed, argmax)
-        if host[:, 5].any():
-            tokens = self._end_reasoning(tokens, to_device(at, logits.device), positions)
-        if host[:, 4].any():
-            self._rules.observe(tokens, at)
-        wanted = int(host[:, 3].max(initial=-1))
-        return with_logprobs(logits, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
-
-    def choose(
-        self,
-        logits: Tensor,
-        at: IntArray,
-        positions: Tensor,
-        allowed: TokenMasks | None = None,
-        argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
-    ) -> Tensor:
-        """A token [S] for each of the rows ``at``, chosen as in ``sample``; it leaves no trace."""
-        host = self._host[at]
-        rows = to_device(at, logits.device)
+        host, rows, raw = self._host[at], to_device(at, logits.device), logits
         if host[:, 4].any():
             logits = self._rules.apply(logits, at)
         if host[:, 2].any():
@@ -197,8 +177,15 @@ class SamplingRows:
         if allowed is not None:
             logits = allowed.apply(logits)
         if host[:, 0].any():
-            return self.draw(logits, rows, positions, bool(host[:, 1].any()))
-        return argmax(logits)
+            tokens = self.draw(logits, rows, positions, bool(host[:, 1].any()))
+        else:
+            tokens = argmax(logits)
+        if host[:, 5].any():
+            tokens = self._end_reasoning(tokens, rows, positions)
+        if host[:, 4].any():
+            self._rules.observe(tokens, at)
+        wanted = int(host[:, 3].max(initial=-1))
+        return with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
 
     def wants_logprobs(self, at: IntArray) -> IntArray:
         """How many alternatives each of the rows asked for, -1 for none."""

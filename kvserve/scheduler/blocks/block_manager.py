@@ -86,10 +86,6 @@ class BlockManager:
         """Count ``new`` stored entries per row."""
         self.kv_lens[:, rows] += new[:, None]
 
-    def advance_first(self, num_rows: int) -> None:
-        """Count one more entry in each of the first rows, which decode."""
-        self.kv_lens[:, :num_rows] += 1
-
     def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
         """Make entries ``[start [n], end [LG, n, R])`` writable; shared blocks are replaced.
 
@@ -190,11 +186,6 @@ class BlockManager:
     def resumes_from(self, row: int) -> int:
         """The least tokens with which another row can resume what this one holds."""
         return max(group.resumes_from(row) for group in self.groups)
-
-    def longest(self, num_rows: int) -> IntArray:
-        """Entries of each of the first rows, in the longest of its groups."""
-        longest: IntArray = self.kv_lens[:, :num_rows].max(axis=0).max(axis=1)
-        return longest
 
     # ---- rows --------------------------------------------------------------------------------
 

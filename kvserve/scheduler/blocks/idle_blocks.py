@@ -2,51 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-
-
-class SavedRow(Protocol):
-    """A row that outlives its sequence: when it was ``used``, on the pool's clock."""
-
-    used: int
-
-
-class SavedRows(Protocol):
-    """Rows of ended sequences over one pool, each to be resumed (``offload/continuations.py``)."""
-
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that only they name, or only they and the prefix cache."""
-        ...
-
-    @property
-    def oldest(self) -> SavedRow | None:
-        """The next to be evicted."""
-        ...
-
-    def evict_oldest(self, *, may_park: bool) -> None:
-        """Free the blocks of ``oldest``; it may go to host memory."""
-        ...
-
-    def forget(self, blocks: IntArray) -> None:
-        """Drop those that name any of ``blocks``."""
-        ...
-
-    def clear(self) -> None:
-        """Drop all."""
-        ...
-
-    def held(self) -> IntArray:
-        """Every block that they name, once per reference."""
-        ...
-
-    def check_integrity(self) -> None:
-        """Assert that what is counted of them is true."""
-        ...
 
 
 class IdleBlocks:
@@ -54,7 +13,7 @@ class IdleBlocks:
     first when blocks run out."""
 
     def __init__(
-        self, pool: BlockPool, prefixes: PrefixCache | None, continuations: SavedRows | None
+        self, pool: BlockPool, prefixes: PrefixCache | None, continuations: Continuations | None
     ) -> None:
         self.prefixes = prefixes
         self.continuations = continuations
@@ -93,7 +52,7 @@ class IdleBlocks:
         if self.prefixes is not None:
             self.prefixes.clear()
 
-    def _evict_by_use(self, continuations: SavedRows, count: int, may_park: bool) -> None:
+    def _evict_by_use(self, continuations: Continuations, count: int, may_park: bool) -> None:
         """Evict continuations, and columns used before them, until ``count`` blocks are free or
         only newer columns are left. Evict nothing if eviction cannot free enough."""
         if count > self._pool.num_free + self.num_blocks:

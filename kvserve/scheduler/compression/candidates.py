@@ -1,4 +1,4 @@
-"""Events that are due, before they are scheduled: what each would do."""
+"""Events before they are scheduled: what each that is due would do, and which are being scored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.messages.event import EventKind, Scores
 from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, CompactionTask, ObservationTask
 from kvserve.scheduler.triggers.trigger import EvictionSpec, Trigger
 
@@ -79,3 +79,59 @@ class ScheduledEvents:
     observations: tuple[ObservationTask, ...] = ()
     turns: BegunTurns = NO_TURNS
     """Turns that begin before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEvent:
+    """An event being scored; once its step has come back, it is number ``place`` in ``scores``.
+
+    ``query_start``, the position of its first query, identifies it: a sequence that is preempted in
+    the step that scores its event may be due for another event when the scores arrive.
+    """
+
+    query_start: int
+    scores: Scores | None = None
+    place: int = 0
+
+
+class OpenEvents(dict[int, OpenEvent]):
+    """Open events by sequence."""
+
+    @property
+    def scoring(self) -> bool:
+        """Whether any event waits for its scores."""
+        return any(event.scores is None for event in self.values())
+
+    def is_scoring(self, seq_id: int) -> bool:
+        """Whether a sequence's event waits for its scores."""
+        return seq_id in self and self[seq_id].scores is None
+
+    def scored(self, seq_id: int, query_start: int) -> OpenEvent | None:
+        """A sequence's event with its scores, if those scores are of this event."""
+        event = self.get(seq_id)
+        if event is None or event.scores is None or event.query_start != query_start:
+            return None
+        return event
+
+    def start_scoring(self, task: ObservationTask) -> None:
+        """The step that is being scheduled scores them."""
+        for seq_id, query_start in _events(task):
+            assert seq_id not in self
+            self[seq_id] = OpenEvent(query_start)
+
+    def take_scores(self, task: ObservationTask, scores: Scores) -> None:
+        """A step has come back with its answer."""
+        for place, (seq_id, query_start) in enumerate(_events(task)):
+            assert self.is_scoring(seq_id)
+            self[seq_id] = OpenEvent(query_start, scores, place)
+
+    def close_scored(self) -> None:
+        """The scored events are scheduled in this step; those that are not are due again."""
+        for seq_id, event in list(self.items()):
+            if event.scores is not None:
+                del self[seq_id]
+
+
+def _events(task: ObservationTask) -> Iterator[tuple[int, int]]:
+    """Ids of sequences, and the positions of their events' first queries."""
+    return zip(task.seq_ids.tolist(), task.plan.query_start.tolist(), strict=True)

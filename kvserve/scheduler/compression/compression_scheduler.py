@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.candidates import EventCandidates, ScheduledEvents, some_of
-from kvserve.scheduler.compression.engine_wide import EngineWideDates
+from kvserve.scheduler.compression.candidates import (
+    EventCandidates,
+    OpenEvent,
+    OpenEvents,
+    ScheduledEvents,
+    some_of,
+)
 from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
-from kvserve.scheduler.compression.open_events import OpenEvent, OpenEvents
-from kvserve.scheduler.messages.event import EventKind, Scores
+from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.output import (
     NO_TURNS,
     BegunTurns,
     CompactionTask,
     ObservationTask,
-    SchedulerOutput,
 )
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.trigger import Trigger
 
 
@@ -70,6 +73,11 @@ class CompressionScheduler:
         """Schedule events that are due."""
         self._engine_wide.make_due()
         waiting = self._waiting()
+        if not len(waiting):  # most steps
+            self._blocked = None
+            if self.open:
+                self.open.close_scored()
+            return ScheduledEvents()
         turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS
         if len(turns.rows):
@@ -153,11 +161,6 @@ class CompressionScheduler:
 
     # ---- scoring -----------------------------------------------------------------------------
 
-    def take_back(self, output: SchedulerOutput, scores: Iterable[Scores]) -> None:
-        """Take in a finished step, with ``scores`` of each of ``output.observations``."""
-        for task, answered in zip(output.observations, scores, strict=True):
-            self.open.take_scores(task, answered)
-
     def _observation(self, events: EventCandidates) -> ObservationTask:
         """What the runner has to know about events to score them."""
         owners = np.array([self.rows.owner(row).seq_id for row in events.at])
@@ -185,11 +188,18 @@ class CompressionScheduler:
             fits[order[1:]] = queries[order].cumsum()[1:] <= max_observed
         for events in some_of(candidates, fits):
             best = events.part(self._order([events]))
-            if best.known:
-                compactions += self._find_blocks(best)
-            else:
+            if not best.known:
                 observations.append(self._observation(best))
                 self.open.start_scoring(observations[-1])
+                continue
+            taken = self._handlers[best.kind].take_blocks(best)  # of as many, in order, as find any
+            row, first = best.at[0], self._rank(best.at[0])
+            if taken is not None:
+                if self._blocked is not None and first <= self._blocked:
+                    self._blocked = None
+                compactions.append(self._scheduled(best, taken))
+            elif self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
+                self._blocked = min(first, self._blocked or first)
         if not (compactions or observations or fits.all()):
             # The first events find no blocks; the others must not wait for them.
             return self._schedule(list(some_of(candidates, ~fits)), max_observed)
@@ -204,19 +214,6 @@ class CompressionScheduler:
     def _rank(self, row: int) -> tuple[int, int]:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
-
-    def _find_blocks(self, events: EventCandidates) -> list[CompactionTask]:
-        """Schedule as many events, in order, as find their blocks."""
-        taken = self._handlers[events.kind].take_blocks(events)
-        row = events.at[0]
-        first = self._rank(row)
-        if taken is None:
-            if self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
-                self._blocked = min(first, self._blocked or first)
-            return []
-        if self._blocked is not None and first <= self._blocked:
-            self._blocked = None
-        return [self._scheduled(events, taken)]
 
     def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
         """Make a task of events that have their blocks, and update their rows' counters."""
@@ -284,3 +281,36 @@ class CompressionScheduler:
             known = trigger.next_turn(rows.state(at), np.array([turn.end], np.int32))
             rows.num_prompt[at], rows.first_uncompressed_pos[at] = known
             rows.turn[row] += 1
+
+
+class EngineWideDates:
+    """Steps since the last event, for each policy with an ``EngineWide`` trigger."""
+
+    def __init__(self, rows: RowTable) -> None:
+        self._rows = rows
+        self._triggers: dict[int, EngineWide] = {}
+        self._steps_since: dict[int, int] = {}
+
+    def register(self, policy_id: int, trigger: Trigger) -> None:
+        """Register the trigger of a policy; a new trigger starts to count steps."""
+        if self._triggers.get(policy_id) == trigger:
+            return
+        self._triggers.pop(policy_id, None)
+        if isinstance(trigger, EngineWide):
+            self._triggers[policy_id], self._steps_since[policy_id] = trigger, 0
+
+    def make_due(self) -> None:
+        """Count this step; if a policy's period is over, make its oldest eligible rows due."""
+        rows = self._rows
+        for policy_id, trigger in self._triggers.items():
+            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
+            if not len(at):
+                continue
+            self._steps_since[policy_id] += 1
+            if self._steps_since[policy_id] % trigger.period:
+                continue
+            at = at[trigger.eligible(rows.state(at))]
+            at = at[rows.arrival[at].argsort()][: trigger.most]
+            rows.next_event[at] = rows.num_computed[at]
+            if len(at):
+                self._steps_since[policy_id] = 0

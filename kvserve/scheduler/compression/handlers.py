@@ -1,6 +1,6 @@
 """What differs between the kinds of events: what they leave, and the blocks they take and give.
 
-Their counterparts on the device are in ``engine/compression/handlers.py``.
+What they do on the device is in ``engine/compression/event_runner.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.compression.candidates import Choices, EventCandidates
-from kvserve.scheduler.compression.open_events import OpenEvent
+from kvserve.scheduler.compression.candidates import Choices, EventCandidates, OpenEvent
 from kvserve.scheduler.messages.event import CodeCounts, EventKind, KeptColumns, KeptCounts
 from kvserve.scheduler.messages.output import CodeBlocks
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger

@@ -9,8 +9,8 @@ from kvserve.scheduler.arrays import IntArray
 
 
 class EventKind(enum.Enum):
-    """What decides how much an event keeps, and in which form; each has a handler in
-    ``scheduler/compression/handlers.py`` and one in ``engine/compression/handlers.py``.
+    """What decides how much an event keeps, and in which form: ``compression/handlers.py`` says
+    what each does to lengths and blocks, the engine's ``event_runner.py`` what to entries.
 
     ``EVEN``: its trigger alone, equally many in all lanes. ``UNEVEN``: its scores, by layer or by
     head. ``BLOCKS``: as uneven, but whole blocks stay where they are. ``CODED``: as uneven, and

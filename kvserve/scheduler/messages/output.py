@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -112,19 +112,14 @@ class CompactionTask(ObservationTask):
         codes: CodeBlocks | None = None,
     ) -> CompactionTask:
         """Carry out ``events``."""
+        known = {item.name: getattr(events, item.name) for item in fields(events)}
         return cls(
-            events.policy_id,
-            events.rows,
-            events.seq_ids,
-            events.plan,
-            events.old_lens,
-            events.token_ids,
-            new_lens,
-            copy_start,
-            dst_blocks,
-            log_from,
-            codes,
-            kind=events.kind,
+            **known,
+            new_lens=new_lens,
+            copy_start=copy_start,
+            dst_blocks=dst_blocks,
+            log_from=log_from,
+            codes=codes,
         )
 
     def part(self, at: IntArray) -> CompactionTask:
@@ -206,14 +201,8 @@ class NewRequest:
 
     @classmethod
     def of(cls, seq: Sequence) -> NewRequest:
-        return cls(
-            seq.seq_id,
-            seq.row,
-            seq.num_prompt_tokens,
-            seq.token_ids,
-            seq.stop_token_ids,
-            seq.sampling,
-        )
+        """Those of its fields."""
+        return cls(*(getattr(seq, name) for name in cls.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +221,9 @@ class NewRows:
     log_from: IntArray
     log_span: IntArray
     last_token: IntArray
+
+
+NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(6)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import SwapTask
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.continuations import Continuations
-from kvserve.scheduler.offload.hosted_rows import HostedRows
 from kvserve.scheduler.rows.row_table import RowTable
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.parts import Parts
+from kvserve.scheduler.step.settings import Parts
 from kvserve.scheduler.triggers.trigger import NO_EVENT
 
 

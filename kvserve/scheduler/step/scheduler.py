@@ -14,7 +14,14 @@ from itertools import compress
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.blocks.group_spec import make_groups
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
+from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
+from kvserve.scheduler.blocks.prefix_cache import PrefixCache
+from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
 from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
@@ -28,13 +35,10 @@ from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
-from kvserve.scheduler.step.admission import Admission
-from kvserve.scheduler.step.building import make_cache, make_host_memory
-from kvserve.scheduler.step.chunks import CaughtUp, PrefillChunks
+from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks, first_event
 from kvserve.scheduler.step.departures import Departures
-from kvserve.scheduler.step.parts import Parts
-from kvserve.scheduler.step.settings import SchedulerSettings
-from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.step.settings import Parts, SchedulerSettings
+from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 
 class Scheduler:
@@ -51,9 +55,19 @@ class Scheduler:
     def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
         self.layout = layout
         self.pool = BlockPool(settings.num_blocks)
-        hosted = make_host_memory(settings)
-        self.blocks, store = make_cache(layout, self.pool, settings, hosted)
-        rows = self.rows = RowTable(settings.max_num_seqs, settings.max_model_len, self.blocks)
+        most_rows, longest = settings.max_num_seqs, settings.max_model_len
+        places = num_places(most_rows, continuations=settings.continuations)
+        remainders = RemainderPlaces(most_rows, places)
+        hosted = HostedRows(BlockPool(settings.num_host_blocks + 1), remainders)
+        store = None
+        if settings.continuations:
+            store = Continuations(self.pool, hosted, settings.max_continuation_blocks)
+        prefix_cache = PrefixCache(self.pool) if settings.prefix_caching else None
+        logged, further = settings.log_block_tokens, settings.further_groups
+        groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
+        idle = IdleBlocks(self.pool, prefix_cache, store)
+        self.blocks = BlockManager(layout, self.pool, most_rows, groups, idle, remainders)
+        rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed)
         self.swap = SwapSpace(hosted, rows, self.blocks, store)
@@ -78,7 +92,9 @@ class Scheduler:
 
     def blocks_at_least(self, num_prompt: int, max_len: int, trigger: Trigger) -> int:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
-        return self._admission.blocks_at_least(num_prompt, max_len, trigger)
+        due, log_from = first_event(num_prompt, trigger)
+        tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
+        return self.blocks.blocks_alone(tokens, log_from)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""
@@ -121,11 +137,18 @@ class Scheduler:
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
-        scoring, unknown = self.events.open.scoring, rows.num_unknown[: rows.num_rows].any()
+        unknown = rows.num_unknown[: rows.num_rows].any()
+        scoring = bool(self.events.open) and self.events.open.scoring
         events = self._compress()
         decoding = self._make_room()
+        # Each decoding row gets the blocks of one more token, and counts that token. What it
+        # guesses gets blocks too, and is not counted before it is confirmed.
         drafts = None if self.speculation is None else self.speculation.propose()
-        self._decode(decoding, drafts)
+        in_front = slice(len(decoding))
+        new = np.ones_like(decoding) if drafts is None else drafts.lengths
+        self.blocks.grow(in_front, new, rows.num_computed[in_front])
+        self.blocks.kv_lens[:, in_front] += 1
+        rows.num_computed[in_front] += 1
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         moves = bool(events.observations or scoring) and not blocked_on_blocks
@@ -151,23 +174,13 @@ class Scheduler:
         self.departures.drop_finished()
         self.rows.demote_waiting()
         self.rows.promote_ready()
-        first, lacking = self.waiting.first, self._admission.take_lacking()
+        first, lacking = self.waiting.first, self._admission.lacks_blocks
+        self._admission.lacks_blocks = None
         if first is not None and (first is lacking or self.rows.num_rows == self.rows.max_rows):
             self.departures.make_way(first)
         while self._missing(np.arange(self.rows.num_decoding, dtype=np.int32)):
             self.departures.preempt()
         return np.arange(self.rows.num_decoding, dtype=np.int32)
-
-    def _decode(self, decoding: IntArray, drafts: Drafts | None) -> None:
-        """Allocate the blocks of one more token for each decoding row, and count that token.
-
-        What it guesses gets blocks too, and is not counted before it is confirmed.
-        """
-        rows, in_front = self.rows, slice(len(decoding))
-        new = np.ones_like(decoding) if drafts is None else drafts.lengths
-        self.blocks.grow(in_front, new, rows.num_computed[in_front])
-        self.blocks.advance_first(len(decoding))
-        rows.num_computed[in_front] += 1
 
     def _output(
         self,
@@ -187,7 +200,9 @@ class Scheduler:
         discarded, swap_outs, swap_ins = self.swap.take_tasks()
         remainder_saves, remainder_loads = self.blocks.remainders.take()
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
-        entries, tokens = self.blocks.longest(n)[scheduled], rows.num_computed[scheduled]
+        # Of the longest of a row's groups.
+        entries = self.blocks.kv_lens[:, scheduled].max(axis=(0, 2))
+        tokens = rows.num_computed[scheduled]
         if drafts is not None:
             guessed = drafts.lengths - 1
             entries[: len(guessed)] += guessed
@@ -251,7 +266,8 @@ class Scheduler:
         is what ``confirm`` says.
         """
         rows = self.rows
-        self.events.take_back(output, scores)
+        for task, answered in zip(output.observations, scores, strict=True):
+            self.events.open.take_scores(task, answered)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         if self.speculation is not None and confirmed is not None:

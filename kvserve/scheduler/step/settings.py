@@ -1,10 +1,17 @@
-"""What a scheduler is told when it is made."""
+"""What a scheduler is told when it is made, and what the phases of its steps share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
+from kvserve.scheduler.offload.conversations import Conversations
+from kvserve.scheduler.offload.swap_space import SwapSpace
+from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.rows.queue import WaitingQueue
+from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 
 
@@ -35,3 +42,16 @@ class SchedulerSettings:
     max_num_seqs_per_client: int | None = None
     further_groups: tuple[GroupSpec, ...] = ()
     speculation: NgramSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The state of a scheduler; ``conversations`` are ``None`` if continuations are off."""
+
+    rows: RowTable
+    blocks: BlockManager
+    events: CompressionScheduler
+    prefixes: Prefixes
+    waiting: WaitingQueue
+    swap: SwapSpace
+    conversations: Conversations | None

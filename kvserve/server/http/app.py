@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import kvserve
-from kvserve.server.http import anthropic_routes, info_routes, openai_routes, ops_routes
+from kvserve.server.http import anthropic_routes, info_routes, openai_routes
 from kvserve.server.http.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -39,7 +39,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(openai_routes.router)
     app.include_router(anthropic_routes.router)
     app.include_router(info_routes.router)
-    app.include_router(ops_routes.router)
+    app.include_router(info_routes.operations)
     app.include_router(ui_routes.make_router(state))
     install_handlers(app)
     # Middleware added last is outermost, so refusals carry the request id and CORS headers too.

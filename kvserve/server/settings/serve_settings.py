@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvserve.config import setting
 from kvserve.log import ConfigError
+from kvserve.setting_values import check_limits
 
 # Listed here and not only where they are built, so that ``--help`` need not load the server.
 REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
@@ -53,14 +54,14 @@ class ServeSettings:
         False, "do not start if it is not known how the model writes tool calls"
     )
     max_queued_requests: int = setting(
-        4096, "most sequences waiting beyond --max-num-seqs; further requests get a 429"
+        4096, "most sequences waiting beyond --max-num-seqs; further requests get a 429", least=0
     )
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
     ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
     ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS")
     ssl_ca_certs: str | None = setting(None, "certificates of the authorities that sign clients'")
     shutdown_timeout: float = setting(
-        25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C"
+        25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", least=0
     )
     root_path: str = setting("", "path prefix under which a proxy publishes the server")
     allowed_origins: tuple[str, ...] = setting(
@@ -78,18 +79,22 @@ class ServeSettings:
     allowed_headers: tuple[str, ...] = setting(
         ("*",), "headers that pages of --allowed-origins may send"
     )
-    max_body_size: int = setting(16 * 2**20, "largest request body in bytes (accepts 16MiB)")
+    max_body_size: int = setting(
+        16 * 2**20, "largest request body in bytes (accepts 16MiB)", least=1
+    )
     read_timeout: float = setting(
-        30.0, "seconds in which a client must send a request's head, and again its body"
+        30.0, "seconds in which a client must send a request's head, and again its body", above=0
     )
     write_timeout: float = setting(
         30.0,
         "seconds after which a client that does not read its answer (1 KiB a second) is cut off",
+        above=0,
     )
     max_connections: int = setting(
         4096,
         "most connections open at once; above it, the connection whose request is awaited longest "
         "is closed; if no request is awaited, the new connection gets a 503",
+        least=1,
     )
     docs: bool = setting(True, "serve the API's documentation at /docs")
     ui: bool = setting(True, "serve the live page at /")
@@ -107,21 +112,10 @@ class ServeSettings:
     disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
 
     def __post_init__(self) -> None:
+        check_limits(self)
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
-        if self.shutdown_timeout < 0:
-            raise ConfigError("--shutdown-timeout must not be negative")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
-        if not self.read_timeout > 0:
-            raise ConfigError("--read-timeout must be above 0")
-        if not self.write_timeout > 0:
-            raise ConfigError("--write-timeout must be above 0")
-        if self.max_connections < 1:
-            raise ConfigError("--max-connections must be at least 1")
-        if self.max_body_size < 1:
-            raise ConfigError("--max-body-size must be at least 1")
-        if self.max_queued_requests < 0:
-            raise ConfigError("--max-queued-requests must not be negative")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")

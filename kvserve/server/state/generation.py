@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect
@@ -16,9 +17,10 @@ from starlette.types import Receive
 
 from kvserve.log import RequestError, logger
 from kvserve.outputs import RequestOutput
-from kvserve.sampling_params import SamplingParams
-from kvserve.server.state.logprob_bound import check_logprobs, prompt_numbers
-from kvserve.server.state.request_watch import RequestWatch
+from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvserve.server.state.engine_protocol import OpenRequest
+from kvserve.server.state.errors import ApiError
+from kvserve.server.state.metrics import Metrics
 from kvserve.server.state.server_state import ServerState
 
 _T = TypeVar("_T")
@@ -188,3 +190,108 @@ async def _disconnect(receive: Receive) -> None:
     """Returns when the client has gone; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# ---- log-probabilities -------------------------------------------------------------------------
+
+_LEAST = 2**19
+"""So many log-probabilities an answer may have, however short the model's context is."""
+_AT_ONCE = 2
+"""How many of the largest answers may be made at once. A number takes some 300 bytes."""
+
+
+def prompt_numbers(params: SamplingParams, prompts: Sequence[Sequence[int]]) -> int:
+    """Log-probabilities of the prompts' tokens; each choice repeats its prompt's."""
+    if params.prompt_logprobs is None:
+        return 0
+    return sum(map(len, prompts)) * (params.prompt_logprobs + 1) * params.n
+
+
+def check_logprobs(
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    others: Iterable[OpenRequest],
+) -> None:
+    """400 for an answer with too many log-probabilities, 429 while ``others`` have too many.
+
+    One choice with a full context of tokens is never too much.
+    """
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return
+    most = max(_LEAST, context * (MAX_LOGPROBS + 1))
+    prompt = prompt_numbers(params, prompts)
+    longest = max(context - min(map(len, prompts), default=0), 0)
+    tokens = longest if params.max_tokens is None else min(params.max_tokens, longest)
+    each = 0 if params.logprobs is None else params.logprobs + 1
+    wanted = prompt + len(prompts) * params.n * tokens * each
+    if wanted > most:
+        field = "prompt_logprobs" if params.logprobs is None else "logprobs"
+        raise RequestError(
+            f"{field}: this asks for up to {wanted} log-probabilities, and an answer has at most "
+            f"{most}; send fewer prompts at once, or lower {field}, max_tokens or n",
+            param=field,
+        )
+    if prompt and prompt + sum(other.num_logprobs for other in others) > _AT_ONCE * most:
+        raise ApiError(
+            429,
+            "too many log-probabilities are being computed for others; try again",
+            code="busy",
+            headers={"Retry-After": "1"},
+        )
+
+
+class RequestWatch:
+    """Feeds the histograms and counters of ``/metrics`` from the growing output of one prompt."""
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._started = self._previous = time.monotonic()
+        self._first: float | None = None
+        self._tokens = 0
+        self._engine = "0"
+
+    def progress(self, output: RequestOutput) -> None:
+        now, self._engine = time.monotonic(), output.engine
+        tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        if tokens > self._tokens:
+            if self._first is None:
+                self._first = now
+                self._observe("time_to_first_token_seconds", now - self._started)
+            else:
+                self._observe("inter_token_latency_seconds", now - self._previous)
+            self._previous, self._tokens = now, tokens
+        if output.finished:
+            self._finish(output, now)
+
+    def ended(self, reason: str) -> None:
+        """Count a prompt that ended unfinished: the client left, or the engine failed."""
+        self._metrics.count_finished(reason, self._engine)
+
+    def _finish(self, output: RequestOutput, now: float) -> None:
+        metrics = self._metrics
+        total, first = now - self._started, self._first or now
+        queued = output.metrics.queued_seconds if output.metrics is not None else 0.0
+        self._observe("e2e_request_latency_seconds", total)
+        self._observe("request_queue_time_seconds", queued)
+        self._observe("request_prefill_time_seconds", max(first - self._started - queued, 0.0))
+        self._observe("request_decode_time_seconds", now - first)
+        self._observe("request_inference_time_seconds", max(total - queued, 0.0))
+        if self._tokens > len(output.outputs):
+            mean = (now - first) / (self._tokens / len(output.outputs) - 1)
+            self._observe("request_time_per_output_token_seconds", mean)
+        self._observe("request_prompt_tokens", len(output.prompt_token_ids))
+        self._observe("request_generation_tokens", self._tokens)
+        self._observe("request_params_n", self._params.n)
+        if self._params.max_tokens is not None:
+            self._observe("request_params_max_tokens", self._params.max_tokens)
+        cached = output.num_cached_tokens
+        if output.kv_cache_details.resumed_tokens:
+            cached = 0  # they came from a continuation, not the prefix cache
+        metrics.count_prompt(len(output.prompt_token_ids), cached, self._engine)
+        for choice in output.outputs:
+            metrics.count_finished(choice.finish_reason or "abort", self._engine)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics.observe(name, value, self._engine)

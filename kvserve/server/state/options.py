@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvserve.config import EngineConfig
@@ -41,29 +41,22 @@ class ServerOptions:
 
 
 def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
-    return ServerOptions(
-        served_names=settings.served_model_name or (config.model.model,),
-        api_keys=settings.api_key,
-        guard_metrics=not settings.open_metrics,
-        vllm_metrics=settings.vllm_metrics,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=("*",) if settings.uds else (settings.host, *settings.allowed_hosts),
-        allow_credentials=settings.allow_credentials,
-        allowed_methods=settings.allowed_methods,
-        allowed_headers=settings.allowed_headers,
-        root_path=settings.root_path.rstrip("/"),
-        docs=settings.docs,
-        ui=settings.ui,
-        allow_kv_trace=settings.allow_kv_trace,
-        max_body_bytes=settings.max_body_size,
-        chat_template=_read_template(settings.chat_template),
-        trust_request_chat_template=settings.trust_request_chat_template,
-        reasoning_parser=settings.reasoning_parser,
-        tool_parser=settings.tool_call_parser,
-        auto_tools=settings.enable_auto_tool_choice,
-        max_queued=settings.max_queued_requests,
-        log_requests=settings.enable_log_requests,
-    )
+    """Those of ``settings``, under the names that routes know them by."""
+    names = {item.name for item in fields(ServerOptions)} & vars(settings).keys()
+    renamed = {
+        "served_names": settings.served_model_name or (config.model.model,),
+        "api_keys": settings.api_key,
+        "guard_metrics": not settings.open_metrics,
+        "allowed_hosts": ("*",) if settings.uds else (settings.host, *settings.allowed_hosts),
+        "root_path": settings.root_path.rstrip("/"),
+        "max_body_bytes": settings.max_body_size,
+        "chat_template": _read_template(settings.chat_template),
+        "tool_parser": settings.tool_call_parser,
+        "auto_tools": settings.enable_auto_tool_choice,
+        "max_queued": settings.max_queued_requests,
+        "log_requests": settings.enable_log_requests,
+    }
+    return ServerOptions(**{name: getattr(settings, name) for name in names} | renamed)
 
 
 def _read_template(path: str | None) -> str | None:

@@ -12,8 +12,7 @@ import orjson
 
 import kvserve
 from kvserve.config import EngineConfig
-from kvserve.log import ConfigError, RequestError, logger
-from kvserve.sampling_params import SamplingParams
+from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import ChatFormat, find_format
 from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
 from kvserve.server.state.errors import ApiError, unavailable
@@ -47,7 +46,7 @@ class ServerState:
     def mark_ready(self) -> None:
         """Admit requests from now on. ``ConfigError`` if the model lacks what a flag needs."""
         self.check_tokenizer()
-        self.default_sampling = _usable_defaults(self.engine.default_sampling)
+        self.default_sampling = dict(self.engine.default_sampling)
         self.ready = True
 
     def check_tokenizer(self) -> None:
@@ -176,17 +175,3 @@ def check_request_policies(policies: Sequence[str]) -> None:
 
 def _canonical(settings: Mapping[str, Any]) -> bytes:
     return orjson.dumps(settings, default=str, option=orjson.OPT_SORT_KEYS)
-
-
-def _usable_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's sampling defaults without those that would make every request fail."""
-    usable = dict(defaults)
-    while True:
-        try:
-            SamplingParams(**usable)
-            return usable
-        except RequestError as exc:
-            if exc.param not in usable:
-                raise
-            logger.warning("generation_config.json: %s is left out: %s", exc.param, exc)
-            del usable[exc.param]

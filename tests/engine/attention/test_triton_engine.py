@@ -12,7 +12,7 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache import query_log
 from kvserve.engine.policies import kara, scoring
-from kvserve.engine.runner import rank_plan
+from kvserve.engine.runner import rank
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
 from kvserve.kernels.dispatch import Kernel
@@ -61,7 +61,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(Kernel, "launch", record)
     fill = decode_inputs.decode_inputs_triton
-    monkeypatch.setattr(rank_plan, "select_decode_inputs", lambda: fill)
+    monkeypatch.setattr(rank, "select_decode_inputs", lambda: fill)
     monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)

@@ -15,7 +15,7 @@ import torch
 from kvserve import LLM, EngineConfig, SamplingParams
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.attention.select import Needs, select_backend
-from kvserve.engine.core import startup
+from kvserve.engine.runner import plan
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.quantized_entries import TORCH
 from kvserve.log import ConfigError
@@ -146,7 +146,7 @@ def test_codes_are_refused_over_levels(qwen3_dir: Path) -> None:
 
 
 def test_fp8_needs_a_gpu_that_has_it(qwen3_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "device_of", lambda config: "cuda")
+    monkeypatch.setattr(plan, "device_of", lambda config: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: needs a GPU of compute capabil"):

@@ -14,7 +14,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
-from kvserve.engine.runner import rank_plan
+from kvserve.engine.runner import plan
 from kvserve.entry_format import entry_format
 from kvserve.kernels.store_kv import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
@@ -52,7 +52,7 @@ def test_tokens(
     def choose(wanted: str, needs: Needs) -> Choice:
         return replace(select_backend(wanted, needs), store_rotated=store)
 
-    monkeypatch.setattr(rank_plan, "select_backend", choose)
+    monkeypatch.setattr(plan, "select_backend", choose)
     assert tokens_of(folder, **settings) == expected
     assert stored
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.offload.hosted_rows import HostedRows
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 
 
 def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPatch) -> None:

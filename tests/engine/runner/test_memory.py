@@ -19,9 +19,10 @@ from torch import Tensor
 
 from kvserve import LLM
 from kvserve.engine.cache import kv_cache
+from kvserve.engine.core import build
 from kvserve.engine.device import pages
-from kvserve.engine.runner import memory, rank_plan
-from kvserve.engine.runner.rank_plan import RankPlan
+from kvserve.engine.runner import memory, rank
+from kvserve.engine.runner.plan import EnginePlan
 from kvserve.scheduler.messages.output import SwapTask
 
 GIB = 2**30
@@ -57,49 +58,47 @@ def test_a_rehearsal_is_the_largest_step_and_leaves_nothing(
     assert not runner.batch.kv_lens.any() and not runner.batch.num_computed.any()
 
 
-class Pretended(RankPlan):
-    """A plan for a GPU, whose runner is built here."""
-
-    def runner(self, *args: Any) -> Any:
-        return replace(RankPlan(**vars(self)), device="cpu").runner(*args)
-
-
 def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    profile = RankPlan.profile
+    measure, build_runner = rank.measure, rank.build_runner
 
-    def remember(plan: RankPlan, *args: Any) -> Any:
+    def remember(plan: EnginePlan, *args: Any) -> Any:
         given[:] = [plan, *args]
-        return profile(plan, *args)
+        return measure(plan, *args)
 
-    monkeypatch.setattr(RankPlan, "profile", remember)
+    monkeypatch.setattr(build, "measure", remember)
     llm = make_llm(llama_dir, policy={"name": "h2o", "budget": 16}, cudagraph_capture_sizes=(8,))
     plan, *args = given
     rehearsed = []
+
+    def build_here(plan: EnginePlan, *args: Any) -> Any:
+        return build_runner(replace(plan, device="cpu"), *args)
+
+    monkeypatch.setattr(rank, "build_runner", build_here)
 
     def taken_by(run: Callable[[], None]) -> int:
         run()
         rehearsed.append(True)
         return 3 * GIB
 
-    monkeypatch.setattr(rank_plan, "taken_by", taken_by)
+    monkeypatch.setattr(rank, "taken_by", taken_by)
     freed: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     # What loading has left with torch is given back before what is free is read.
-    monkeypatch.setattr(rank_plan, "free_memory", lambda device, share: (9 + bool(freed)) * GIB)
-    found = profile(Pretended(**{**vars(plan), "device": "cuda"}), *args)
+    monkeypatch.setattr(rank, "free_memory", lambda device, share: (9 + bool(freed)) * GIB)
+    found = measure(replace(plan, device="cuda"), *args)
     scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.policy.kept_scores
     assert rehearsed and found.step == 3 * GIB and 0 < scores < 256 * 2**20
     # Those of requests' policies may be more than the server's own.
     assert found.events == 256 * 2**20 + 64 * 2**20 + 256 * 2**20
     assert found.left == 7 * GIB - found.events
     assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
-    pool = plan._smallest_pool()
+    pool = rank.smallest_pool(plan)
     tables = llm.engine.core.runner.batch
     assert pool.table_shapes == ((tables.block_tables.shape,), (tables.log_tables.shape,))
     spindlekv = {"name": "spindlekv", "flush_every": 4}
     tables = make_llm(llama_dir, policy=spindlekv).engine.core.runner.batch
-    pool = given[0]._smallest_pool()
+    pool = rank.smallest_pool(given[0])
     (codes,) = tables.groups
     assert pool.table_shapes[2] == tuple(table.shape for table in codes.tables)
 

@@ -14,8 +14,8 @@ import torch
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
-from kvserve.engine.core.resolve import block_size_of
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
+from kvserve.engine.runner.plan import block_size_of
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import SwapTask
 from tests.checkpoints import random_prompts, write_checkpoint

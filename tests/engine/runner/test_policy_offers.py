@@ -8,7 +8,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.datasets.tasks import make_samples
-from kvserve.engine.core.policy_offers import offered_args
+from kvserve.engine.core.request_policies import offered_args
 from kvserve.engine.policies.registry import policy_names
 from tests.thinning import slow
 

@@ -14,8 +14,7 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.launched_step import LaunchedStep
-from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.engine.runner.tapes import _Memory
+from kvserve.engine.runner.recorded_steps import RecordedSteps, _Memory
 from kvserve.kernels.cpu import calls
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput

@@ -143,7 +143,7 @@ def test_ranks_that_hold_different_entries_end_the_engine(llama_dir: Path) -> No
 
 def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
     with started(llama_dir, 2) as llm:
-        (process,) = llm.engine.core.executor._others._processes
+        (process,) = llm.engine.core.executor._processes
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         llm.engine.add_request("a", PROMPTS[0], params)
         llm.engine.step()
@@ -158,7 +158,7 @@ def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
 def test_an_interrupted_step_ends_the_engine(llama_dir: Path) -> None:
     """The other rank is in the middle of a step that this one will never finish."""
     with started(llama_dir, 2) as llm:
-        (process,) = llm.engine.core.executor._others._processes
+        (process,) = llm.engine.core.executor._processes
         runner = llm.engine.core.runner
 
         def interrupted(output: SchedulerOutput) -> LaunchedStep:

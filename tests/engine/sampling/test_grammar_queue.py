@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 from typing import Any, cast
 
-from kvserve.engine.core.grammar_queue import GrammarQueue
+from kvserve.engine.core.core_loop import GrammarQueue
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling.grammar import GrammarCompiler
 from kvserve.sampling_params import StructuredOutput

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvserve.engine.sampling.grammar import SequenceGrammar, allowed_bits
-from kvserve.engine.sampling.token_masks import TokenMasks
+from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks, allowed_bits
 from tests.counting import lines_run
 
 VOCABULARY = 128_256

@@ -78,8 +78,8 @@ def test_a_pool_beyond_the_memory_is_refused(settings: dict[str, Any], flag: str
     """The system gives any address; the process dies once it writes there."""
     config = EngineConfig.from_flat(**settings)
     with pytest.raises(ConfigError, match=f"{flag}.*GiB"):
-        memory.check_pool(config, 16384, 24 * 2**30, config.parallel.tensor_parallel_size)
-    memory.check_pool(EngineConfig.from_flat(kv_cache_memory=2**30), 16384, 24 * 2**30)
+        memory.check_pool(config.cache, 16384, 24 * 2**30, config.parallel.tensor_parallel_size)
+    memory.check_pool(EngineConfig.from_flat(kv_cache_memory=2**30).cache, 16384, 24 * 2**30)
 
 
 def test_the_memory_of_a_container_counts(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, LookedUp
+from kvserve.scheduler.blocks.hosted_rows import HostedRows
 from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import (
     Continuation,
     Resumption,
     named_by,
 )
-from kvserve.scheduler.offload.continuation_index import ContinuationIndex, LookedUp
-from kvserve.scheduler.offload.hosted_rows import HostedRows
 
 _REMEMBERED = 256
 """How many evicted continuations are still known by their tokens."""

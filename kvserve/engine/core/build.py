@@ -1,0 +1,146 @@
+"""Build the engine's parts of a plan: the model, the pool, the ranks, the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.core.threads import limit_threads
+from kvserve.engine.messages import EngineInfo, Row
+from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
+from kvserve.engine.models.implementation import linear_layers_row, load, model_rows
+from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.cuda_graph import capture_sizes
+from kvserve.engine.runner.executor import Executor
+from kvserve.engine.runner.memory import (
+    Profile,
+    check_pool,
+    count_blocks,
+    count_host_blocks,
+    free_memory,
+)
+from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.plan import EnginePlan, make_plan
+from kvserve.engine.runner.rank import Pool, measure, ready_runner
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.step.scheduler import Scheduler
+from kvserve.scheduler.step.settings import SchedulerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The parts of one engine, and the plan that they were built of."""
+
+    plan: EnginePlan
+    scheduler: Scheduler
+    executor: Executor
+    info: EngineInfo
+    new_scheduler: Callable[[], Scheduler]
+    """Builds another scheduler with the same settings and no sequences."""
+
+
+def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
+    """Load the model unless given, size the pool, wire the parts.
+
+    ``ConfigError`` names the flag to change.
+    """
+    plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
+    threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
+    if plan.device == "cpu":
+        check_pool(config.cache, plan.block_bytes, free_memory(plan.device, 1.0), ranks)
+    attention = plan.attention(config.attention_backend)
+    with ExitStack() as on_failure:
+        executor = on_failure.enter_context(closing(Executor(plan, ranks, attention.name)))
+        group = executor.join()
+        if model is None:
+            weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
+            model = load(*weights, group)
+        profile = measure(plan, model, attention, group)
+        layout, settings = _sizes(plan, executor.least_memory(profile.left))
+        scheduler = Scheduler(layout, settings)
+        groups = scheduler.blocks.groups
+        pool = Pool.of(settings.num_blocks, settings.num_host_blocks, groups)
+        executor.build(pool)
+        executor.runner = ready_runner(plan, model, attention, pool, group)
+        on_failure.pop_all()
+    use_sampling = config.model.generation_config != "none"
+    defaults = read_generation_config(plan.directory, plan.spec, use_sampling=use_sampling)
+    info = EngineInfo(
+        model_path=str(plan.directory),
+        max_model_len=plan.max_len,
+        vocab_size=plan.spec.vocab_size,
+        eos_token_ids=defaults.eos_token_ids,
+        policy_name=plan.policy.name,
+        block_size=plan.layout.block_size,
+        num_blocks=pool.num_blocks - 1,
+        default_sampling=defaults.sampling,
+        summary=_summary(plan, pool, executor.runner, profile, attention, defaults, threads),
+    )
+    return BuiltEngine(plan, scheduler, executor, info, partial(Scheduler, layout, settings))
+
+
+def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
+    """What the scheduler is told: ``free`` bytes of every rank are for the pool."""
+    config, scheduler = plan.config, plan.config.scheduler
+    if plan.device == "cuda":
+        check_pool(config.cache, plan.block_bytes, free)
+    longest = plan.blocks_for(plan.max_len)
+    num_blocks = count_blocks(config, longest, plan.block_bytes, free, plan.device)
+    layout = replace(plan.layout, num_kv_heads=plan.spec.num_kv_heads)  # of all ranks
+    kept = config.cache.continuation_memory
+    settings = SchedulerSettings(
+        num_blocks=num_blocks,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_prefill_tokens=plan.max_prefill_tokens,
+        max_num_seqs_per_client=scheduler.max_num_seqs_per_client,
+        max_model_len=plan.max_len,
+        log_block_tokens=plan.log_block_tokens,
+        chunked_prefill=scheduler.enable_chunked_prefill,
+        prefix_caching=config.cache.enable_prefix_caching,
+        continuations=config.cache.continuations == "on",
+        max_continuation_blocks=None if kept is None else kept // plan.block_bytes,
+        num_host_blocks=count_host_blocks(config.cache, block_bytes(layout, plan.form), num_blocks),
+        max_observed_tokens=scheduler.max_num_observed_tokens,
+        further_groups=plan.groups,
+        speculation=plan.speculation,
+    )
+    return layout, settings
+
+
+def _summary(
+    plan: EnginePlan,
+    pool: Pool,
+    runner: ModelRunner,
+    profile: Profile,
+    attention: Choice,
+    defaults: GenerationDefaults,
+    threads: list[Row],
+) -> list[Row]:
+    """The start-up table: each part says its own rows."""
+    config, spec, model = plan.config, plan.spec, runner.model
+    remainders, operators = runner.batch.remainders, model.operators
+    left = "off", "attention does not read them; --attention-backend"
+    if remainders is not None:
+        state = f"{plan.policy.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
+        left = state, "what stands for dropped entries; --policy.remainder"
+    _, reason = capture_sizes(config, plan.device, attention, borrowed=spec.borrowed)
+    graphs = runner.graphs
+    return [
+        *model_rows(config.model, spec, plan.dtype, plan.device, model.holding),
+        *plan.cache_rows(pool.num_blocks - 1),
+        profile.row,
+        ("remainders", *left),
+        ("attention", attention.name, f"{attention.reason}; --attention-backend"),
+        ("cuda graphs", "off", reason) if graphs is None else graphs.row(reason),
+        linear_layers_row(spec, plan.dtype, plan.device),
+        ("operators", operators.name, operators.reason),
+        *threads,
+        *plan.scheduling_rows(pool.num_host_blocks),
+        defaults.row(config.model.generation_config),
+    ]

@@ -1,0 +1,539 @@
+"""What is decided before anything is loaded: of the settings, the model's config and the machine.
+
+``make_plan`` allocates nothing. Every rank builds its runner of the same plan (``rank.py``).
+Errors name the flag to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from kvserve.config import EngineConfig
+from kvserve.engine.attention.select import Choice, Needs, select_backend
+from kvserve.engine.cache.code_store import check_codes
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.row_groups import wanted_groups
+from kvserve.engine.compression.query_statistics import FILE, load_statistics, refusal
+from kvserve.engine.messages import Row
+from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.policies.base import Policy, PolicyError
+from kvserve.engine.policies.parts.arguments import MOST_TOKENS
+from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.policies.triattention import TriAttention
+from kvserve.entry_format import EntryFormat, entry_format
+from kvserve.kernels.cpu.build import why_missing
+from kvserve.log import ConfigError, logger
+from kvserve.scheduler.blocks.code_group import CodeSpec
+from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.window_group import WindowSpec
+from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import MOST_ROWS
+from kvserve.scheduler.triggers.held import most_held
+from kvserve.scheduler.triggers.pruning import Pruned
+
+KEPT_SCORE_BYTES = 256 * 1024 * 1024
+"""Memory for scores that the policies of requests keep from event to event."""
+NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
+_CPU_PREFILL = 512
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAYOUT_MEANS = {
+    Granularity.MODEL: "all layers and heads hold equally many entries",
+    Granularity.LAYER: "layers may hold different numbers of entries",
+    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
+}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What was decided; equal on all ranks.
+
+    ``layout`` and ``log`` count the heads of one rank, ``spec`` those of the model.
+    ``groups`` are the cache groups beside keys and values and logged queries.
+    """
+
+    config: EngineConfig
+    directory: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: str
+    layout: KVLayout
+    log: LogForm
+    groups: tuple[GroupSpec, ...]
+    max_len: int
+    policy: Policy
+    """The engine's own; requests may bring others."""
+    statistics: Path | None
+    """The file that says where the model's queries point, if that was measured."""
+
+    @property
+    def most_kept_scores(self) -> int:
+        """Most scores per layer and head that a policy may keep for each row."""
+        return self.kept_score_bytes // self._score_bytes
+
+    @property
+    def kept_score_bytes(self) -> int:
+        """Memory outside the pool for scores that policies keep, requests' policies included."""
+        may_choose = self.config.compression.allow_request_policy != "none"
+        return max(self._score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
+
+    @property
+    def _score_bytes(self) -> int:
+        rows = self.config.scheduler.max_num_seqs
+        return 4 * rows * self.layout.num_layers * self.layout.num_kv_heads
+
+    @property
+    def form(self) -> EntryFormat:
+        """What an entry is stored as."""
+        return entry_format(self.config.cache.kv_cache_dtype, self.dtype.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one of a rank's blocks."""
+        return block_bytes(self.layout, self.form)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Most blocks of a sequence of ``num_tokens``, logged queries aside."""
+        further = sum(group.blocks_for(self.layout, num_tokens) for group in self.groups)
+        return self.layout.blocks_for(num_tokens) + further
+
+    @property
+    def log_block_tokens(self) -> int:
+        """Tokens whose queries one block holds."""
+        return self.log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+
+    @property
+    def max_prefill_tokens(self) -> int:
+        """The most tokens of prompts in a step that also generates."""
+        scheduler = self.config.scheduler
+        most = scheduler.max_num_batched_tokens
+        if not scheduler.enable_chunked_prefill:
+            return most
+        # On a CPU a step's time is in proportion to its tokens, and small chunks cost nothing.
+        usual = min(most, _CPU_PREFILL) if self.device == "cpu" else most
+        return scheduler.max_prefill_tokens or usual
+
+    @property
+    def speculation(self) -> NgramSettings | None:
+        """How next tokens are guessed, if they are."""
+        wanted = self.config.scheduler.speculation
+        if wanted is None:
+            return None
+        lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+        most_rows = MOST_ROWS["cpu" if self.device == "cpu" else "cuda"]
+        return NgramSettings(wanted.num_speculative_tokens, *lookup, most_rows)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step may be launched before the one in front of it is collected."""
+        wanted = self.config.scheduler.async_scheduling
+        return self.device == "cuda" if wanted is None else wanted
+
+    def attention(self, name: str) -> Choice:
+        """The backend that ``name`` (``--attention-backend``) means here."""
+        dim, layout = self.spec.head_dim, self.layout
+        needs = Needs(
+            self.device,
+            self.dtype,
+            dim,
+            layout.block_size,
+            dim**-0.5,
+            per_head=layout.rows > 1,
+            log_shares=self.log.dtype == "int4",
+            form=self.form.name,
+            remainders=self.policy.leaves != "off",
+            codes=writes_codes(self.policy),
+            windowed=self.spec.windowed,
+            sinks=self.spec.sinks,
+            soft_cap=self.spec.soft_cap,
+        )
+        return select_backend(name, needs)
+
+    def cache_rows(self, num_blocks: int) -> list[Row]:
+        """The start-up table's rows on the cache: its policy, its form, its size."""
+        config, spec, layout, policy = self.config, self.spec, self.layout, self.policy
+        dtype, ranks = str(self.dtype)[6:], config.parallel.tensor_parallel_size
+        dynamic = f"; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
+        own = spec.policy_refusal or policy.caution
+        rows = [
+            (
+                "context",
+                f"{self.max_len} tokens",
+                "--max-model-len" + dynamic * (spec.rope.kind == "dynamic"),
+            ),
+            ("policy", _state(policy), own or "--policy; a request's kv_policy may override it"),
+            ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
+        ]
+        if spec.windowed:
+            state = f"{spec.window} tokens in {len(spec.windowed)} of {spec.num_layers} layers"
+            others = "; policies act in the other layers" if spec.layers.full else ""
+            rows.append(("sliding window", state, f"blocks behind it are given back{others}"))
+        lanes = spec.num_layers * layout.num_kv_heads
+        size = lanes * self.form.entry_bytes(spec.head_dim)
+        name, share = f"auto ({dtype})", ""
+        if self.form.quantized:
+            computed = lanes * entry_format("auto", self.dtype.itemsize).entry_bytes(spec.head_dim)
+            name, share = self.form.name, f", {size / computed:.2f} of {dtype}'s"
+        rows.append(("kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"))
+        most = most_held(policy.event_trigger, self.max_len // 2, self.max_len, layout.block_size)
+        longest = self.blocks_for(self.max_len)
+        bounded = longest - layout.blocks_for(self.max_len) + layout.blocks_for(most)
+        mib = f"{num_blocks * self.block_bytes / 2**20:.0f} MiB" + " a rank" * (ranks > 1)
+        rows.append(
+            (
+                "kv pool",
+                f"{num_blocks} blocks of {layout.block_size} tokens, {mib}",
+                f"{num_blocks / longest:.1f} sequences of full length, {num_blocks / bounded:.1f} "
+                f"as {policy.name} holds them (half prompt, half answer; without logged queries); "
+                "--kv-cache-memory",
+            )
+        )
+        chunks = "off", "--enable-chunked-prefill"
+        if config.scheduler.enable_chunked_prefill:
+            state = f"at most {self.max_prefill_tokens} tokens beside decodes"
+            chunks = state, "--max-prefill-tokens; --no-enable-chunked-prefill"
+        rows.append(("chunked prefill", *chunks))
+        caching = "on" if config.cache.enable_prefix_caching else "off"
+        rows.append(("prefix caching", caching, "--enable-prefix-caching"))
+        kept, why = config.cache.continuations, None
+        if kept == "on":
+            why = "policy none goes by the prefix cache"
+            why = why if policy.name == "none" else continuation_refusal(policy, spec)
+        rows.append(("continuations", kept, why or "--continuations"))
+        if ranks > 1:
+            part, library = spec.part(ranks), "nccl" if self.device == "cuda" else "gloo"
+            state = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
+            why = f"{library}; --tensor-parallel-size"
+            rows.append(("tensor parallel", f"{ranks} ranks, {state}", why))
+        return [*rows, log_row(self.log, self.device), *self._statistics_rows()]
+
+    def _statistics_rows(self) -> list[Row]:
+        """Where queries point, if the policy asks."""
+        if self.statistics is None or not self.policy.uses_centres:
+            return []
+        found = load_statistics(self.statistics)
+        middle = float(found.concentration.median())
+        tokens = f"over {found.tokens:,} tokens" if found.tokens else "as released"
+        means = "1: all of a head's queries point one way; kvserve calibrate"
+        return [("query statistics", f"{tokens}, concentration {middle:.2f}", means)]
+
+    def scheduling_rows(self, num_host_blocks: int) -> list[Row]:
+        """The start-up table's rows on which requests run, what preemption does, and events."""
+        scheduler, guesses = self.config.scheduler, self.speculation
+        most = scheduler.max_num_seqs_per_client or scheduler.max_num_seqs
+        observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
+        overlapping = "--async-scheduling; by default on where there is a GPU"
+        guessing = "off", "--speculative-config"
+        if guesses is not None:
+            overlapping += ". Steps with guesses follow known tokens"
+            guessing = (
+                f"ngram, up to {guesses.num_tokens} tokens",
+                f"looks up the newest {guesses.shortest} to {guesses.longest}; none of a row whose "
+                f"newest were seldom right, or where more than {guesses.most_rows} rows decode",
+            )
+        swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
+        recomputed = "what was never compressed, or does not fit, is recomputed"
+        return [
+            (
+                "scheduling",
+                f"{scheduler.scheduling_policy}, clients take turns",
+                "--scheduling-policy; a client (an API key or else an address) has at most "
+                f"{most} sequences running: --max-num-seqs-per-client",
+            ),
+            ("overlapped steps", "on" if self.overlaps else "off", overlapping),
+            ("speculation", *guessing),
+            ("preemption", swap, f"--swap-space; {recomputed}"),
+            ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
+        ]
+
+
+def make_plan(config: EngineConfig) -> EnginePlan:
+    """Look up the policy and the model, and decide what every rank builds of them."""
+    device, ranks = device_of(config), config.parallel.tensor_parallel_size
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
+            f"{torch.cuda.device_count()}"
+        )
+    with _naming_flags():
+        policy = make_policy({"name": config.compression.policy, **config.compression.policy_args})
+    directory = find_model(
+        config.model.model,
+        config.model.revision,
+        config.model.download_dir,
+        load_format=config.model.load_format,
+        weights=config.model.load_format != "dummy",
+        code=config.model.trust_remote_code,
+    )
+    spec = choose_spec(directory, config.model)
+    layers, block_size = spec.layers, block_size_of(config, device)
+    num_layers = len(layers.full) or spec.num_layers
+    with _naming_flags():
+        policy = policy.for_model(num_layers, block_size)
+    dtype, max_len = _dtype_of(config.model.dtype, spec, device), _max_len_of(config, spec)
+    _check_policy(config, policy, spec, max_len)
+    statistics = _statistics_of(policy, spec, directory)
+    if isinstance(policy, TriAttention):
+        policy = replace(policy, stats=None)  # read once, for requests too
+    part = spec.part(ranks)
+    layout = KVLayout(
+        num_layers,
+        part.num_kv_heads,
+        spec.head_dim,
+        block_size,
+        choose_granularity(config, policy),
+        holds_entries=bool(layers.full),
+    )
+    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
+    log = _log_form_of(config, policy, part, dtype, device)
+    try:
+        log.block_tokens(layout, form, dtype.itemsize)
+    except ValueError as error:
+        raise ConfigError(f"--block-size: {error}") from None
+    groups = wanted_groups(layout, block_bytes(layout, form))
+    if layers.windowed:
+        assert spec.window is not None
+        chunk = config.scheduler.max_num_batched_tokens
+        groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
+    if writes_codes(policy):
+        if form.quantized:
+            raise ConfigError(
+                f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
+                "use auto, or --policy.codebook false"
+            )
+        groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
+    shared = config, directory, spec, dtype, device, layout, log, groups
+    return EnginePlan(*shared, max_len, policy, statistics)
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """Turn a policy's errors into ``ConfigError`` that names the command line's flag."""
+    try:
+        yield
+    except PolicyError as error:
+        flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def device_of(config: EngineConfig) -> str:
+    """``cuda`` or ``cpu``."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
+    return config.device
+
+
+def block_size_of(config: EngineConfig, device: str) -> int:
+    """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
+    return config.cache.block_size or (64 if device == "cuda" else 16)
+
+
+def _dtype_of(name: str, spec: ModelSpec, device: str) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device == "cpu" else spec.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"--dtype: config.json asks for {name}; choose {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _max_len_of(config: EngineConfig, spec: ModelSpec) -> int:
+    longest = spec.max_position
+    wanted = config.model.max_model_len or longest
+    if wanted > longest:
+        raise ConfigError(
+            f"--max-model-len: {wanted} exceeds the model's longest context, {longest} tokens"
+        )
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and budget < wanted:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {wanted} "
+            f"(--max-model-len), got {budget}"
+        )
+    return wanted
+
+
+def _check_policy(config: EngineConfig, policy: Policy, spec: ModelSpec, max_len: int) -> None:
+    """``ConfigError`` if the model cannot be served as the settings say."""
+    found = None if spec.quantization is None else spec.quantization.method
+    if config.model.quantization not in (None, found):
+        raise ConfigError(
+            f"--quantization: {config.model.quantization} is asked for, but config.json says "
+            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
+        )
+    if (reason := policy_refusal(policy, spec)) is not None:
+        raise ConfigError(f"--policy: {reason}; use --policy none")
+    window = policy.event_trigger.num_queries
+    if window > max_len:
+        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
+    if policy.expects_turns and config.cache.continuations == "off":
+        raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
+
+
+def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
+    """Why the model may not be served under this policy, if so."""
+    if policy.name == "none":
+        return None
+    prunes = isinstance(policy.event_trigger, Pruned)
+    if spec.borrowed and prunes:
+        return f"{policy.name} prunes between layers, and these are transformers' own"
+    if spec.soft_cap and (policy.query_reduction or policy.recomputed_reduction):
+        return f"the model caps its logits, and {policy.name} scores by logits that are not"
+    if spec.windowed and spec.layers.full:
+        if prunes:
+            return f"{policy.name} drops tokens between layers, and some have sliding windows"
+        if writes_codes(policy):
+            return f"{policy.name} is not built for models with sliding windows"
+        if policy.recomputed_reduction is not None:
+            return "query_source recompute wants what sliding windows have given back; use log"
+    return spec.policy_refusal
+
+
+def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
+    """Why sequences under ``policy`` cannot be continued on this model; ``None`` if they can."""
+    name = policy.name
+    if spec.rope.kind == "dynamic":
+        return "this model's keys depend on the prompt's length (dynamic NTK)"
+    if policy.kept_scores:
+        return f"policy {name} keeps scores beside its blocks"
+    if writes_codes(policy):
+        return f"policy {name} holds entries as codes"
+    if policy.granularity is not Granularity.MODEL and not policy.cuts_again:
+        return f"policy {name} cannot cut a second prompt"
+    if not hasattr(policy.event_trigger, "next_turn"):
+        return f"policy {name} does not say what a second prompt means to it"
+    return None
+
+
+def _statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | None:
+    """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
+    if there are none and the policy does without."""
+    named = getattr(policy, "stats", None)
+    folder = directory if directory.is_dir() else directory.parent
+    path = folder / FILE if named is None else Path(named)
+    if not policy.uses_centres and not path.is_file():
+        return None
+    if (reason := refusal(spec)) is not None:
+        if policy.uses_centres:
+            raise ConfigError(f"--policy {policy.name}: {reason}")
+        return None
+    if not path.is_file():
+        raise ConfigError(
+            f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
+            f"queries point, which this measures: kvserve calibrate --model {directory} "
+            "--output FILE"
+        )
+    try:
+        load_statistics(path).check(spec, path)
+    except ConfigError as error:
+        if policy.uses_centres:
+            raise ConfigError(f"--policy.stats: {error}") from None
+        logger.warning("%s: requests cannot have triattention", error)
+        return None
+    return path
+
+
+def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
+    """The layout that ``--kv-layout`` names, or (auto) the one that the policy needs.
+
+    ``ConfigError`` if the policy or the number of ranks does not allow it.
+    """
+    auto = config.cache.kv_layout == "auto"
+    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
+    if not policy.granularity.fits(layout):
+        raise ConfigError(
+            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
+            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+        )
+    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
+            "another number of blocks, and there is one pool; use 1, or another policy"
+        )
+    return layout
+
+
+def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> EntryFormat:
+    """The format of entries; ``ConfigError`` if the head size or the device does not support it."""
+    form = entry_format(name, dtype.itemsize)
+    if (reason := form.refusal(spec.head_dim)) is not None:
+        raise ConfigError(f"--kv-cache-dtype {name}: {reason}; auto holds heads of any size")
+    if name == "fp8" and device == "cuda" and not _has_fp8():
+        raise ConfigError(
+            "--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or newer; int8 takes as "
+            "many bytes"
+        )
+    return form
+
+
+def _log_form_of(
+    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
+) -> LogForm:
+    """How this engine logs queries; the policies of requests share this form.
+
+    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
+    cannot log it.
+    """
+    reduction, logged = policy.query_reduction, policy.logged_dtype
+    has_it = device == "cuda" and _has_fp8()
+    if logged == "auto":
+        logged = "fp8" if has_it and dtype is not torch.float32 else "model"
+    elif logged == "fp8" and device == "cuda" and not has_it:
+        raise ConfigError(
+            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
+            "choose model or auto"
+        )
+    if reduction is None:
+        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
+        reduction, logged = ("group_mean", logged) if packages else ("heads", "int4")
+    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
+    return LogForm(heads, logged, reduction)
+
+
+def _has_fp8() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _state(policy: Policy) -> str:
+    """A policy's name and its fields that are not defaults: ``kara, window 128, buffer 16``."""
+    given = [
+        f"{item.name} {getattr(policy, item.name)}"
+        for item in fields(policy)  # type: ignore[arg-type]
+        if getattr(policy, item.name) != item.default
+    ]
+    return ", ".join([policy.name, *given])
+
+
+def log_row(log: LogForm, device: str) -> Row:
+    """How queries are logged, and which policies requests cannot choose because of it."""
+    numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
+    state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
+    others = []
+    for name in policy_names():
+        needed = policy_class(name).needs[:1]
+        try:
+            policy = make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)})
+        except PolicyError:  # a plug-in that needs more arguments
+            continue
+        form = policy.query_reduction, policy.logged_dtype
+        takes = (log.reduction, log.dtype), (log.reduction, "auto")
+        if policy.query_reduction is not None and form not in takes:
+            others.append(name)
+    why = "--policy.query_reduce, --policy.query_dtype"
+    if others:
+        why += f"; requests for {', '.join(others)} are refused unless they log in this form"
+    compiled = device == "cpu" and log.dtype == "int4"
+    if compiled and (missing := why_missing("window_scores")) is not None:
+        why += f"; torch scores with them: {missing}"
+    return "query log", state, why
