@@ -61,8 +61,10 @@ from kvserve.engine.runner.memory import (
 )
 from kvserve.engine.runner.rank_plan import Pool, RankPlan, table_shapes
 from kvserve.engine.sampling.grammar import check_grammar_backend
+from kvserve.entry_format import EntryFormat
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import CodeSpec
+from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -237,6 +239,8 @@ def _plan(
         assert spec.window is not None
         chunk = config.scheduler.max_num_batched_tokens
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
+    if form.newest:
+        groups += (_newest_spec(config, spec, form, layout, dtype.itemsize),)
     if writes_codes(policy):
         if form.quantized:
             raise ConfigError(
@@ -246,6 +250,22 @@ def _plan(
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return RankPlan(*shared, max_len, policy)
+
+
+def _newest_spec(
+    config: EngineConfig, spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int
+) -> NewestSpec:
+    """The group of entries as they were computed."""
+    size = layout.block_size
+    tokens = form.newest_tokens(size, layout.head_dim, itemsize)
+    if not tokens:
+        raise ConfigError(
+            f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
+        )
+    window = -(-form.newest // size) * size
+    return NewestSpec(
+        tokens, len(spec.layers.windowed), window, config.scheduler.max_num_batched_tokens
+    )
 
 
 def _start(

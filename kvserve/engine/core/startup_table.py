@@ -118,7 +118,8 @@ def _entries_row(plan: RankPlan) -> Row:
     size = lanes * plan.form.entry_bytes(dim)
     name = plan.form.name if plan.form.quantized else f"auto ({str(plan.dtype)[6:]})"
     share = f", {size / computed:.2f} of {str(plan.dtype)[6:]}'s" if plan.form.quantized else ""
-    return "kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"
+    beside = f"; the newest {plan.form.newest} at most also as computed" if plan.form.newest else ""
+    return "kv cache dtype", name, f"{size} bytes a token{share}{beside}; --kv-cache-dtype"
 
 
 def log_row(log: LogForm, device: str) -> Row:
