@@ -76,10 +76,9 @@ class NewestCase:
         starts, last, first, at, recent = self.inputs(lengths)
         segments, newest = self.parts(starts, last, first, at, recent)
         shares = Shares(torch.empty(len(at), 12), recent - (at - first + 1))
-        out = paged_attention_torch(
-            *(self.q[: len(at)], *self.blocks.layer(1), self.tables, segments, SCALE),
-            *(None, shares, self.remainder, self.sinks, cap, newest),
-        )
+        beside = None, shares, self.remainder, self.sinks, cap, newest
+        q, (keys, values) = self.q[: len(at)], self.blocks.layer(1)
+        out = paged_attention_torch(q, keys, values, self.tables, segments, SCALE, *beside)
         return out, shares.out
 
     def parts(
@@ -91,7 +90,8 @@ class NewestCase:
         wide = [x.int().expand(lanes).contiguous() for x in (last, at, first)]
         segments = QuerySegments(rows, wide[0], BLOCK * 10, starts, most)
         own = QuerySegments(rows, wide[1], WINDOW + most, starts, most, wide[2])
-        return segments, Newest(*self.exact.unbind(1), self.new_tables, own, recent)
+        k, v = self.exact.unbind(1)
+        return segments, Newest(k, v, self.new_tables, own, recent)
 
     def of_cpu(self, lengths: list[int], cap: float = 0.0) -> tuple[Tensor, Tensor]:
         starts, last, first, at, recent = self.inputs(lengths)
@@ -99,14 +99,12 @@ class NewestCase:
         wide = [x.expand(lanes).contiguous() for x in (last, at, first)]
         q = self.q[: len(at)]
         own = CpuQuerySegments(rows, starts, wide[1], wide[2])
-        begun = begin_attention(
-            *(q, *self.exact.unbind(1), self.new_tables[None], own, 0, SCALE),
-            *(Shares(torch.empty(len(at), 12), recent), cap),
-        )
+        wanted = Shares(torch.empty(len(at), 12), recent)
+        k, v = self.exact.unbind(1)
+        begun = begin_attention(q, k, v, self.new_tables[None], own, 0, SCALE, wanted, cap)
         shares = Shares(torch.empty(len(at), 12), recent - (at - first + 1))
         chunks = CpuQuerySegments(rows, starts, wide[0])
-        out = paged_attention(
-            *(q, *self.blocks.layer(1), self.tables[None], chunks, 0, SCALE),
-            *(None, shares, self.remainder, self.sinks, cap, begun),
-        )
+        beside = None, shares, self.remainder, self.sinks, cap, begun
+        keys, values = self.blocks.layer(1)
+        out = paged_attention(q, keys, values, self.tables[None], chunks, 0, SCALE, *beside)
         return out, shares.out

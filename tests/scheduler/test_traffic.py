@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -104,7 +105,7 @@ def test_a_further_group_goes_where_rows_go(seeds: range) -> None:
     "held", [*({"windows": n} for n in (1, 9, 50)), {"newest": 1}, {"newest": 3}]
 )
 def test_the_newest_tokens_that_the_next_one_sees_are_held(
-    held: dict[str, int], seeds: range
+    held: dict[str, Any], seeds: range
 ) -> None:
     """And no more than their window, through all that happens to rows."""
     seen: Counter[str] = Counter()

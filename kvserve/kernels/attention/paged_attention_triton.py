@@ -86,8 +86,8 @@ def paged_attention_triton(
         own, recent = newest[:4], newest.recent
         given = None if shares is None or recent is None else Shares(shares.out, recent)
         check_attention(q, *own, None, given, remainder)
-        cut = _tile_of(q, newest.values, packed, False), 1, 1
-        _attend(out, parts.some(slice(1)), q, *own, scale, None, given, *beside, soft_cap, *cut)
+        cut, front = _tile_of(q, newest.values, packed, False), parts.some(slice(1))
+        _attend(out, front, q, *own, scale, None, given, *beside, soft_cap, cut, 1, 1)
         behind, beside = parts.some(slice(1, None)), (None, None)
     context = keys, values, tables, chunks, scale, codes, shares
     _attend(out, behind, q, *context, *beside, soft_cap, tile, num_splits, least)

@@ -96,7 +96,7 @@ def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: f
 
 
 def test_the_newest_tokens_are_read_as_computed(qwen3_dir: Path) -> None:
-    """Up to the first multiple of 16 tokens all logits are those of numbers. Behind it they are not,
+    """Up to the first multiple of 16 tokens, logits are those of numbers. Behind it they are not,
     nor are they those of entries that are all in 4 bits."""
     logits = []
     for dtype, newest in (("auto", 16), ("k4v4", 16), ("k4v4", 0)):

@@ -29,9 +29,8 @@ def test_one_softmax(name: str, tables: int, dim: int, cap: float, lengths: list
         newest = newest._replace(chunks=newest.chunks._replace(starts=None))
     for splits in (1, 3):
         shares = Shares(torch.empty(len(at), 12), recent - (at - first + 1))
-        found = paged_attention_triton(
-            *(case.q[: len(at)], *case.blocks.layer(1), case.tables, segments, SCALE, splits),
-            *(None, shares, case.remainder, case.sinks, cap, newest),
-        )
+        beside = splits, None, shares, case.remainder, case.sinks, cap, newest
+        q, (keys, values) = case.q[: len(at)], case.blocks.layer(1)
+        found = paged_attention_triton(q, keys, values, case.tables, segments, SCALE, *beside)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(shares.out, expected_shares, atol=1e-5, rtol=1e-5)
