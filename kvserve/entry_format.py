@@ -61,11 +61,16 @@ class VectorForm:
 
 @dataclass(frozen=True, slots=True)
 class EntryFormat:
-    """The forms of a key and of a value."""
+    """The forms of a key and of a value.
+
+    ``newest``, if not 0: those from a row's last multiple of so many tokens on are held as they
+    were computed, too, and read so.
+    """
 
     name: str
     key: VectorForm
     value: VectorForm
+    newest: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -81,6 +86,10 @@ class EntryFormat:
         size = block_size * self.entry_bytes(dim)
         return -(-size // _ALIGNED) * _ALIGNED if self.quantized else size
 
+    def newest_tokens(self, block_size: int, dim: int, itemsize: int) -> int:
+        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number."""
+        return self.lane_bytes(block_size, dim) // (2 * dim * itemsize)
+
     def refusal(self, dim: int) -> str | None:
         """Why this format cannot hold heads of this size; ``None`` if it can."""
         least = min(self.key.bits, self.value.bits)
@@ -91,13 +100,14 @@ class EntryFormat:
 _INT8, _E4M3 = VectorForm(8), VectorForm(8, e4m3=True)
 _INT4 = VectorForm(4, low=True)
 _GROUPS_OF_4, _GROUPS_OF_2 = (VectorForm(bits, group=32, low=True) for bits in (4, 2))
+_NEWEST = 128
 FORMATS = {
     form.name: form
     for form in (
         EntryFormat("int8", _INT8, _INT8),
         EntryFormat("k8v4", _INT8, _INT4),
-        EntryFormat("k4v4", _GROUPS_OF_4, _GROUPS_OF_4),
-        EntryFormat("k4v2", _GROUPS_OF_4, _GROUPS_OF_2),
+        EntryFormat("k4v4", _GROUPS_OF_4, _GROUPS_OF_4, newest=_NEWEST),
+        EntryFormat("k4v2", _GROUPS_OF_4, _GROUPS_OF_2, newest=_NEWEST),
         EntryFormat("fp8", _E4M3, _E4M3),
     )
 }

@@ -9,6 +9,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter, if Triton finds this when transformers imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 
 torch.set_num_threads(1)
@@ -53,6 +55,16 @@ def pytest_collection_finish() -> None:
     """What is imported and collected is no garbage: collections need not look at it each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def few_newest() -> Iterator[None]:
+    """Of forms in 4 bits, the newest 16 tokens are held as they were computed, not more than what
+    most tests compute."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, form in FORMATS.items():
+            patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 16)))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,6 +40,12 @@ def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -
 def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """The reference of ``store_kv``."""
     _, layers, _, block, heads, dim = kv_cache.shape
+    if not kv_cache.is_contiguous():  # blocks of bytes, the last of which are unused
+        where = slots // block, slots % block
+        for kind, new in enumerate((key, value)):
+            by_row = new.unflatten(1, (len(slots), -1)).transpose(0, 1)
+            kv_cache[:, layer, kind][where] = by_row
+        return
     flat = kv_cache.view(-1, heads * dim)
     rows = (slots + slots // block * (block * (2 * layers - 1)) + 2 * layer * block).view(-1)
     flat.index_copy_(0, rows, _by_row(key, slots, heads * dim))

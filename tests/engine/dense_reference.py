@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
-from kvserve.entry_format import EntryFormat, VectorForm
+from kvserve.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import quantize
 
 
@@ -45,7 +45,8 @@ def dense_pass(
     form: EntryFormat | None = None,
 ) -> DensePass:
     """One dense pass of transformers; every query sees what its layer and head then held: what
-    events say of KV heads, or of query heads. Keys and values are rounded to ``form``, if given.
+    events say of KV heads, or of query heads. Keys and values are rounded to ``form``, if given,
+    except those that a query reads as they were computed.
 
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
@@ -65,10 +66,9 @@ def dense_pass(
         if layer not in full:
             visible = visible.triu(1 - model.config.sliding_window)
         mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
-        if form is not None:
-            hooks.append(block.self_attn.v_proj.register_forward_hook(_rounding(model, form.value)))
         if layer in full:
-            hooks.append(block.self_attn.v_proj.register_forward_hook(_noting(model, values)))
+            noting = _noting(model, values, form)
+            hooks.append(block.self_attn.v_proj.register_forward_hook(noting))
         hooks.append(
             block.self_attn.register_forward_pre_hook(
                 lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
@@ -76,7 +76,8 @@ def dense_pass(
             )
         )
     try:
-        with torch.no_grad(), _rotated(model, form) as rotated:
+        exact = exact_entries(len(tokens), events, form, pruned=pruned)
+        with torch.no_grad(), _rotated(model, form) as rotated, _rounded(model, form, exact):
             logits: Tensor = model(torch.tensor([tokens])).logits[0]
     finally:
         for hook in hooks:
@@ -96,22 +97,57 @@ def full_layers(model: PreTrainedModel) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
-def _rounding(model: PreTrainedModel, form: VectorForm) -> Callable[..., Tensor]:
-    """A hook behind a projection: what it gives, each head's vector rounded."""
-    heads = model.config.num_key_value_heads
+def exact_entries(
+    length: int, events: Sequence[Event], form: EntryFormat | None, *, pruned: bool = False
+) -> Tensor:
+    """Which entries each token reads as they were computed, bool [T, T]: those from the last
+    multiple of ``newest`` on, but none from before the last event that dropped any."""
+    if form is None or not form.newest:
+        return torch.zeros(length, length, dtype=torch.bool)
+    at = torch.arange(length)
+    first = at // form.newest * form.newest
+    for number, event in enumerate(events):
+        if pruned and number == 0:
+            first[: event.seen] = length
+        if (event.held >= 0).sum(-1).min() < event.before or (pruned and number == 0):
+            first[event.seen :] = first[event.seen :].clamp(min=event.seen)
+    return (at >= first[:, None]) & (at <= at[:, None])
 
-    def rounded(module: Any, args: Any, values: Tensor) -> Tensor:
-        return quantize(values.unflatten(-1, (heads, -1)), form).widened().flatten(-2)
 
-    return rounded
+@contextmanager
+def _rounded(model: PreTrainedModel, form: EntryFormat | None, exact: Tensor) -> Iterator[None]:
+    """Attention over entries that are rounded to ``form``, unless they are ``exact``."""
+    module: Any = sys.modules[type(model).__module__]
+    original = module.eager_attention_forward
+
+    def attend(
+        layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, **how: Any
+    ) -> Any:
+        assert form is not None
+        both = [
+            torch.cat([quantize(x, of).widened(), x], dim=2)
+            for x, of in ((k, form.key), (v, form.value))
+        ]
+        masks = [attention_mask.masked_fill(hidden, -torch.inf) for hidden in (exact, ~exact)]
+        return original(layer, q, *both, torch.cat(masks, dim=-1), **how)
+
+    if form is not None:
+        module.eager_attention_forward = attend
+    try:
+        yield
+    finally:
+        module.eager_attention_forward = original
 
 
-def _noting(model: PreTrainedModel, found: list[Tensor]) -> Callable[..., None]:
-    """A hook behind a projection: adds what it gives to ``found``, [1, T, H, D]."""
+def _noting(
+    model: PreTrainedModel, found: list[Tensor], form: EntryFormat | None
+) -> Callable[..., None]:
+    """A hook behind a projection: adds what it gives, rounded, to ``found``, [1, T, H, D]."""
     heads = model.config.num_key_value_heads
 
     def note(module: Any, args: Any, values: Tensor) -> None:
-        found.append(values.unflatten(-1, (heads, -1)))
+        values = values.unflatten(-1, (heads, -1))
+        found.append(values if form is None else quantize(values, form.value).widened())
 
     return note
 
@@ -120,14 +156,14 @@ def _noting(model: PreTrainedModel, found: list[Tensor]) -> Callable[..., None]:
 def _rotated(
     model: PreTrainedModel, form: EntryFormat | None
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Queries and keys of every layer after RoPE, [1, H, T, D], as the model runs."""
+    """Queries and keys of every layer after RoPE, [1, H, T, D], as the model runs; keys rounded."""
     module: Any = sys.modules[type(model).__module__]
     original, seen = module.apply_rotary_pos_emb, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         queries, keys = original(*args, **kwargs)
         seen.append((queries, keys if form is None else quantize(keys, form.key).widened()))
-        return seen[-1]
+        return queries, keys
 
     module.apply_rotary_pos_emb = watched
     try:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from kvserve.engine.frontend.inspect import Event
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import quantize
+from tests.engine.dense_reference import exact_entries
 
 _NAME = "evicting"
 
@@ -117,11 +118,14 @@ def evicting_pass(
 ) -> EvictingPass:
     """One pass over ``tokens`` whose queries see what ``events`` have left, and remainders.
 
-    Keys and values are rounded to ``form``, if given.
+    Keys and values are rounded to ``form``, if given, except those that a query reads as they were
+    computed.
     """
     lanes: dict[tuple[int, int], Lane] = {}
+    near = exact_entries(len(tokens), events, form)
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
+        exact = k[0], v[0]
         if form is not None:
             both = zip((k, v), (form.key, form.value), strict=True)
             k, v = (quantize(x, of).widened().double() for x, of in both)
@@ -131,7 +135,8 @@ def evicting_pass(
         for head in range(k.shape[1]):
             nothing = torch.zeros(k.shape[-1], dtype=torch.float64)
             lane = Lane(queries[head], k[0, head], v[0, head], [], Lost(nothing, nothing))
-            heads.append(_attend(lane, events, module.layer_idx, head, fit))
+            own = exact[0][head], exact[1][head], near
+            heads.append(_attend(lane, events, module.layer_idx, head, fit, own))
             lanes[module.layer_idx, head] = lane
         return torch.cat(heads).transpose(0, 1)[None], None
 
@@ -140,8 +145,16 @@ def evicting_pass(
     return EvictingPass(logits, lanes)
 
 
-def _attend(lane: Lane, events: Sequence[Event], layer: int, head: int, fit: Fit) -> Tensor:
-    """[G, T, D]: one lane's queries, each over what was held when it ran."""
+def _attend(
+    lane: Lane,
+    events: Sequence[Event],
+    layer: int,
+    head: int,
+    fit: Fit,
+    exact: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """[G, T, D]: one lane's queries, each over what was held when it ran; ``exact`` are keys and
+    values [T, D] before they were rounded, and which of them a query reads, [T, T]."""
     length = lane.keys.shape[0]
     out = torch.zeros_like(lane.queries)
     ends = [event.seen for event in events] + [length]
@@ -149,7 +162,11 @@ def _attend(lane: Lane, events: Sequence[Event], layer: int, head: int, fit: Fit
     for number, end in enumerate(ends):
         for t in range(start, end):
             held.append(t)
-            keys, values, bias = lane.keys[held], lane.values[held], torch.zeros(len(held))
+            near, bias = exact[2][t, held, None], torch.zeros(len(held))
+            keys, values = (
+                torch.where(near, whole[held], x[held])
+                for whole, x in zip(exact[:2], (lane.keys, lane.values), strict=True)
+            )
             if lane.lost.weight:
                 keys = torch.cat([keys, lane.lost.key[None]])
                 values = torch.cat([values, lane.lost.value[None]])

@@ -85,8 +85,14 @@ def slots(*shape: int) -> Tensor:
     return new(*shape, dtype=torch.int64)
 
 
-def cache(heads: int = 8, dim: int = 128, layers: int = 32, dtype: torch.dtype = BF16) -> Tensor:
-    return new(4096, layers, 2, 64, heads, dim, dtype=dtype)
+def cache(
+    heads: int = 8,
+    dim: int = 128,
+    layers: int = 32,
+    dtype: torch.dtype = BF16,
+    block: int = 64,
+) -> Tensor:
+    return new(4096, layers, 2, block, heads, dim, dtype=dtype)
 
 
 def levels(form: str, heads: int = 8, dim: int = 128, layers: int = 32) -> QuantizedBlocks:
@@ -111,12 +117,13 @@ def attend(
     window: bool = False,
     sinks: bool = False,
     soft_cap: float = 0.0,
+    block: int = 64,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
     hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
     newest entries got is handed out too, for a log in 4 bits. ``remainder``: rows may have one, as
     an engine's always may. ``window``, ``sinks``, ``soft_cap``: what some layers' attention has."""
-    kv = cache(8 // rows, dim, dtype=dtype)[:, 1]
+    kv = cache(8 // rows, dim, dtype=dtype, block=block)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
@@ -300,6 +307,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/k4v2": lambda: attend(form="k4v2"),
     "decode/k4v2_remainder": lambda: attend(form="k4v2", remainder=True),
     "decode/fp8": lambda: attend(form="fp8"),
+    # The newest entries beside k4v4, 20 of which a block of it holds.
+    "decode/newest": lambda: attend(splits=2, shares=True, remainder=True, window=True, block=20),
+    "prefill/newest": lambda: attend(chunk=512, splits=2, remainder=True, window=True, block=20),
     "prefill/k4v4": lambda: attend(chunk=512, form="k4v4"),
     "prefill/k4v2": lambda: attend(chunk=512, form="k4v2"),
     "prefill/int8": lambda: attend(chunk=512, form="int8"),
@@ -381,9 +391,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
 SPILLING = {
     80: ("decode/few", "decode/many", "prefill/dim256"),
     90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
-    100: ("prefill/dim64", "prefill/float32", "prefill/window"),
+    100: ("prefill/dim64", "prefill/float32", "prefill/window", "prefill/newest"),
 }
-"""Variants that spill 8 to 32 bytes under one of the Tritons."""
+"""Variants that spill 8 to 32 bytes under one of the Tritons; ``prefill/newest`` spills 104."""
 
 
 def is_budgeted(name: str, arch: int) -> bool:

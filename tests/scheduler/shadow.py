@@ -18,6 +18,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
+from kvserve.scheduler.blocks.newest_group import NewestGroup
 from kvserve.scheduler.blocks.remainder_places import num_places
 from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
@@ -62,7 +63,7 @@ class ShadowRunner:
         self.size = layout.block_size
         self.log_size = scheduler.blocks.log.block_tokens
         self.codes = scheduler.blocks.find(CodeGroup)
-        kinds = TokenGroup, WindowGroup
+        kinds = TokenGroup, WindowGroup, NewestGroup
         self.further = [group for group in scheduler.blocks.groups if type(group) in kinds]
         """At most one: something of every token, or of the newest, which no event evicts."""
         self.further_tables = [np.zeros_like(group.tables[0].blocks) for group in self.further]
@@ -219,7 +220,10 @@ class ShadowRunner:
         for group in self.further:
             first = 0
             if isinstance(group, WindowGroup):
-                first = max(0, int(self.computed[row]) - group.spec.window + 1)
+                window, computed = group.spec.window, int(self.computed[row])
+                first = max(0, computed - window + 1)
+                if isinstance(group, NewestGroup):
+                    first = computed // window * window
                 most = window_blocks(rows.token_ids.shape[1], group.spec)
                 assert (group.tables[0].end - group.tables[0].first)[:, row].max() <= most
             for position in range(first, min(int(self.computed[row]), int(known))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -100,14 +101,16 @@ def test_a_further_group_goes_where_rows_go(seeds: range) -> None:
 
 
 @seeds(8, 4)
-@pytest.mark.parametrize("windows", [1, 9, 50])
-def test_layers_with_windows_hold_what_the_next_token_sees(windows: int, seeds: range) -> None:
+@pytest.mark.parametrize(
+    "held", [*({"windows": n} for n in (1, 9, 50)), {"newest": 1}, {"newest": 3}]
+)
+def test_the_newest_tokens_that_the_next_one_sees_are_held(
+    held: dict[str, Any], seeds: range
+) -> None:
     """And no more than their window, through all that happens to rows."""
     seen: Counter[str] = Counter()
     for seed in seeds:
-        traffic = Traffic(
-            seed, overlaps=seed % 4 > 1, continuations=bool(seed % 2), windows=windows
-        )
+        traffic = Traffic(seed, overlaps=seed % 4 > 1, continuations=bool(seed % 2), **held)
         traffic.run(150)
         seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed")), seen

@@ -12,6 +12,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed
@@ -289,11 +290,13 @@ class Traffic:
         continuations: bool = False,
         further: bool = False,
         windows: int = 0,
+        newest: int = 0,
         speculation: bool = False,
         clients: int = 1,
     ) -> None:
         """``further``: rows also hold something of every token in a cache group of its own;
-        ``windows``: three layers see so many of the newest tokens alone; ``speculation``:
+        ``windows``: three layers see so many of the newest tokens alone; ``newest``: those from the
+        last multiple of so many blocks on are held once more; ``speculation``:
         rows guess; ``clients``: how many send, with bounds on the rows of one and on the
         prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
@@ -303,8 +306,10 @@ class Traffic:
         self.policies = sorted(policies or policies_of(layout))
         groups: tuple[GroupSpec, ...] = (GroupSpec(layout.block_size),) if further else ()
         more = 0
-        if windows:
+        if windows or newest:
             spec = WindowSpec(layout.block_size, 3, windows, self.budget)
+            if newest:  # blocks of two tokens
+                spec = NewestSpec(2, 0, newest * layout.block_size, self.budget)
             groups += (spec,)
             more = spec.blocks_for(layout, 128) // layout.groups // 2
             self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows

@@ -212,8 +212,12 @@ def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held
         beside += len(part.windowed) * lanes * (part.window or 0)
     if policy.leaves != "off":
         beside += remainder_bytes(layout)
-    mean, largest = held[:2], held[2:]
-    return [beside + entries * entry + logged * log for entries, logged in (mean, largest)]
+    newest = form.newest * part.num_layers * part.num_kv_heads * 4 * part.head_dim
+    mean, largest = (newest / 2, *held[:2]), (newest, *held[2:])
+    return [
+        beside + exact + entries * entry + logged * log
+        for exact, entries, logged in (mean, largest)
+    ]
 
 
 class Arithmetic:

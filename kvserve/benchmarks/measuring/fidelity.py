@@ -17,6 +17,7 @@ from torch import Tensor
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.newest_group import NewestGroup
 from kvserve.scheduler.messages.output import SchedulerOutput
 
 LogProbs = dict[int, Tensor]
@@ -208,6 +209,11 @@ class _Meter:
         blocks, layout = core.scheduler.blocks, core.scheduler.layout
         self._block_bytes = self._sequences.block_bytes
         self._of_entry = self._block_bytes * layout.groups / layout.block_size
+        newest = blocks.find(NewestGroup)
+        self._of_newest = 0.0
+        if newest is not None:  # half a window, on average
+            each = self._block_bytes * newest.tables[0].num_lanes / newest.block_tokens
+            self._of_newest = each * newest.spec.window / 2
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
         self.chunks: dict[int, list[tuple[int, float, float]]] = {}
         self.events: dict[int, int] = {}
@@ -225,8 +231,9 @@ class _Meter:
             first = int(blocks.queries.logged_from([row])[0])
             queries = max(0, computed - first)
             kinds = blocks.held_by_kind(slice(row, row + 1))
-            others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log"))
+            others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log", "newest"))
             end = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
+            end += self._of_newest
             end += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
             growth = self._of_entry + (self._of_query if queries else 0.0)
             counted = max(0, min(int(length), computed - seq.num_prompt_tokens))

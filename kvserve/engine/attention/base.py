@@ -58,7 +58,10 @@ class ForwardBatch:
 
     Tokens see entries from ``first [LG, R, T]`` on (``None``: all up to the last), so that a chunk
     sees at most ``most_seen`` of them (``None``: all in its columns). ``windowed`` are the same
-    tokens over the tables of layers with sliding windows, if the model has any.
+    tokens over the tables of layers with sliding windows, if the model has any. ``newest`` are the
+    same tokens over the tables of further entries that they see, held as they were computed (if any
+    are: ``LayerCache.newest_keys_values``). ``block_tokens``: how many entries a block holds,
+    unless it is the layout's number.
     """
 
     positions: Tensor
@@ -78,6 +81,8 @@ class ForwardBatch:
     first: Tensor | None = None
     most_seen: int | None = None
     windowed: ForwardBatch | None = None
+    newest: ForwardBatch | None = None
+    block_tokens: int | None = None
 
     @property
     def num_decoding(self) -> int:
@@ -101,6 +106,7 @@ class ForwardBatch:
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
             recent=None if self.recent is None else self.recent[tokens],
+            newest=None if self.newest is None else self.newest.part(first, end),
         )
 
     def by_token(self) -> ForwardBatch:
@@ -166,6 +172,10 @@ class LayerCache(Protocol):
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group."""
+        ...
+
+    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """The same of entries that ``ForwardBatch.newest`` sees: numbers as they were computed."""
         ...
 
 

@@ -20,7 +20,7 @@ class Span:
     ``tokens [P, Q]`` are places in the batch (``None``: tokens 0..P-1, Q = 1); ``valid [P, Q]``
     says which are real (``None``: all). ``rows [P]`` are the chunks' own. ``tables [LG, P, R, C]``
     are the block tables, cut to the C columns in use. ``mask [LG, P * R, 1, Q, C * B]`` is added to
-    the logits: 0 or -inf.
+    the logits: 0 or -inf. ``newest`` is the same of entries held as they were computed.
     """
 
     tokens: Tensor | None
@@ -29,6 +29,7 @@ class Span:
     tables: Tensor
     mask: Tensor
     unseen: Tensor
+    newest: Span | None
 
 
 def build_spans(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
@@ -45,25 +46,34 @@ def _span(
     batch: ForwardBatch, at: IntArray, lengths: IntArray, block_size: int, dtype: torch.dtype
 ) -> Span:
     """The chunks ``at`` as one span."""
-    device = batch.tables.device
+    device, block_size = batch.tables.device, batch.block_tokens or block_size
     width, columns = int(lengths[at].max()), int(batch.columns[at].max())
     place = np.minimum(np.arange(width), lengths[at][:, None] - 1)
     tokens = to_device(batch.starts[at][:, None] + place, device)
     rows = to_device(batch.rows[at], device)
     last = batch.last[..., tokens].transpose(1, 2).flatten(1, 2)
-    entries = torch.arange(columns * block_size, device=device)
+    tables, entries = batch.tables[:, rows], torch.arange(columns * block_size, device=device)
     seen = torch.zeros((), dtype=dtype, device=device)
-    hidden = entries > last[..., None]
-    if batch.first is not None:
-        hidden |= entries < batch.first[..., tokens].transpose(1, 2).flatten(1, 2)[..., None]
+    if batch.first is None:
+        tables, hidden = tables[..., :columns].contiguous(), entries > last[..., None]
+    else:  # blocks behind the windows are not gathered
+        first = batch.first[..., tokens].transpose(1, 2)
+        if batch.most_seen is not None:
+            columns = min(columns, batch.most_seen // block_size + 2)
+        begin = first.amin(dim=-1, keepdim=True) // block_size
+        chosen = begin + torch.arange(columns, device=device)
+        tables = tables.gather(3, chosen.clamp(max=tables.shape[3] - 1))
+        entries = begin * block_size + torch.arange(columns * block_size, device=device)
+        entries = entries.flatten(1, 2)[:, :, None]
+        hidden = (entries > last[..., None]) | (entries < first.flatten(1, 2)[..., None])
     mask = torch.where(hidden, -torch.inf, seen)[:, :, None]
     unseen = hidden.all(dim=2)[:, :, None, :, None]
     valid = None
     if lengths[at].min() < width:
         valid = to_device(np.arange(width) < lengths[at][:, None], device, torch.bool)
-    tables = batch.tables[..., :columns][:, rows].contiguous()
     leading = width == 1 and at[-1] == len(at) - 1
-    return Span(None if leading else tokens, valid, rows, tables, mask, unseen)
+    newest = None if batch.newest is None else _span(batch.newest, at, lengths, block_size, dtype)
+    return Span(None if leading else tokens, valid, rows, tables, mask, unseen, newest)
 
 
 def _size_class(sizes: IntArray, least: int) -> IntArray:

@@ -46,7 +46,8 @@ class TorchAttention:
         spans, remainders = build_spans(batch, self._block_size, self._dtype), batch.remainders
         if remainders is not None and not remainders.used:
             remainders = None  # they want a mask for each head
-        return _Planned(self, spans, batch.recent, remainders)
+        newest = batch.newest  # of spans, entries of both are counted together
+        return _Planned(self, spans, (newest or batch).recent, remainders)
 
     def attend(
         self,
@@ -60,7 +61,10 @@ class TorchAttention:
     ) -> Tensor:
         """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
-        blocks = keys, values, remainder, sinks
+        newest = None
+        if spans and spans[0].newest is not None:
+            newest = cache.newest_keys_values(layer)[:2]
+        blocks = keys, values, newest, remainder, sinks
         if len(spans) == 1 and spans[0].tokens is None:
             return self._attend(spans[0], group, q[:, None], *blocks, shares)[:, 0]
         out = torch.empty_like(q)
@@ -88,6 +92,7 @@ class TorchAttention:
         q: Tensor,
         keys: Entries,
         values: Entries,
+        newest: tuple[Tensor, Tensor] | None,
         remainder: Remainder | None,
         sinks: Tensor | None,
         shares: Shares | None,
@@ -99,6 +104,13 @@ class TorchAttention:
         k, v = (self._gather(i, x, tables, rows, q.dtype) for i, x in enumerate((keys, values)))
         for x in (k, v):  # unseen slots may hold NaN, which no mask hides: 0 * NaN is NaN
             x.masked_fill_(span.unseen[group], 0.0)
+        if newest is not None and span.newest is not None:
+            more = span.newest.tables[group]
+            exact = [self._gather(i, x, more, rows, q.dtype) for i, x in enumerate(newest)]
+            for x in exact:
+                x.masked_fill_(span.newest.unseen[group], 0.0)
+            k, v = (torch.cat(both, dim=2) for both in zip((k, v), exact, strict=True))
+            mask = torch.cat([mask, span.newest.mask[group]], dim=-1)
         kv_heads = k.shape[1]
         own = None
         if remainder is not None:
@@ -167,10 +179,9 @@ class TorchAttention:
         chunks, width = q.shape[:2]
         folded = _folded(q, per_row, k.shape[1])
         logits = self._logits(folded, k, width) + mask[:, :, None].float()
-        places = torch.arange(1, k.shape[2] + 1, device=q.device)
-        seen = ((mask[:, 0] == 0) * places).amax(dim=-1)  # [P * R, Q]: up to the last
-        first = seen - recent.repeat_interleave(per_row, dim=0)
-        older = torch.arange(k.shape[2], device=q.device) < first[..., None]
+        seen = mask[:, 0] == 0  # [P * R, Q, n], oldest first
+        later = seen.sum(dim=-1, keepdim=True) - seen.cumsum(dim=-1)
+        older = later >= recent.repeat_interleave(per_row, dim=0)[..., None]
         newest = logits.masked_fill(older[:, None, None], -torch.inf).logsumexp(dim=-1)
         if remainder is not None:
             heads = folded.flatten(0, 1).flatten(1, 2)

@@ -18,6 +18,7 @@ from kvserve.engine.attention.base import (
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.coded_entries import Codes
@@ -48,17 +49,22 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Takes bounds from what the host knows, so that it does not wait for the device."""
+        return self._planned(batch)
+
+    def _planned(self, batch: ForwardBatch) -> _Planned:
         device, max_chunk = batch.tables.device, int(np.diff(batch.starts).max())
         rows = to_device(batch.rows, device)
         starts = None if max_chunk == 1 else to_device(batch.starts, device)
-        max_held = batch.most_seen or int(batch.columns.max()) * self._block_size
+        size = batch.block_tokens or self._block_size
+        max_held = batch.most_seen or int(batch.columns.max()) * size
         firsts = [None] * len(batch.last) if batch.first is None else batch.first.contiguous()
         chunks = [
             QuerySegments(rows, last, max_held, starts, max_chunk, first)
             for last, first in zip(batch.last.contiguous(), firsts, strict=True)
         ]
         how = chunks, batch.tables, self._scale, self._soft_cap
-        return _Planned(*how, batch.codes, batch.recent, batch.remainders)
+        newest = None if batch.newest is None else self._planned(batch.newest)
+        return _Planned(*how, batch.codes, batch.recent, batch.remainders, newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class _Planned:
     codes: tuple[Codes, ...] | None
     recent: Tensor | None
     remainders: RowRemainders | None
+    newest: _Planned | None
 
     def forward(
         self,
@@ -83,6 +90,11 @@ class _Planned:
         tables, chunks = self.tables[group], self.chunks[group]
         codes = None if self.codes is None else self.codes[group]
         how = tables, chunks, self.scale
+        newest = None
+        if self.newest is not None:
+            k, v, own = cache.newest_keys_values(layer)
+            of_own = self.newest.tables[own], self.newest.chunks[own], self.newest.recent
+            newest = Newest(k, v, *of_own)
         return paged_attention_triton(
             q,
             keys,
@@ -93,4 +105,5 @@ class _Planned:
             remainder=remainder_of(self.remainders, layer),
             sinks=sinks,
             soft_cap=self.soft_cap,
+            newest=newest,
         )

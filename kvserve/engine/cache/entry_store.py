@@ -69,7 +69,7 @@ class RawEntries:
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._store_kv(self.memory, place, slots, k, v)
 
-    def layer(self, place: int) -> tuple[Entries, Entries]:
+    def layer(self, place: int) -> tuple[Tensor, Tensor]:
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kept_scores import KeptScores
+from kvserve.engine.cache.newest_rows import NewestRows
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup
 from kvserve.engine.cache.step_buffers import fill_buffers, step_buffers
@@ -49,6 +50,7 @@ class InputBatch(RowArrays):
     last_token: Tensor = per_row("last_token")
     log_from: Tensor = per_row("log_from")
     log_span: Tensor = per_row("log_span")
+    rounded_at: Tensor = per_row("rounded_at")
 
     def __init__(
         self,
@@ -69,6 +71,7 @@ class InputBatch(RowArrays):
         """Those beside keys and values and logged queries."""
         self._writers = [group for group in groups if group.writes]
         self._windows = next((group for group in groups if isinstance(group, WindowRows)), None)
+        self._newest = next((group for group in groups if isinstance(group, NewestRows)), None)
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -137,6 +140,9 @@ class InputBatch(RowArrays):
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
+        if self._newest is not None:
+            rounded = self._long(task.rows[task.rounds])
+            self.rounded_at[rounded] = self.num_computed[rounded]
         for group in self.groups:
             group.after_compaction(task, rows)
 
@@ -188,6 +194,8 @@ class InputBatch(RowArrays):
         )
         if self._windows is not None:
             batch = self._windows.over(batch, by_token, output.token_columns)
+        if self._newest is not None:
+            batch = self._newest.over(batch, self.rounded_at[at], output.token_columns)
         return input_ids, batch
 
     def confirm(self, drafts: Drafts, rows: IntArray, token_ids: Tensor) -> None:
@@ -216,7 +224,12 @@ class InputBatch(RowArrays):
         further = self._null_slots(len(batch.positions))
         groups = self._of_groups()
         batch = replace(batch, remainders=self.remainders, further=further, **groups)
-        return batch if self._windows is None else self._windows.nothing_of(batch)
+        return self._with_nothing(batch)
+
+    def _with_nothing(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` whose tokens see nothing in tables of other groups, either."""
+        batch = batch if self._windows is None else self._windows.nothing_of(batch)
+        return batch if self._newest is None else self._newest.nothing_of(batch)
 
     def padding(self, tokens: int) -> ForwardBatch:
         """A chunk of ``tokens`` tokens that see no entries and are stored in the null block."""
@@ -238,7 +251,7 @@ class InputBatch(RowArrays):
             further=self._null_slots(tokens),
             **self._of_groups(),
         )
-        return batch if self._windows is None else self._windows.nothing_of(batch)
+        return self._with_nothing(batch)
 
     def update_graph_inputs(
         self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None = None
@@ -263,17 +276,20 @@ class InputBatch(RowArrays):
             real &= chunks.real
         if self._windows is not None:
             self._windows.update(batch, rows, batch.positions, real)
+        if self._newest is not None:
+            self._newest.update(batch, self.rounded_at[rows], real)
         new = self._further_slots(rows, batch.positions)
         for buffer, slots in zip(batch.further, new, strict=True):
             buffer.copy_(torch.where(real, slots, 0))
 
     def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
-        assert not self._writers, "layers that drop tokens write nothing of them"
+        others = [group for group in self._writers if group is not self._newest]
+        assert not others, "layers that drop tokens write nothing of them"
         assert self._windows is None, "layers that drop tokens have no windows"
         rows, count = self._long(task.rows), int(task.old_lens.max())
-        self.after_compaction(task)
         self.num_computed[rows] = count
+        self.after_compaction(task)
         positions = torch.arange(count, device=self.device)
         at = rows.expand(count)
         entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -101,6 +102,8 @@ class KVCache:
         self.logs_shares = self.query_log.holds_shares
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""
+        self._store_kv = store_kv
+        self._newest: RawEntries | None = None
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
 
@@ -178,6 +181,29 @@ class KVCache:
         of its kind."""
         group, place = self._where(layer)
         return *self.entries.layer(place), group
+
+    def hold_newest(self, tokens: int) -> None:
+        """Let blocks be read as ``tokens`` entries as they were computed, too."""
+        layout = self.layout
+        shape = layout.layers_per_block, 2, tokens, layout.heads_per_block, layout.head_dim
+        blocks = self.kv.flatten(1).view(self.dtype)[:, : math.prod(shape)]
+        self._newest = RawEntries(blocks.unflatten(1, shape), self._store_kv)
+
+    def write_newest(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store one layer's new entries as they were computed: slots [LG, R, T] of all layers that
+        see all tokens, then of those with windows."""
+        assert self._newest is not None
+        group, place = self._where(layer)
+        if layer in self.layers.windowed:
+            group -= -(-len(self.layers.windowed) // self.layout.layers_per_block)
+        self._newest.write(place, slots[group], k, v)
+
+    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """As ``keys_values``, of entries as they were computed."""
+        assert self._newest is not None
+        group, place = self._where(layer)
+        keys, values = self._newest.layer(place)
+        return keys, values, group
 
     def _slots(self, layer: int, batch: ForwardBatch) -> tuple[int, Tensor]:
         """A layer's place in a block, and where its new entries go: [R, T]."""

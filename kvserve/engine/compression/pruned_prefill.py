@@ -97,6 +97,9 @@ class _Seen:
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)
 
+    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        return self._cache.newest_keys_values(layer)
+
     def observation(self, recent: int, scale: float) -> Observation:
         """The layer as one event, with the queries of the ``recent`` tokens."""
         queries, keys = self._queries[-recent:].transpose(0, 1), self._keys.transpose(0, 1)

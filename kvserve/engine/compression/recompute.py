@@ -75,3 +75,6 @@ class _QueryRecorder:
 
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)
+
+    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        return self._cache.newest_keys_values(layer)

@@ -34,6 +34,7 @@ from kvserve.kernels.cpu.build import why_missing
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
@@ -183,6 +184,8 @@ class EnginePlan:
         if self.form.quantized:
             computed = lanes * entry_format("auto", self.dtype.itemsize).entry_bytes(spec.head_dim)
             name, share = self.form.name, f", {size / computed:.2f} of {dtype}'s"
+        if self.form.newest:
+            share += f"; the newest {self.form.newest} at most also as computed"
         rows.append(("kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"))
         most = most_held(policy.event_trigger, self.max_len // 2, self.max_len, layout.block_size)
         longest = self.blocks_for(self.max_len)
@@ -304,6 +307,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         chunk = config.scheduler.max_num_batched_tokens
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
+    if form.newest:
+        groups += (_newest_spec(config, spec, form, layout, dtype.itemsize),)
     if writes_codes(policy):
         if form.quantized:
             raise ConfigError(
@@ -313,6 +318,22 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return EnginePlan(*shared, max_len, policy, statistics)
+
+
+def _newest_spec(
+    config: EngineConfig, spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int
+) -> NewestSpec:
+    """The group of entries as they were computed."""
+    size = layout.block_size
+    tokens = form.newest_tokens(size, layout.head_dim, itemsize)
+    if not tokens:
+        raise ConfigError(
+            f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
+        )
+    window = -(-form.newest // size) * size
+    return NewestSpec(
+        tokens, len(spec.layers.windowed), window, config.scheduler.max_num_batched_tokens
+    )
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import Codes, read_codes
@@ -10,6 +13,18 @@ from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
+
+
+class Newest(NamedTuple):
+    """Entries that tokens see beside others, at least their own, held as they were computed:
+    ``keys``, ``values``, ``tables`` and ``chunks`` as those of the others. ``recent`` is as of
+    ``Shares``, and counts both; those of the others are then what is left of it, or less."""
+
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    chunks: QuerySegments
+    recent: Tensor | None = None
 
 
 def paged_attention_torch(
@@ -24,6 +39,7 @@ def paged_attention_torch(
     remainder: Remainder | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    newest: Newest | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -33,51 +49,72 @@ def paged_attention_torch(
     ``shares`` takes the logarithm of what each query gave to its newest entries, 0 for a token that
     sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
     that see any. ``sinks`` float32 [Hq] are one more logit of each head, without a value. Logits x
-    become ``soft_cap`` tanh(x / ``soft_cap``), unless it is 0.
+    become ``soft_cap`` tanh(x / ``soft_cap``), unless it is 0. ``newest`` are further entries that
+    tokens see.
     """
-    rows, starts = chunks.rows, chunks.starts
-    if starts is not None:
-        rows = rows.repeat_interleave(starts.diff())
-    own = tables[rows].long()
-    tokens, per_token = own.shape[:2]
-    # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
-    place = torch.arange(k.shape[4], device=q.device)
-    if codes is not None:
-        at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
-        coded = read_codes(codes, rows[at[0]] * per_token + at[1], at[2])
-        for x, entries in zip((k, v), coded, strict=True):
-            x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
+    rows = chunks.rows
+    if chunks.starts is not None:
+        rows = rows.repeat_interleave(chunks.starts.diff())
+    k, v, seen = _gathered(keys, values, tables, rows, chunks, codes)
+    recent = None if shares is None else shares.recent
+    if newest is not None:
+        more = _gathered(newest.keys, newest.values, newest.tables, rows, newest.chunks)
+        k, v = (
+            torch.cat([x.float(), y.float()], dim=4) for x, y in zip((k, v), more, strict=False)
+        )
+        seen, recent = torch.cat([seen, more[2]], dim=-1), newest.recent
+    tokens, per_token = seen.shape[:2]
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
-    seen = place <= chunks.last.T[..., None]
-    if chunks.first is not None:
-        seen &= place >= chunks.first.T[..., None]
+    later = seen.sum(dim=-1, keepdim=True) - seen.cumsum(dim=-1)  # of each, how many are newer
+    any_seen = seen.any(dim=-1)
     seen = seen[:, :, None, None]
     logits = logits.masked_fill(~seen, -torch.inf)
     # What is not seen may hold anything, and 0 * nan is nan.
     v = v.float().masked_fill(~seen[..., None], 0.0)
     if remainder is not None:
         lost = Remainder(*(x.unflatten(1, (per_token, -1)) for x in remainder.at(rows)))
-        bias = torch.where((chunks.last.T >= 0)[..., None], lost.bias, -torch.inf)
-        more_keys, more = lost.numbers()
+        bias = torch.where(any_seen[..., None], lost.bias, -torch.inf)
+        more_keys, more_values = lost.numbers()
         first = (folded.squeeze(-2) @ more_keys[..., None]).squeeze(-1) * scale
         first = capped(first, soft_cap)
         logits = torch.cat([logits, (first + bias[..., None])[..., None]], dim=-1)
-        v = torch.cat([v, more[..., None, None, :]], dim=-2)
-        oldest = place.new_full((1,), torch.iinfo(place.dtype).min)  # never among the newest
-        place = torch.cat([place, oldest])
+        v = torch.cat([v, more_values[..., None, None, :]], dim=-2)
     if sinks is not None:
         column = sinks.float().view(per_token, k.shape[2], -1).expand(logits.shape[:-1])
-        column = column.masked_fill(~seen.any(dim=-1), -torch.inf)
+        column = column.masked_fill(~any_seen[..., None, None], -torch.inf)
         logits = torch.cat([logits, column[..., None]], dim=-1)
         v = torch.cat([v, torch.zeros_like(v[..., :1, :])], dim=-2)
-        oldest = place.new_full((1,), torch.iinfo(place.dtype).min)
-        place = torch.cat([place, oldest])
-    if shares is not None:
-        older = place <= (chunks.last - shares.recent).T[..., None]
-        recent = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
-        share = (recent - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
+    if shares is not None and recent is not None:
+        beside = logits.shape[-1] - later.shape[-1]  # never among the newest
+        older = F.pad(later >= recent[:, None, None], (0, beside), value=True)
+        newer = logits.masked_fill(older[:, :, None, None], -torch.inf).logsumexp(dim=-1)
+        share = (newer - logits.logsumexp(dim=-1)).nan_to_num(0.0, neginf=-torch.inf)
         shares.out.copy_(share.flatten(1))
     probs = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     return (probs[..., None, :] @ v).view(q.shape).to(q.dtype)
+
+
+def _gathered(
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    rows: Tensor,
+    chunks: QuerySegments,
+    codes: Codes | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All entries of each token's row, [T, R, Hb, 1, M * B, D] twice, and which of them it sees,
+    [T, R, M * B]."""
+    own = tables[rows].long()
+    # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
+    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    place = torch.arange(k.shape[4], device=k.device)
+    if codes is not None:
+        at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
+        coded = read_codes(codes, rows[at[0]] * own.shape[1] + at[1], at[2])
+        for x, entries in zip((k, v), coded, strict=True):
+            x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
+    seen = place <= chunks.last.T[..., None]
+    if chunks.first is not None:
+        seen &= place >= chunks.first.T[..., None]
+    return k, v, seen

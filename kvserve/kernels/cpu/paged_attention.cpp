@@ -98,6 +98,12 @@ extern "C" struct PagedAttention {
   int64_t* fault;           // [2], the chunk and the number that were refused
   float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
   const int64_t* recent;    // [T], how many entries are the newest
+  // What tokens see of other entries, newer ones: float32 [T, Hq, D] and logarithms [T, Hq]. A call
+  // that begins a softmax writes log_sums and an out of float32; one that goes on reads begun.
+  float* log_sums;           // null: out is of T
+  const float* begun;        // null: nothing
+  const float* begun_sums;   // -inf: the token sees none
+  const float* begun_shares;  // of those, what the newest got; if there are shares
   // What stands for entries that a row has lost, [num_rows, Hkv, D] and [num_rows, Hkv]; null: nothing.
   const float* remainder_keys;
   const float* remainder_values;
@@ -301,7 +307,7 @@ class Kernel {
         const int64_t offset = h * head_step_;
         const int first = h * item.count, last = first + item.count;
         if (kLevels) find_scales(item, h, at, skipped, count, scales);
-        if (std::is_same_v<Key, float> && item.count <= kFewQueries) {
+        if (std::is_same_v<Key, float> && item.count <= kFewQueries && !call_.log_sums) {
           few_dots<kFewQueries>(own, first, item.count, keys, offset, width, ahead);
         } else {
           for (int v = 0; v < width; v += 2 * W) {
@@ -379,7 +385,8 @@ class Kernel {
     for (int i = 0; i < item.rows(); ++i) {
       const int64_t place = call_.rows[item.chunk] * call_.num_kv_heads + kv_head(item, i);
       const float bias = call_.remainder_bias[place];
-      if (bias == -INFINITY || own.last[i] < 0) continue;  // there is none, or it sees nothing
+      const bool sees = own.last[i] >= 0 || begun_sum(item, i) > -INFINITY;
+      if (bias == -INFINITY || !sees) continue;
       const float* key = call_.remainder_keys + place * dim_;
       const float* value = call_.remainder_values + place * dim_;
       F logit = {};
@@ -819,13 +826,36 @@ class Kernel {
     }
   }
 
-  // Weighted values over the total of their weights, of which the newest entries have `recent`.
-  void write(const Item& item, int i, const float* sums, float largest, float total,
-             float recent) const {
+  // The logarithm of what a row's softmax divides by so far.
+  float begun_sum(const Item& item, int i) const {
+    if (!call_.begun) return -INFINITY;
+    return call_.begun_sums[token(item, i) * call_.num_heads + head(item, i)];
+  }
+
+  // Weighted values over the total of their weights, of which the newest entries have `recent`. What
+  // was begun is added here, behind all parts: a row's sums do not depend on where its parts end.
+  void write(const Item& item, int i, float* sums, float largest, float total, float recent) const {
     const int64_t place = token(item, i) * call_.num_heads + head(item, i);
+    const float begun = begun_sum(item, i);
+    if (begun > -INFINITY) {
+      const float high = std::max(largest, begun);
+      const float own = std::exp(largest - high), other = std::exp(begun - high);
+      total = total * own + other;
+      if (call_.shares) recent = recent * own + other * std::exp(call_.begun_shares[place]);
+      const float* more = call_.begun + place * dim_;
+      for (int d = 0; d < dim_; d += W)
+        X::store(sums + d, X::load(sums + d) * own + X::load(more + d) * other);
+      largest = high;
+    }
     if (call_.sinks && total > 0.0f) total += std::exp(call_.sinks[head(item, i)] - largest);
     const float factor = total > 0.0f ? 1.0f / total : 0.0f;
     if (call_.shares) call_.shares[place] = total > 0.0f ? std::log(recent / total) : 0.0f;
+    if (call_.log_sums) {
+      call_.log_sums[place] = total > 0.0f ? largest + std::log(total) : -INFINITY;
+      float* to = static_cast<float*>(call_.out) + place * dim_;
+      for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
+      return;
+    }
     T* to = static_cast<T*>(call_.out) + place * dim_;
     for (int d = 0; d < dim_; d += W) X::store(to + d, X::load(sums + d) * factor);
   }
@@ -844,6 +874,7 @@ void clear_padding(const PagedAttention& c) {
   const int64_t chunked = c.starts[c.num_chunks];
   if (chunked < 0 || chunked >= c.num_tokens) return;
   const int64_t heads = (c.num_tokens - chunked) * c.num_heads, first = chunked * c.num_heads;
+  if (c.log_sums) return;  // the call that goes on reads nothing of them
   std::fill_n(static_cast<T*>(c.out) + first * c.head_dim, heads * c.head_dim, T{});
   if (c.shares) std::fill_n(c.shares + first, heads, 0.0f);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,11 @@ HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 _POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last")
 _FURTHER = ("first", "sinks", "fault")
 _SHARES = ("shares", "recent")
+_BEGUN = ("log_sums", "begun", "begun_sums", "begun_shares")
 _REMAINDER = ("remainder_keys", "remainder_values", "remainder_bias")
 _CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
 _LEVELS = ("key_steps", "key_lows", "value_steps", "value_lows")
-_ALL_POINTERS = (*_POINTERS, *_FURTHER, *_SHARES, *_REMAINDER, *_CODES, *_LEVELS)
+_ALL_POINTERS = (*_POINTERS, *_FURTHER, *_SHARES, *_BEGUN, *_REMAINDER, *_CODES, *_LEVELS)
 MAX_GROUPS = 8
 _NUMBERS = (
     *("key_groups", "value_groups", "head_stride"),
@@ -73,6 +75,18 @@ class CpuQuerySegments:
     first: Tensor | None = None
 
 
+class Begun(NamedTuple):
+    """Attention of T tokens to a part of what they see.
+
+    ``out`` float32 [T, Hq, D]; ``log_sums`` float32 [T, Hq], logarithms of what each softmax
+    divides by; ``shares`` float32 [T, Hq], what of it the newest entries got, if that is wanted.
+    """
+
+    out: Tensor
+    log_sums: Tensor
+    shares: Tensor | None
+
+
 def library(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> ctypes.CDLL:
     """The kernel for entries of these forms."""
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
@@ -112,6 +126,7 @@ def paged_attention(
     remainder: Remainder | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
+    begun: Begun | None = None,
 ) -> Tensor:
     """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
 
@@ -121,15 +136,60 @@ def paged_attention(
     each query gave to the newest entries, 0 for such a token. ``remainder [num_rows, Hkv, ...]`` is
     what tokens see beside entries, if they see any. ``sinks`` float32 [Hq] are logits that take
     part in each head's softmax and carry no value. Logits x become ``soft_cap`` tanh(x /
-    ``soft_cap``), unless it is 0. ``ValueError`` for shapes it is not built for, ``IndexError`` for
+    ``soft_cap``), unless it is 0. ``begun`` is what tokens have seen of other entries, newer ones:
+    their softmax is over both. ``ValueError`` for shapes it is not built for, ``IndexError`` for
     a row, an entry, a block or a vector that is not there; no sequence holds block 0. Reference:
     ``paged_attention_torch`` (``kernels/attention``).
     """
-    _check(query, keys, values, tables, chunks, codes)
-    check_shares(shares, query)
     check_remainder(remainder, tables[0], query, keys)
     check_sinks(sinks, query)
     out = torch.empty(query.shape, dtype=query.dtype)
+    how = tables, chunks, group, scale, codes, shares, remainder, sinks, soft_cap, begun
+    _run(out, None, query, keys, values, *how)
+    return out
+
+
+def begin_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    chunks: CpuQuerySegments,
+    group: int,
+    scale: float,
+    shares: Shares | None = None,
+    soft_cap: float = 0.0,
+) -> Begun:
+    """Attention to these entries alone, which ``paged_attention`` goes on from. Sums are added up
+    in one order for chunks of any length."""
+    out = torch.empty(query.shape, dtype=torch.float32)
+    log_sums = torch.empty(query.shape[:2], dtype=torch.float32)
+    how = tables, chunks, group, scale, None, shares, None, None, soft_cap, None
+    _run(out, log_sums, query, keys, values, *how)
+    return Begun(out, log_sums, None if shares is None else shares.out)
+
+
+def _run(
+    out: Tensor,
+    log_sums: Tensor | None,
+    query: Tensor,
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    tables: Tensor,
+    chunks: CpuQuerySegments,
+    group: int,
+    scale: float,
+    codes: Codes | None,
+    shares: Shares | None,
+    remainder: Remainder | None,
+    sinks: Tensor | None,
+    soft_cap: float,
+    begun: Begun | None,
+) -> None:
+    """Write ``out``; with ``log_sums``, these too."""
+    _check(query, keys, values, tables, chunks, codes)
+    check_shares(shares, query)
+    assert begun is None or (begun.shares is None) is (shares is None), "both have shares or none"
     fault = (ctypes.c_int64 * 2)()
     num_rows, per_row, columns = tables.shape[1:]
     last, first = (
@@ -148,6 +208,7 @@ def paged_attention(
         None if sinks is None else sinks.data_ptr(),
         ctypes.addressof(fault),
         *((None, None) if shares is None else (x.data_ptr() for x in shares)),
+        *(None if x is None else x.data_ptr() for x in (log_sums, *(begun or (None,) * 3))),
         *((None,) * 3 if remainder is None else (x.data_ptr() for x in remainder)),
         *_code_pointers(codes),
         *_scale_fields(keys, values),
@@ -174,7 +235,6 @@ def paged_attention(
         return IndexError(f"paged attention: {_REFUSALS[code].format(*fault)}")
 
     calls.run(library(keys, values), "paged_attention", call, refusal)
-    return out
 
 
 def _stored(x: Tensor | QuantizedVectors) -> Tensor:

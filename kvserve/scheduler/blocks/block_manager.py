@@ -6,6 +6,7 @@ physical length ``kv_lens`` addresses keys and values. ``rows`` arguments are ar
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
@@ -52,6 +53,8 @@ class BlockManager:
         self.log, self.queries = log.tables[0], log
         self._cached = [group for group in groups if group.cached_with_prefixes]
         self._column_ends = np.cumsum([group.tables[0].num_lanes for group in self._cached])
+        tokens = math.lcm(layout.block_size, *(group.prefix_tokens for group in groups))
+        self._prefix_columns = tokens // layout.block_size
         self.num_lanes = sum(table.num_lanes for group in groups for table in group.tables)
         """Tables of a row, of all groups."""
 
@@ -145,8 +148,12 @@ class BlockManager:
         prefixes = self.idle.prefixes
         found = [] if prefixes is None else prefixes.match(hashes)
         columns = np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
-        for group, part in self._by_group(columns):
-            columns = columns[: group.usable(part[: len(columns)])]
+        most = -1
+        while len(columns) != most:  # what one group shortens, another may have to shorten again
+            most = len(columns) // self._prefix_columns * self._prefix_columns
+            columns = columns[:most]
+            for group, part in self._by_group(columns):
+                columns = columns[: group.usable(part[: len(columns)])]
         needed = [group.needed(part) for group, part in self._by_group(columns)]
         return np.concatenate(needed, axis=1)
 
@@ -159,7 +166,11 @@ class BlockManager:
         """Begin an empty row with the entries of shared ``columns [n, .]``."""
         for group, part in self._by_group(columns):
             group.adopt(row, part)
-        self.kv_lens[:, row] = len(columns) * self.layout.block_size
+        tokens = len(columns) * self.layout.block_size
+        for group in self.groups:
+            if not group.cached_with_prefixes:
+                group.begin_at(row, tokens)
+        self.kv_lens[:, row] = tokens
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""

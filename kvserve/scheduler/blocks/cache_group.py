@@ -49,6 +49,9 @@ class CacheGroup(RowArrays):
     """Whether cached prefixes bring this group's blocks. They then hold as many tokens each as
     blocks of keys and values."""
 
+    prefix_tokens: int = 1
+    """A row may begin with cached prefixes of so many tokens, twice, three times, ... as many."""
+
     def __init__(self, *tables: BlockTable) -> None:
         self.tables = tables
 
@@ -109,6 +112,9 @@ class CacheGroup(RowArrays):
         """Begin an empty row with shared ``columns [n, LG * R]``."""
         (table,) = self.tables
         table.adopt(row, columns.reshape(len(columns), *table.lanes))
+
+    def begin_at(self, row: int, position: int) -> None:
+        """Begin an empty row behind a cached prefix that brings none of this group's blocks."""
 
     # ---- rows that leave, and come back ------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +22,8 @@ class WindowGroup(TokenGroup):
     """Keys and values of the newest tokens, addressed by logical position. A token sees ``window``
     of them, itself included; a step computes at most ``chunk`` of a row.
 
-    Blocks behind a row's window are given back as it grows. One block more is held, so that a later
-    turn may leave out the last few tokens of an answer.
+    Blocks behind a row's window are given back as it grows. A few tokens more are held, so that a
+    later turn may leave out the last few of an answer.
     """
 
     kind = "windows"
@@ -34,7 +35,7 @@ class WindowGroup(TokenGroup):
 
     def pass_by(self, positions: IntArray) -> None:
         """Give back what no token from ``positions [n]`` of the first rows on will see."""
-        first = self._first_column(positions - self.block_tokens)
+        first = self._first_column(np.maximum(positions - self.spec.slack, 0))
         moved = np.flatnonzero(first > self._table.first[0, : len(first), 0])
         if len(moved):
             self._table.move_front(moved, first[moved, None])
@@ -78,6 +79,7 @@ class WindowGroup(TokenGroup):
 
     def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
         adopted = -(-self._window // self.block_tokens) * self._table.num_lanes
+        adopted *= self.cached_with_prefixes
         return super().wanted_to_return(saved, min(reserve, self._chunk)) + adopted
 
     def come_back(self, row: int, saved: GroupRow, num_cached: int) -> tuple[IntArray, IntArray]:
@@ -114,9 +116,15 @@ class WindowSpec(GroupSpec):
     """``num_layers`` layers of ``window`` tokens. As many of them share a table, and a block, as
     layers of the other kind do; blocks of the last table may have room for more."""
 
+    makes: ClassVar[type[WindowGroup]] = WindowGroup
     num_layers: int
     window: int
     chunk: int
+
+    @property
+    def slack(self) -> int:
+        """Tokens behind a window that are held, too."""
+        return self.block_tokens
 
     def lanes(self, layout: KVLayout) -> tuple[int, int]:
         """Groups of layers, and tables of each."""
@@ -130,11 +138,11 @@ class WindowSpec(GroupSpec):
     ) -> CacheGroup:
         lanes = self.lanes(layout)
         table = BlockTable(pool, lanes, max_rows, self.block_tokens, max_model_len)
-        return WindowGroup(table, self)
+        return self.makes(table, self)
 
 
 def window_blocks(num_tokens: int, spec: WindowSpec) -> int:
     """Most blocks of a table of ``num_tokens``: a window, what a step adds, and what is not yet
     given back."""
-    most = -(-(spec.window + spec.chunk) // spec.block_tokens) + 2
+    most = -(-(spec.window + spec.chunk + spec.slack) // spec.block_tokens) + 1
     return min(-(-num_tokens // spec.block_tokens), most)

@@ -236,6 +236,8 @@ class CompressionScheduler:
         dst_blocks = blocks.written(at, taken.copy_start, new)
         task = CompactionTask.of(asked, new, taken.copy_start, dst_blocks, log_from, taken.codes)
         rows.compactions[at] += task.compacts
+        rounded = at[task.rounds]
+        rows.rounded_at[rounded] = rows.num_computed[rounded]
         self.compactions += int(np.count_nonzero(task.compacts))
         return task
 

@@ -101,6 +101,12 @@ class CompactionTask(ObservationTask):
             changed |= (self.codes.coded != self.codes.coded_before).any(axis=(0, 2))
         return np.asarray(changed)
 
+    @property
+    def rounds(self) -> IntArray:
+        """Behind which events no older entry is read as it was computed: bool [E]. Those that evict
+        nothing change nothing; a pruned prompt was never stored so."""
+        return np.asarray(self.compacts | (self.kind is EventKind.PRUNED))
+
     @classmethod
     def of(
         cls,
@@ -211,7 +217,8 @@ class NewRows:
 
     ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
     ``log_from [n]`` on, for windows that begin ``log_span [n]`` tokens apart; prompts have
-    ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest known one.
+    ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest known one. Entries before
+    ``rounded_at [n]`` are not read as they were computed.
     """
 
     requests: tuple[NewRequest, ...]
@@ -221,6 +228,7 @@ class NewRows:
     log_from: IntArray
     log_span: IntArray
     last_token: IntArray
+    rounded_at: IntArray
 
 
 NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(6)))

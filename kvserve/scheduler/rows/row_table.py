@@ -40,6 +40,8 @@ class RowTable(RowArrays):
     policy_id: IntArray = per_row("policy_id")
     num_events: IntArray = per_row()
     compactions: IntArray = per_row()
+    rounded_at: IntArray = per_row()
+    """From which token on entries may be read as they were computed."""
     leaves_remainder: IntArray = per_row("leaves_remainder")
     """Whether something stands for what its events drop."""
     blocks_released: IntArray = per_row()

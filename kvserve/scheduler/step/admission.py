@@ -139,6 +139,7 @@ class Admission:
             self._blocks.queries.logged_from(at),
             np.array([seq.trigger.log_span for seq in new], np.int64),
             known,
+            self._rows.rounded_at[at],
         )
 
     def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:

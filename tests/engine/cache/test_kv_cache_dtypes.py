@@ -6,6 +6,7 @@ policies/test_conformance.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("few_newest")
 DTYPES = list(FORMATS)
 DIM = 16  # of both checkpoints' heads
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -57,7 +59,10 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
         assert stats.bytes_total == stats.blocks_total * size
         assert cache.host.nbytes // size - 1 == 2**30 // size
         (output,) = llm.generate(random_prompts([50]), PARAMS, use_tqdm=False)
-        held[dtype] = output.kv_cache_details.held_bytes
+        # Beside 73 tokens: those from the last multiple of 16 before the newest 17 on, as computed.
+        tokens = FORMATS[dtype].newest_tokens(16, DIM, 4) if dtype in ("k4v4", "k4v2") else 0
+        newest = -(-73 // tokens) - 48 // tokens if tokens else 0
+        held[dtype] = output.kv_cache_details.held_bytes - newest * size
         assert held[dtype] == 5 * size
         assert f"{stats.blocks_total} blocks" in row(llm, "kv pool")[0]
         assert row(llm, "kv cache dtype")[0].split()[0] == dtype
@@ -88,6 +93,27 @@ def test_logits_are_near_those_of_numbers(qwen3_dir: Path, dtype: str, within: f
     spread = logits["auto"].std()
     off = (logits[dtype] - logits["auto"]).abs().max() / spread
     assert 0 < off < within
+
+
+def test_the_newest_tokens_are_read_as_computed(qwen3_dir: Path) -> None:
+    """Up to the first multiple of 16 tokens, logits are those of numbers. Behind it they are not,
+    nor are they those of entries that are all in 4 bits."""
+    logits = []
+    for dtype, newest in (("auto", 16), ("k4v4", 16), ("k4v4", 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(FORMATS, "k4v4", replace(FORMATS["k4v4"], newest=newest))
+            recorder = Recorder(make_llm(qwen3_dir, kv_cache_dtype=dtype))
+        recorder.llm.generate(random_prompts([7]), PARAMS, use_tqdm=False)
+        logits.append(torch.stack(recorder.logits[0]))
+    auto, ours, rounded = logits
+    torch.testing.assert_close(auto[:10], ours[:10], atol=1e-4, rtol=1e-4)
+    for one, other in ((auto[10], ours[10]), (auto[0], rounded[0]), (ours[10], rounded[10])):
+        assert (one - other).abs().max() > 1e-2
+
+
+def test_a_block_that_is_too_small_is_refused(qwen3_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="--block-size: a block of 4 tokens in k4v4 cannot hold"):
+        make_llm(qwen3_dir, kv_cache_dtype="k4v4", block_size=4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

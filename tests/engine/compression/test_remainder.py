@@ -73,7 +73,9 @@ EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
     ],
     ids="-".join,
 )
-def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, few_newest: None
+) -> Lab:
     kind, layout, form = request.param
     directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind))
     return Lab(directory, layout, form, [*CASES], "model")

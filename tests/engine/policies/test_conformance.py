@@ -265,7 +265,9 @@ def outsider() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def labs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec, tuple[str, ...]], Lab]:
+def labs(
+    tmp_path_factory: pytest.TempPathFactory, few_newest: None
+) -> Callable[[Spec, tuple[str, ...]], Lab]:
     """Each is made once, and holds the runs of its cases."""
     by_label = {case.label: case for case in CASES}
 

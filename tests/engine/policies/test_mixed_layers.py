@@ -40,7 +40,7 @@ EACH = matrix.matrix(
 
 
 @pytest.fixture(scope="module")
-def labs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., matrix.Lab]:
+def labs(tmp_path_factory: pytest.TempPathFactory, few_newest: None) -> Callable[..., matrix.Lab]:
     by_label = {case.label: case for case in HERE}
 
     @cache
