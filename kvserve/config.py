@@ -6,6 +6,7 @@ from dataclasses import Field, dataclass, field, fields
 from itertools import chain
 from typing import Any, get_type_hints
 
+from kvserve import absent
 from kvserve.config_sections import (
     KV_CACHE_DTYPES,
     CacheConfig,
@@ -17,7 +18,7 @@ from kvserve.config_sections import (
     setting,
 )
 from kvserve.log import ConfigError
-from kvserve.setting_values import checked, did_you_mean
+from kvserve.setting_values import checked
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -92,10 +93,12 @@ class EngineConfig:
         """
         sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         own: dict[str, Any] = {}
+        known = {*_SETTINGS, *_ALIASES}
+        settings = absent.take_known(
+            settings, known, absent.SETTINGS, lambda text, _: ConfigError(text)
+        )
         for given, value in settings.items():
             name = _ALIASES.get(given, given)
-            if name not in _SETTINGS:
-                raise ConfigError(f"unknown setting {given!r}{did_you_mean(given, _SETTINGS)}")
             if name != given and name in settings:
                 raise ConfigError(f"{name} is given twice, once as {given}")
             section, item, hint = _SETTINGS[name]

@@ -107,6 +107,11 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
     ``ConfigError`` names the flag to change.
     """
     check_grammar_backend(config)
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "data_parallel_size (--data-parallel-size): this is one engine, and kvserve serve runs "
+            "several; in Python start a process for each"
+        )
     device, ranks = device_of(config), config.parallel.tensor_parallel_size
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ConfigError(
