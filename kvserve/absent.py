@@ -93,7 +93,7 @@ SETTINGS = _by_name(
         "see --generation-config, and fields of requests": "override_generation_config",
         "it needs tokenizer.json": "tokenizer_mode",
         "see --skip-tokenizer-init": "tokens_only",
-        "see --revision: tokenizer and model are of one": "tokenizer_revision code_revision",
+        "tokenizer and code are those of --revision": "tokenizer_revision code_revision",
         "set HF_TOKEN in the environment": "hf_token",
         "see --model, --model-impl and --hf-overrides": """
             hf_config_path config_format rope_scaling rope_theta model_weights
