@@ -19,20 +19,13 @@ def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
 SETTINGS = _by_name(
     {
         "LoRA adapters are not built: merge them into the weights": """
-            enable_lora lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype
-            lora_target_modules default_mm_loras fully_sharded_loras specialize_active_lora
-            max_lora_cls_labels enable_tower_connector_lora enable_mixed_moe_lora_format
+            enable_lora lora_* max_lora* max_cpu_loras default_mm_loras fully_sharded_loras
+            specialize_active_lora enable_tower_connector_lora enable_mixed_moe_lora_format
             enable_moe_shared_loras""",
         "images and audio are not built": """
-            limit_mm_per_prompt mm_processor_kwargs media_io_kwargs allowed_local_media_path
-            allowed_media_domains enable_mm_embeds interleave_mm_strings skip_mm_profiling
-            language_model_only disable_chunked_mm_input enable_mm_processor_stats
-            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
-            mm_processor_device mm_device_do_normalize mm_hasher_algorithm mm_ipc_gpu_memory_gb
-            mm_tensor_ipc mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend
-            mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin
-            mm_encoder_fp8_scale_save_path video_pruning_rate video_pruning_method
-            trust_request_mm_kwargs ec_transfer_config ec_manager_config""",
+            limit_mm_per_prompt mm_* enable_mm_* media_io_kwargs allowed_local_media_path
+            allowed_media_domains interleave_mm_strings skip_mm_profiling language_model_only
+            disable_chunked_mm_input video_pruning_* trust_request_mm_kwargs ec_*""",
         "it generates text and has no embeddings": """
             task runner convert pooler_config io_processor_plugin enable_flash_late_interaction""",
         "models that write by diffusion are not built": "diffusion_config",
@@ -40,29 +33,20 @@ SETTINGS = _by_name(
         "layers are not split over devices; see --tensor-parallel-size": "pipeline_parallel_size",
         "each rank has a part of every expert; see --tensor-parallel-size": """
             enable_expert_parallel enable_eplb eplb_config all2all_backend expert_placement_strategy
-            enable_ep_weight_filter moe_backend enable_return_routed_experts""",
+            enable_ep_weight_filter moe_backend""",
         "sequences are not split over devices; see --tensor-parallel-size": """
-            prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
-            dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dcp_q_replicate""",
+            prefill_context_parallel_size decode_context_parallel_size dcp_* cp_*""",
         "ranks are processes of one machine": """
-            distributed_executor_backend master_addr master_port nnodes node_rank worker_cls
-            worker_extension_cls ray_workers_use_nsight max_parallel_loading_workers
-            distributed_timeout_seconds cpu_distributed_timeout_seconds numa_bind numa_bind_nodes
-            numa_bind_cpus enable_nccl_comm_suspend""",
+            distributed_* master_* nnodes node_rank worker_* ray_workers_use_nsight numa_*
+            max_parallel_loading_workers cpu_distributed_timeout_seconds
+            enable_nccl_comm_suspend""",
         "set CUDA_VISIBLE_DEVICES in the environment": "device_ids",
         "replicas are Ray Serve's; see --data-parallel-size": """
-            data_parallel_rank data_parallel_start_rank data_parallel_size_local
-            data_parallel_address data_parallel_rpc_port data_parallel_backend
-            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
-            data_parallel_supervisor_port dp_supervisor_probe_failure_threshold
-            dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s dp_sync_interval
-            enable_elastic_ep elastic_ep_max_dp_size enable_scale_out enable_fault_tolerance
-            fault_tolerance_config""",
+            data_parallel_* dp_* enable_elastic_ep elastic_ep_max_dp_size enable_scale_out
+            enable_fault_tolerance fault_tolerance_config""",
         "one process answers HTTP; see --data-parallel-size": "api_server_count",
-        "weights stay on the device; see --quantization": """
-            cpu_offload_gb cpu_offload_params offload_backend offload_group_size
-            offload_num_in_group offload_prefetch_step offload_params""",
-        "see --swap-space": "kv_offloading_size kv_offloading_backend preemption_mode",
+        "weights stay on the device; see --quantization": "cpu_offload_* offload_*",
+        "see --swap-space": "kv_offloading_* preemption_mode",
         "see --max-prefill-tokens; prompts of several clients are computed side by side": """
             max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
             long_prefill_token_threshold_adaptive prefill_schedule_interval""",
@@ -80,14 +64,13 @@ SETTINGS = _by_name(
         "see --attention-backend": "attention_config disable_cascade_attn",
         "kernels are chosen by the device": """
             kernel_config linear_backend enable_flashinfer_autotune sparse_indexer_topk_backend
-            ir_op_priority jit_monitor_mode jit_monitor_verbose disable_custom_all_reduce enable_dbo
-            ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold use_fp64_gumbel
-            disable_nccl_for_dp_synchronization enable_batch_sharded_sampling""",
+            ir_op_priority jit_monitor_* disable_custom_all_reduce enable_dbo dbo_* ubatch_size
+            use_fp64_gumbel disable_nccl_for_dp_synchronization enable_batch_sharded_sampling""",
         "see --grammar-backend": """
             guided_decoding_backend structured_outputs_config""",
         "see logit_bias, bad_words and grammars in requests": "logits_processors",
-        "tokens are not watermarked": "watermark watermark_config",
-        "see --speculative-config": "spec_method spec_model spec_tokens",
+        "tokens are not watermarked": "watermark*",
+        "see --speculative-config": "spec_*",
         "see --quantization": "quantization_config allow_deprecated_quantization",
         "all layers are stored alike; see --kv-cache-dtype": "kv_cache_dtype_skip_layers",
         "see --generation-config, and fields of requests": "override_generation_config",
@@ -96,24 +79,18 @@ SETTINGS = _by_name(
         "tokenizer and code are those of --revision": "tokenizer_revision code_revision",
         "set HF_TOKEN in the environment": "hf_token",
         "see --model, --model-impl and --hf-overrides": """
-            hf_config_path config_format rope_scaling rope_theta model_weights
-            model_class_overrides""",
+            hf_config_path config_format rope_* model_weights model_class_overrides""",
         "see --load-format": """
             model_loader_extra_config ignore_patterns pt_load_map_location use_tqdm_on_load
-            safetensors_load_strategy safetensors_prefetch_block_size
-            safetensors_prefetch_num_threads""",
+            safetensors_*""",
         "layers with windows hold their windows; see --kv-layout": """
             disable_sliding_window disable_hybrid_kv_cache_manager kv_sharing_fast_prefill""",
         "models with state spaces are not built": """
-            mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_config
-            mamba_backend mamba_cache_philox_rounds mamba_ssu_algorithm use_replayssm
-            enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint
-            replayssm_buffer_len gdn_prefill_backend kda_decode_backend kda_prefill_backend""",
+            mamba_* enable_mamba_* use_replayssm replayssm_* gdn_* kda_*""",
         "prefixes are found by their blocks; see --enable-prefix-caching": """
             prefix_caching_hash_algo prefix_match_unit prefix_cache_retention_interval""",
         "weights stay loaded while the server runs": """
-            enable_sleep_mode sleep_mode_offload_cudagraph sleep_preserve_parameter_names
-            enable_cumem_allocator weight_transfer_config""",
+            enable_sleep_mode sleep_* enable_cumem_allocator weight_transfer_config""",
         "the scheduler is fixed; see --scheduling-policy": """
             scheduler_cls scheduler_reserve_full_isl""",
         "each token is sent when it is there": "stream_interval",
@@ -125,8 +102,8 @@ SETTINGS = _by_name(
             log_error_stack""",
         "see --disable-uvicorn-access-log": "disable_access_log_for_endpoints",
         "see /metrics, /load and --otlp-traces-endpoint": """
-            show_hidden_metrics_for_version collect_detailed_traces kv_cache_metrics
-            kv_cache_metrics_sample enable_layerwise_nvtx_tracing enable_mfu_metrics
+            show_hidden_metrics_for_version collect_detailed_traces kv_cache_metrics*
+            enable_layerwise_nvtx_tracing enable_mfu_metrics
             enable_logging_iteration_details profiler_config custom_histogram_buckets
             per_request_spec_decode_metrics enable_per_request_metrics
             enable_server_load_tracking""",
@@ -134,34 +111,33 @@ SETTINGS = _by_name(
             additional_config reasoning_parser_plugin tool_parser_plugin middleware""",
         "see --reasoning-parser": "reasoning_config",
         "every answer has X-Request-Id": "enable_request_id_headers",
-        "it is always there": """
+        "it is always so": """
             enable_tokenizer_info_endpoint enable_prompt_tokens_details
             exclude_tools_when_tool_choice_none""",
         "see --no-docs; the documentation loads nothing from elsewhere": """
             disable_fastapi_docs enable_offline_docs""",
         "see --ssl-certfile": "enable_ssl_refresh ssl_cert_reqs ssl_ciphers",
-        "see --max-connections and SECURITY.md": """
-            h11_max_header_count h11_max_incomplete_event_size""",
+        "see --max-connections and SECURITY.md": "h11_*",
         "quiet streams have pings": "sse_keep_alive_interval",
         "send it in a request": "return_tokens_as_token_ids",
         "send chat_template_kwargs in a request": "default_chat_template_kwargs",
         "send stream_options in a request": "enable_force_include_usage",
         "answers are the assistant's": "response_role",
         "tools are the client's; see tool_choice in requests": "tool_server tool_strict_level",
-        "system_fingerprint says model, version and policy": "fingerprint_mode fingerprint_value",
+        "system_fingerprint says model, version and policy": "fingerprint_*",
         "it speaks HTTP alone": "grpc_port",
         "it is about a part of vLLM that is not here": """
             aux_output_config engram_config enable_hc_sp swa_bounded_replay enable_shm_tensor_arena
-            enable_trace_replay fail_on_environ_validation renderer_num_workers
-            return_sampling_mask anthropic_disabled_thinking_effort cohere_format
-            cohere_is_reasoning_model""",
+            enable_trace_replay fail_on_environ_validation renderer_num_workers cohere_*
+            return_sampling_mask enable_return_routed_experts anthropic_disabled_thinking_effort""",
         "the form that a template wants is found by trying it": "chat_template_content_format",
         "give it to chat": "chat_template",
         "it is the server's: see kvserve serve --help": """
             served_model_name reasoning_parser otlp_traces_endpoint log_level shutdown_timeout""",
     }
 )
-"""Of ``LLM(...)``, and with dashes of the command line, which has some of them."""
+"""Of ``LLM(...)``, and with dashes of the command line, which has some of them. A ``*`` stands for
+any end."""
 
 FLAGS = {"-pp": "pipeline_parallel_size", "-asc": "api_server_count"}
 """Short flags of absent settings."""
@@ -194,9 +170,10 @@ FIELDS = _by_name(
         "see repetition_penalty and frequency_penalty": "repetition_detection",
         "tokens are not watermarked": "watermarking",
         "tokens cannot be prescribed: see structured_outputs": "trace_decode_token_ids",
-        "see return_token_ids": "return_prompt_text routed_experts_prompt_start",
+        "see return_token_ids": "return_prompt_text",
+        "routes of experts are not reported": "routed_experts_prompt_start",
         "caches are not moved between servers": "kv_transfer_params ec_transfer_params",
-        "settings are not changed by vLLM's own code": "skip_clone output_text_buffer_length",
+        "it is of vLLM's own code": "skip_clone output_text_buffer_length",
         "it goes with /v1/completions": "echo",
         "the chat template writes special tokens": "add_special_tokens",
         "it goes with chat requests": "chat_template chat_template_kwargs tools",
@@ -276,8 +253,16 @@ def means_off(name: str, value: object) -> bool:
     return value is None or (value in _OFF[name] if name in _OFF else not value)
 
 
+def why_absent(name: str, absent: Mapping[str, str]) -> str | None:
+    """What to do instead; ``None`` for a name that nobody knows."""
+    if name in absent:
+        return absent[name]
+    ends = (each for each in absent if each.endswith("*") and name.startswith(each[:-1]))
+    return next((absent[each] for each in ends), None)
+
+
 def refusal(name: str, why: str) -> str:
-    """What to say of an absent name."""
+    """The error of an absent name."""
     return f"{name} is not supported: {why}"
 
 
@@ -295,10 +280,11 @@ def take_known(
     for name, value in given.items():
         if name in known:
             continue
-        if name not in absent:
+        why = why_absent(name, absent)
+        if why is None:
             raise error(f"unknown setting {name!r}{did_you_mean(name, known)}", name)
         if not means_off(name, value):
-            raise error(refusal(name, absent[name]), name)
+            raise error(refusal(name, why), name)
     return {name: value for name, value in given.items() if name in known}
 
 

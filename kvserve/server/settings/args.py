@@ -52,8 +52,8 @@ class Parser(argparse.ArgumentParser):
         if word in REMOVED:
             raise UsageError(f"{word} was removed: {REMOVED[word]}")
         name = absent.FLAGS.get(word, word.removeprefix("--").replace("-", "_"))
-        if name in absent.SETTINGS:
-            raise UsageError(absent.refusal(word, absent.SETTINGS[name]))
+        if why := absent.why_absent(name, absent.SETTINGS):
+            raise UsageError(absent.refusal(word, why))
         raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
 
 
