@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvserve.config import EngineConfig
     from kvserve.engine.frontend.async_engine import AsyncEngine
     from kvserve.engine.frontend.llm import LLM
+    from kvserve.log import ConfigError, EngineDeadError, RequestError
     from kvserve.outputs import CompletionOutput, RequestOutput
     from kvserve.sampling_params import SamplingParams
 
@@ -24,13 +25,19 @@ _EXPORTS = {
     "SamplingParams": "kvserve.sampling_params",
     "RequestOutput": "kvserve.outputs",
     "CompletionOutput": "kvserve.outputs",
+    "ConfigError": "kvserve.log",
+    "EngineDeadError": "kvserve.log",
+    "RequestError": "kvserve.log",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "CompletionOutput",
+    "ConfigError",
     "EngineConfig",
+    "EngineDeadError",
+    "RequestError",
     "RequestOutput",
     "SamplingParams",
     "__version__",

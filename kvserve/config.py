@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from itertools import chain
 from typing import Any, TypeAlias, get_type_hints
 
+from kvserve import absent
 from kvserve.entry_format import FORMATS
 from kvserve.log import ConfigError, shown
 from kvserve.setting_values import check_limits, checked, did_you_mean
@@ -404,10 +405,12 @@ class EngineConfig:
         """
         sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         own: dict[str, Any] = {}
+        known = {*_SETTINGS, *_ALIASES}
+        settings = absent.take_known(
+            settings, known, absent.SETTINGS, lambda text, _: ConfigError(text)
+        )
         for given, value in settings.items():
             name = _ALIASES.get(given, given)
-            if name not in _SETTINGS:
-                raise ConfigError(f"unknown setting {given!r}{did_you_mean(given, _SETTINGS)}")
             if name != given and name in settings:
                 raise ConfigError(f"{name} is given twice, once as {given}")
             section, item, hint = _SETTINGS[name]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
+from kvserve.absent import SaysWhatIsAbsent
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -125,7 +127,7 @@ class KVTraceEvent:
 
 
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(SaysWhatIsAbsent):
     """One choice of a request. It grows from step to step while the request runs.
 
     Example: ``output.outputs[0].text`` is the answer, ``len(output.outputs[0].token_ids)`` its
@@ -154,13 +156,21 @@ class CompletionOutput:
     the request set ``kv_trace``."""
 
     @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; ``None`` without ``logprobs``."""
+        if self.logprobs is None:
+            return None
+        steps = zip(self.token_ids, self.logprobs, strict=False)
+        return sum(entry[token].logprob for token, entry in steps)
+
+    @property
     def finished(self) -> bool:
         """Whether ``finish_reason`` is known."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(SaysWhatIsAbsent):
     """One request: its choices so far, and what its cache held.
 
     ``LLM.generate`` returns finished outputs. ``AsyncEngine.generate`` yields the same object after
@@ -171,7 +181,8 @@ class RequestOutput:
     request_id: str
     """The id of the request."""
     prompt: str | None
-    """The prompt's text; ``None`` if it was given as token ids."""
+    """The prompt's text, of a conversation what the chat template makes of it; ``None`` if it was
+    given as token ids."""
     prompt_token_ids: list[int]
     """The prompt's tokens."""
     outputs: list[CompletionOutput]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+from kvserve import absent
 from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, shown
 
@@ -84,12 +86,37 @@ def _value_text(kind: str, value: Any, field: str) -> str:
     raise RequestError(f"{field}.{kind} must be {needed}", param=field)
 
 
+_Kind = TypeVar("_Kind")
+
+
+def refused(message: str, name: str) -> RequestError:
+    """The error for a name that is not here."""
+    return RequestError(message, param=name, code="unsupported_field")
+
+
+def _naming_what_is_absent(kind: type[_Kind]) -> type[_Kind]:
+    """Give a dataclass a ``RequestError`` for names that it does not have."""
+    build = kind.__init__
+    known = {each.name for each in fields(kind) if each.init}  # type: ignore[arg-type]
+
+    @wraps(build)
+    def init(self: _Kind, **given: Any) -> None:
+        if not given.keys() <= known:
+            given = absent.take_known(given, known, absent.FIELDS, refused)
+        build(self, **given)
+
+    kind.__init__ = init  # type: ignore[assignment, method-assign]
+    return kind
+
+
+@_naming_what_is_absent
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of one request; names and defaults are vLLM's (``kv_...``: ours).
 
     Example: ``SamplingParams(temperature=0, max_tokens=400, kv_policy="none")``. Raises
-    ``RequestError``, whose ``param`` names the field that is out of range.
+    ``RequestError``, whose ``param`` names the field that is unknown or out of range. Fields stay
+    as they are: ``clone(temperature=0.5)`` is another one.
     """
 
     n: int = 1
@@ -165,6 +192,17 @@ class SamplingParams:
     API key or by address."""
     stop_strings: tuple[str, ...] = field(init=False)
     structured_output: StructuredOutput | None = field(init=False)
+
+    @classmethod
+    def from_optional(cls, **settings: Any) -> SamplingParams:
+        """As ``SamplingParams(...)``, but ``None`` stands for the default (of ``max_tokens`` for
+        no limit)."""
+        given = {k: v for k, v in settings.items() if v is not None or k == "max_tokens"}
+        return cls(**given)
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """The same settings, with these changed."""
+        return replace(self, **changes)
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -65,5 +65,7 @@ def test_a_wrong_value_names_the_setting_and_its_flag(name: str, value: Any, sai
 def test_an_unknown_setting_suggests_another() -> None:
     with pytest.raises(ConfigError, match="'max_num_seq'; did you mean max_num_seqs"):
         EngineConfig.from_flat(max_num_seq=3)
-    with pytest.raises(ConfigError, match=r"unknown setting 'lora_modules'$"):
-        EngineConfig.from_flat(lora_modules=3)
+    with pytest.raises(ConfigError, match=r"unknown setting 'xyz'$"):
+        EngineConfig.from_flat(xyz=3)
+    off = {"pipeline_parallel_size": 1, "disable_log_stats": True, "hf_token": None}
+    assert EngineConfig.from_flat(**off, enable_lora=False) == EngineConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,19 @@ def test_chats_of_a_file_with_details(serve: Serve, tmp_path: Path) -> None:
     assert saved["generated_texts"] == ["0 1 2 3 "] * 3
 
 
+def test_vllm_s_form(server: RunningServer, model_dir: Path, tmp_path: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    where = ["--host", "127.0.0.1", "--port", port, "--tokenizer", str(model_dir)]
+    words = ["bench", "serve", "--backend", "vllm", "--dataset-name", "random", *where]
+    words += ["--num-prompts", "1", "--random-input-len", "4", "--random-output-len", "2"]
+    words += ["--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
+    assert run([*words, "--result-filename", "named.json"]) == 0
+    assert json.loads((tmp_path / "named.json").read_text())["backend"] == "vllm"
+    assert run(words) == 0
+    [other] = set(tmp_path.glob("*.json")) - {tmp_path / "named.json"}
+    assert re.fullmatch(r"vllm-infqps-model-\d{8}-\d{6}\.json", other.name)
+
+
 def test_tasks_are_graded(serve: Serve) -> None:
     status, saved = serve("--backend", "openai-chat", "--dataset", "recall", "--num-prompts", "2")
     assert status == 0 and saved["exact_match"] == 0.0 and saved["n"] == 2
@@ -208,6 +222,8 @@ def test_ctrl_c_keeps_what_was_answered(
         (["--metadata", "x"], "--metadata"),
         (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
         (["--request-rate", "0"], "--request-rate"),
+        (["--result-dir", "x"], "--result-dir"),
+        (["--save-result", "a.json", "--result-filename", "b.json"], "--result-filename"),
         (["--dataset", "timed_trace", "--dataset-path", "x", "--request-rate", "2"], "--request"),
         (["--dataset-path", "x"], "--dataset-path"),
         (["--backend", "openai-chat"], "--backend"),

@@ -114,6 +114,11 @@ def test_refusals_are_freed_at_once(server: RunningServer, monkeypatch: pytest.M
         ({"prompt": "a", "request_id": "a\r\nb"}, "request_id"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "logprob_token_ids": [3]}, "logprob_token_ids"),
+        ({"prompt": "a", "prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"prompt": "a", "repetition_detection": {"min_count": 3}}, "repetition_detection"),
+        ({"prompt": "a", "truncation_side": "middle"}, "truncation_side"),
+        ({"prompt": "a", "include_reasoning": False}, "include_reasoning"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "guided_regex": ""}, "guided_regex"),
         (
@@ -219,8 +224,13 @@ def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
 
 
 def test_an_unknown_model(server: RunningServer) -> None:
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "tokens": [97]}
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [97]},
+    }
+    for path, body in bodies.items():
         response = server.post(path, model="gpt-9", **body)
         assert "gpt-9" in check(response, 404, "model", "model_not_found")
     check(server.http.get("/v1/models/gpt-9"), 404, "model", "model_not_found")

@@ -67,6 +67,10 @@ def test_health_and_version(server: RunningServer) -> None:
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/ping").status_code == 200
     assert server.http.get("/version").json() == {"version": "0.1.0"}
+    wrong = server.http.post("/version")
+    assert wrong.status_code == 405 and wrong.headers["Allow"] == "GET, HEAD"
+    said = "POST /version is not allowed; use GET or HEAD"
+    assert wrong.json()["error"]["message"] == said
 
 
 def test_models(server: RunningServer) -> None:

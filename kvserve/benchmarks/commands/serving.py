@@ -13,6 +13,7 @@ import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvserve.benchmarks.measuring.measure import accuracy
 from kvserve.benchmarks.measuring.serving_client import ENDPOINTS, Answer, ServerGone, ServingClient
 from kvserve.benchmarks.measuring.serving_metrics import Result, per_request, report_block, summary
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
+from kvserve.benchmarks.setup.options import NAMED
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 from kvserve.log import ConfigError
@@ -50,9 +52,22 @@ def run(args: argparse.Namespace) -> int:
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     if any(ramp) and not all(ramp):
         args.fail("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps: give all three")
+    args.base_url = args.base_url or f"http://{args.host}:{args.port}"
+    if args.save_result == NAMED:
+        args.save_result = (args.result_dir or Path()) / (args.result_filename or _file_name(args))
+    elif args.result_dir or args.result_filename:
+        args.fail("--result-dir and --result-filename go with --save-result without a name")
     serving = Serving(args)
     status = measure_and_publish(serving, args)
     return status or int(serving.gone is not None)
+
+
+def _file_name(args: argparse.Namespace) -> str:
+    """The name that vLLM gives a result."""
+    model = (args.model or "model").rstrip("/").rpartition("/")[2]
+    at_once = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    now = time.strftime("%Y%m%d-%H%M%S")
+    return f"{args.backend}-{args.request_rate}qps{at_once}-{model}-{now}.json"
 
 
 class Serving:
@@ -251,7 +266,7 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
             "blocks_released": sum(each["blocks_released"] for each in details),
             "held_over_logical_at_end": sum(each["held_tokens"] for each in details) / logical,
         }
-    busy = [sample for sample in samples if sample["num_running"]]
+    busy = [sample for sample in samples if sample["tokens_logical"]]
     if busy:
         result |= {
             "mean_running": sum(sample["num_running"] for sample in busy) / len(busy),

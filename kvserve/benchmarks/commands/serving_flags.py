@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from kvserve.benchmarks.datasets.datasets import add_dataset_arguments
 from kvserve.benchmarks.measuring.serving_client import ENDPOINTS
 from kvserve.benchmarks.measuring.serving_metrics import GOODPUT_METRICS, TITLES
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least, number
+from kvserve.benchmarks.setup.options import add_report_arguments, at_least, file_name, number
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +20,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser, timed=True)
     _add_arrivals(parser)
     _add_figures(parser)
-    add_report_arguments(parser)
+    add_report_arguments(parser, named=True)
     words = "into --save-result, write every request's lengths, times, text and error"
     parser.add_argument("--save-detailed", action="store_true", help=words)
     parser.add_argument(
@@ -32,17 +33,22 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
         help="written into --save-result",
     )
     parser.add_argument("--label", metavar="TEXT", help="written into --save-result")
+    words = "where --save-result without a name writes (default: here)"
+    parser.add_argument("--result-dir", type=Path, metavar="DIR", help=words)
+    words = "its name there (default: BACKEND-RATEqps-MODEL-TIME.json)"
+    parser.add_argument("--result-filename", type=file_name(".json"), metavar="NAME", help=words)
     parser.set_defaults(fail=parser.error)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend", choices=ENDPOINTS, default="openai", help="completions or chat (openai-chat)"
-    )
-    url = "http://127.0.0.1:8000"
-    parser.add_argument(
-        "--base-url", default=url, metavar="URL", help=f"the server (default: {url})"
-    )
+    words = "completions (openai; vllm is the same) or chat (openai-chat)"
+    parser.add_argument("--backend", choices=ENDPOINTS, default="openai", help=words)
+    words = "the server (default: http://HOST:PORT)"
+    parser.add_argument("--base-url", metavar="URL", help=words)
+    words = "the server's machine, without --base-url (default: 127.0.0.1)"
+    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=words)
+    words = "its port (default: 8000)"
+    parser.add_argument("--port", type=at_least(1), default=8000, metavar="N", help=words)
     parser.add_argument(
         "--endpoint", metavar="PATH", help="path of the route (default: that of --backend)"
     )

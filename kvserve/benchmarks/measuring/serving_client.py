@@ -13,7 +13,11 @@ from kvserve.benchmarks.datasets.workload import Workload
 if TYPE_CHECKING:
     import httpx
 
-ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
 
 
 class ServerGone(Exception):

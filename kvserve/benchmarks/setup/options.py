@@ -209,10 +209,15 @@ def add_retention_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where results go besides the terminal."""
+NAMED = Path()
+"""``--save-result`` without a name."""
+
+
+def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False) -> None:
+    """Where results go besides the terminal. ``named``: JSON has a name without one (``NAMED``)."""
+    own: dict[str, Any] = {"nargs": "?", "const": NAMED} if named else {}
     parser.add_argument(
-        "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON"
+        "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON", **own
     )
     parser.add_argument(
         "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write the printed report"

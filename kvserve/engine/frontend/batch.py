@@ -2,43 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvserve import absent
 from kvserve.log import RequestError, shown
-from kvserve.sampling_params import SamplingParams
+from kvserve.sampling_params import SamplingParams, refused
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or one of vLLM's mappings: ``{"prompt": text}``, ``{"prompt_token_ids":
+ids}``, which may have a ``cache_salt``."""
 Messages = Sequence[dict[str, Any]]
+_PROMPT = "a text, a list of token ids, or a mapping with prompt or prompt_token_ids"
 
 
-def read_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as a list. ``RequestError`` names one that is neither text nor ids."""
+class ReadPrompt(NamedTuple):
+    """One prompt, and what is known beside it: the text that its ids were made of."""
+
+    prompt: str | Sequence[int]
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+def read_prompts(prompts: Any) -> list[ReadPrompt]:
+    """One prompt or many, as a list. ``RequestError`` names one that is none."""
     if _is_prompt(prompts):
-        return [prompts]
+        return [_read(prompts, "prompts")]
     if not _is_list(prompts):
-        raise _wrong("prompts", "a text, a list of token ids, or a list of these", prompts)
-    for at, prompt in enumerate(prompts):
-        if not _is_prompt(prompt) and not (_is_list(prompt) and len(prompt) == 0):
-            raise _wrong(f"prompts[{at}]", "a text or a list of token ids", prompt)
-    return list(prompts)
+        raise _wrong("prompts", f"{_PROMPT}, or a list of these", prompts)
+    return [_read(prompt, f"prompts[{at}]") for at, prompt in enumerate(prompts)]
 
 
-def read_params(params: Any, count: int, defaults: Mapping[str, Any]) -> list[SamplingParams]:
-    """Settings for each of ``count`` prompts; ``defaults`` make them if there are none."""
+def _read(prompt: Any, name: str) -> ReadPrompt:
+    if isinstance(prompt, str) or _is_ids(prompt):
+        return ReadPrompt(prompt)
+    if not isinstance(prompt, Mapping):
+        raise _wrong(name, _PROMPT, prompt)
+    known = ("prompt", "prompt_token_ids", "cache_salt")
+    fields = absent.take_known(prompt, known, absent.FIELDS, refused)
+    text, ids, salt = (fields.get(each) for each in known)
+    if not ((text is None or isinstance(text, str)) and (ids is None or _is_ids(ids))):
+        raise _wrong(name, "a mapping whose prompt is a text and prompt_token_ids are ids", prompt)
+    given = text if ids is None else ids
+    if given is None:
+        raise _wrong(name, _PROMPT, prompt)
+    return ReadPrompt(given, text, salt)
+
+
+def read_params(
+    params: Any, prompts: Sequence[ReadPrompt], priority: Any, defaults: Mapping[str, Any]
+) -> list[SamplingParams]:
+    """Settings for each prompt, with its ``cache_salt`` and its priority; ``defaults`` make them
+    if there are none."""
     if params is None:
         params = SamplingParams(**defaults)
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not _is_list(params):
-        raise _wrong("sampling_params", "a SamplingParams, or a list of them", params)
-    for at, one in enumerate(params):
-        if not isinstance(one, SamplingParams):
-            raise _wrong(f"sampling_params[{at}]", "a SamplingParams", one)
-    if len(params) != count:
-        raise ValueError(f"{count} prompts but {len(params)} sampling_params")
-    return list(params)
+    each = _one_each("sampling_params", params, SamplingParams, "a SamplingParams", len(prompts))
+    ranks = _one_each("priority", priority, Integral, "an integer", len(prompts))
+    made = []
+    for one, prompt, rank in zip(each, prompts, ranks, strict=True):
+        changes = {"cache_salt": prompt.cache_salt, "priority": rank}
+        given = {name: value for name, value in changes.items() if value is not None}
+        made.append(replace(one, **given) if given else one)
+    return made
+
+
+def _one_each(name: str, value: Any, kind: Any, wanted: str, count: int) -> list[Any]:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not _is_list(value):
+        raise _wrong(name, f"{wanted}, or a list of them", value)
+    for at, one in enumerate(value):
+        if not isinstance(one, kind):
+            raise _wrong(f"{name}[{at}]", wanted, one)
+    if len(value) != count:
+        raise RequestError(f"{count} prompts but {len(value)} {name}", param=name)
+    return list(value)
+
+
+def refuse_others(method: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> None:
+    """``RequestError`` for keywords that a method does not have."""
+
+    def error(message: str, name: str) -> RequestError:
+        return refused(message.replace("unknown setting", "unknown argument") + hint, name)
+
+    absent.take_known(given, signature(method).parameters, absent.FIELDS, error)
 
 
 def read_conversations(messages: Any) -> list[Messages]:
@@ -62,11 +112,15 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+def _is_ids(value: Any) -> bool:
+    return _is_list(value) and all(
+        isinstance(i, Integral) and not isinstance(i, bool) for i in value
+    )
+
+
 def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return True
-    ids = _is_list(value) and len(value) > 0
-    return ids and all(isinstance(i, Integral) and not isinstance(i, bool) for i in value)
+    """Whether this is one prompt; an empty list is no prompts."""
+    return isinstance(value, str | Mapping) or (_is_ids(value) and len(value) > 0)
 
 
 def _wrong(name: str, wanted: str, value: object) -> RequestError:

@@ -22,6 +22,13 @@ Message = dict[str, Any]
 Render = Callable[..., str]
 """Messages, and arguments of the template -> text."""
 
+_NOT_FOR_TEMPLATES = frozenset(
+    (
+        *("messages", "conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    )
+)
+"""Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
 _ABSENT = "absent"
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 TOOL, KEY, VALUE = "kvserve_tool", "kvserve_key", "kvserve value"
@@ -105,7 +112,7 @@ class Forms:
 def _one_form(message: Mapping[str, Any]) -> Message:
     """A message without what is empty in it, under today's names."""
     made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = _content(made.get("content"))
+    made["content"] = join_text(made.get("content"), "messages")
     role = made.get("role")
     made["role"] = {"developer": "system", "function": "tool"}.get(str(role), role)
     if not made.get("tool_calls"):
@@ -122,21 +129,51 @@ def _one_form(message: Mapping[str, Any]) -> Message:
     return made
 
 
-def _content(content: Any) -> Any:
-    """Text parts as one text; anything else as it is."""
-    if content is None:
-        return ""
+def join_text(content: Any, param: str | None = None) -> str:
+    """A message's text: parts joined by newlines. ``RequestError`` for parts that are no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
-        return content
-    for at, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        raise RequestError("content must be a string or a list of content parts", param=param)
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"content[{at}] of a message: parts of type {kind!r} are not supported; only text "
-                "is",
-                param="messages",
+                f"content parts of type {kind!r} are not supported; only text is", param=param
             )
     return "\n".join(part["text"] for part in content)
+
+
+def template_arguments(
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Arguments of ``Tokenizer.render_chat`` from the fields of a chat request."""
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    own = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": bool(continue_final_message),
+        "chat_template": chat_template,
+        **more,
+    }
+    kwargs = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(kwargs, Mapping):
+        raise RequestError("chat_template_kwargs must be a mapping", param="chat_template_kwargs")
+    if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):
+        raise RequestError(
+            f"chat_template_kwargs must not hold {', '.join(clash)}", param="chat_template_kwargs"
+        )
+    return {**own, **kwargs}
 
 
 def _arguments(arguments: Any, as_text: bool) -> Any:

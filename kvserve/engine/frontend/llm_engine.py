@@ -34,10 +34,18 @@ class LLMEngine:
         return self.core.has_work
 
     def add_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        text: str | None = None,
     ) -> None:
-        """Queue a request; raises ``RequestError`` and leaves nothing behind if it is refused."""
-        text, token_ids = tokenize(self.tokenizer, prompt)
+        """Queue a request; raises ``RequestError`` and leaves nothing behind if it is refused.
+
+        ``text`` is what a prompt of token ids was made of, if that is known.
+        """
+        own, token_ids = tokenize(self.tokenizer, prompt)
+        text = own if text is None else text
         _, branches = self._outputs.add(request_id, text, token_ids, params)
         try:
             for new in branches.each():

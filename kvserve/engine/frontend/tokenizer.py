@@ -48,6 +48,11 @@ class Tokenizer:
         self._forms: dict[str | None, Forms] = {}
 
     @property
+    def hf(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._hf
+
+    @property
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id
 

@@ -261,6 +261,11 @@ class EnginePlan:
 
 def make_plan(config: EngineConfig) -> EnginePlan:
     """Look up the policy and the model, and decide what every rank builds of them."""
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "data_parallel_size (--data-parallel-size): this is one engine, and kvserve serve runs "
+            "several; in Python start a process for each"
+        )
     device, ranks = device_of(config), config.parallel.tensor_parallel_size
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ConfigError(

@@ -213,9 +213,16 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
+    def lark(text: str) -> str:
+        return gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
+
     def grammar(wanted: StructuredOutput) -> str:
         if wanted.kind == COMPOSED:
-            return wanted.value
+            composed = json.loads(wanted.value)
+            for each in composed["grammars"]:
+                if "grammar" in each:
+                    each["lark_grammar"] = lark(each.pop("grammar"))
+            return json.dumps(composed)
         if wanted.kind in ("json", "json_object"):
             schema = wanted.value or '{"type": "object"}'
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
@@ -224,9 +231,7 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
         if wanted.kind == "choice":
             either = "|".join(map(_pattern, json.loads(wanted.value)))
             return str(LLMatcher.grammar_from_regex(either))
-        gbnf = "::=" in wanted.value and not is_lark_syntax(wanted.value)
-        text = gbnf_to_lark(wanted.value) if gbnf else wanted.value
-        return str(LLMatcher.grammar_from_lark(text))
+        return str(LLMatcher.grammar_from_lark(lark(wanted.value)))
 
     def compile(wanted: StructuredOutput) -> MakeMatcher:
         first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)

@@ -217,7 +217,7 @@ def _echoes(
     for given, ids in zip(body.prompt, prompts, strict=True):
         text = given if isinstance(given, str) else decode(state, ids, "prompt")
         first = "" if body.logprobs is None else tokenizer.token_text(ids[0])
-        echoes.append(Echo(text, first))
+        echoes.append(Echo(text, first, as_ids=bool(body.return_tokens_as_token_ids)))
     return echoes
 
 
@@ -228,7 +228,8 @@ def _completion_choices(
     choices = []
     scored = prompt_logprobs(output) if body.prompt_logprobs is not None else None
     for choice in output.outputs:
-        part = completion_choice(first + choice.index, choice, top, echo)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        part = completion_choice(first + choice.index, choice, top, echo, as_ids)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids
             part["prompt_token_ids"] = output.prompt_token_ids
@@ -246,7 +247,8 @@ def _chat_answer(
     choices = []
     for choice in output.outputs:
         message, reason = read_message(choice, plan.parser())
-        logprobs = chat_logprobs(choice, plan.params.logprobs or 0, plan.token_bytes)
+        top, as_ids = plan.params.logprobs or 0, bool(body.return_tokens_as_token_ids)
+        logprobs = chat_logprobs(choice, top, plan.token_bytes, as_ids=as_ids)
         part = chat_choice(choice, logprobs, message, reason)
         if body.return_token_ids:
             part["token_ids"] = choice.token_ids

@@ -107,11 +107,6 @@ class ChatPrompt(BaseModel):
     def _check_messages(self) -> ChatPrompt:
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages", code="empty_prompt")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
         return self
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, FailFast, PlainValidator
 
+from kvserve.engine.frontend.chat_template import join_text
 from kvserve.log import RequestError, shown
 
 _MOST_VALUES = {
@@ -83,19 +84,6 @@ def _parse_stop(value: Any) -> list[str]:
     return stop
 
 
-def _parse_content(value: Any) -> str:
-    """A message's text; content parts are joined by newlines, and only text parts are built."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise RequestError("content must be a string or a list of content parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"content parts of type {kind!r} are not supported; only text is")
-    return "\n".join(part["text"] for part in value)
-
-
 def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:
     if value is None or isinstance(value, dict) or (isinstance(value, str) and len(value) < 1000):
         return value
@@ -151,7 +139,7 @@ Stop = Annotated[
 ]
 Content = Annotated[
     str,
-    PlainValidator(_parse_content, json_schema_input_type=str | list[dict[str, Any]] | None),
+    PlainValidator(join_text, json_schema_input_type=str | list[dict[str, Any]] | None),
 ]
 KVPolicy = Annotated[
     str | dict[str, Any] | None,

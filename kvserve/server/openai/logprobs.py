@@ -42,18 +42,20 @@ class Echo:
     first: str = ""
     columns: list[bytes] = field(default_factory=list)
     """The prompt's part of each list of ``_Columns``, as JSON without brackets."""
+    as_ids: bool = False
 
     def encode(self, prompt: RequestOutput, top: int, tokenizer: Tokenizer) -> None:
         """Encode the prompt's logprobs, once for all choices; the first token has none."""
         if prompt.prompt_logprobs is None or self.columns:
             return
         offsets = self._offsets(prompt.prompt_token_ids, tokenizer)
-        start = _Columns([self.first], [None], [None], [next(offsets)])
+        first = _as_id(prompt.prompt_token_ids[0]) if self.as_ids else self.first
+        start = _Columns([first], [None], [None], [next(offsets)])
         encoded = [[_inner(column)] for column in start]
         entries = (entry or {} for entry in islice(prompt.prompt_logprobs, 1, None))
         steps = zip(prompt.prompt_token_ids[1:], entries, offsets, strict=True)
         while some := list(islice(steps, _SLICE)):
-            for parts, column in zip(encoded, _columns(some, top), strict=True):
+            for parts, column in zip(encoded, _columns(some, top, self.as_ids), strict=True):
                 parts.append(_inner(column))
         self.columns = [b",".join(parts) for parts in encoded]
 
@@ -73,16 +75,21 @@ def leave_prompt_only(output: RequestOutput) -> None:
 
 
 def completion_logprobs(
-    choice: CompletionOutput, top: int, start: int = 0, echo: Echo | None = None
+    choice: CompletionOutput,
+    top: int,
+    start: int = 0,
+    echo: Echo | None = None,
+    as_ids: bool = False,
 ) -> Json | None:
-    """Logprobs in the completions form from token ``start`` on.
+    """Logprobs in the completions form from token ``start`` on; with ``as_ids`` tokens are
+    ``token_id:N`` (``return_tokens_as_token_ids``).
 
     With an ``echo`` its text comes first; from the first token on its tokens do, too.
     """
     if choice.logprobs is None:
         return None
     steps = _steps(choice, start, 0 if echo is None else len(echo.text))
-    columns = _columns(steps, top)
+    columns = _columns(steps, top, as_ids)
     if echo is None or not echo.columns or start:
         return columns._asdict()
     joined = [
@@ -93,15 +100,20 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    choice: CompletionOutput, top: int, token_bytes: TokenBytes, start: int = 0
+    choice: CompletionOutput,
+    top: int,
+    token_bytes: TokenBytes,
+    start: int = 0,
+    as_ids: bool = False,
 ) -> Json | None:
-    """Logprobs in the chat form, from token ``start`` on."""
+    """Logprobs in the chat form, from token ``start`` on; ``as_ids`` as above."""
     if choice.logprobs is None:
         return None
 
     def token(token_id: int, item: Logprob) -> Json:
         held = list(token_bytes(token_id))
-        return {"token": item.decoded_token, "logprob": _finite(item), "bytes": held}
+        name = _as_id(token_id) if as_ids else item.decoded_token
+        return {"token": name, "logprob": _finite(item), "bytes": held}
 
     content = (
         {
@@ -132,17 +144,21 @@ def prompt_logprobs(output: RequestOutput) -> Any:
     )
 
 
-def _columns(steps: Iterable[_Step], top: int) -> _Columns:
+def _as_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _columns(steps: Iterable[_Step], top: int, as_ids: bool) -> _Columns:
     columns = _Columns([], [], [], [])
     for token_id, entry, offset in steps:
         sampled = entry[token_id]
         names: dict[str, float] = {}
         for other, item in [(token_id, sampled), *_best(entry, top)]:
             name = item.decoded_token
-            if name in names and other != token_id:
-                name = f"token_id:{other}"  # another token has the same text
+            if as_ids or (name in names and other != token_id):  # another has the same text
+                name = _as_id(other)
             names[name] = _finite(item)
-        columns.tokens.append(sampled.decoded_token)
+        columns.tokens.append(_as_id(token_id) if as_ids else sampled.decoded_token)
         columns.token_logprobs.append(_finite(sampled))
         columns.top_logprobs.append(names)
         columns.text_offset.append(offset)

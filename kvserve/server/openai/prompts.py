@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
@@ -20,14 +21,6 @@ _SEAM = 64
 """Tokens that the whole text may have fewer than its beginning, where that was cut off."""
 _FEW = 16
 """The most texts that are tokenized, or messages that a template gets, on the event loop."""
-
-_NOT_FOR_TEMPLATES = frozenset(
-    (
-        *("messages", "conversation", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    )
-)
-"""Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
 
 
 async def encode(
@@ -111,33 +104,27 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             param="chat_template",
             code="unsupported_field",
         )
-    add_generation_prompt = request.add_generation_prompt
-    if add_generation_prompt is None:
-        add_generation_prompt = not request.continue_final_message
-    kwargs = request.chat_template_kwargs or {}
 
     def apply() -> list[int]:
-        own: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": bool(request.continue_final_message),
-            "chat_template": request.chat_template or state.options.chat_template,
-            **_effort(state, request),
-        }
+        more = _effort(state, request)
         if tools := request.tools_for_template():
-            own["tools"] = tools
-        if clash := sorted((own.keys() | _NOT_FOR_TEMPLATES) & kwargs.keys()):
-            raise RequestError(
-                f"chat_template_kwargs must not hold {', '.join(clash)}",
-                param="chat_template_kwargs",
-            )
+            more["tools"] = tools
+        arguments = template_arguments(
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template=request.chat_template or state.options.chat_template,
+            chat_template_kwargs=request.chat_template_kwargs,
+            **more,
+        )
         messages = [message.fields() for message in request.messages]
-        text = tokenizer.render_chat(messages, **own, **kwargs)
+        text = tokenizer.render_chat(messages, **arguments)
         # Tools, calls and what else the template writes: as long as a prompt may be.
         check_characters(state, len(text), "messages", whole=whole)
         return _encode_text(state, text, special=False, whole=whole, param="messages")
 
     whole = getattr(request, "truncate_prompt_tokens", None) is not None
-    plain = not (kwargs or request.tools or request.chat_template or LARGE.get())
+    own = request.chat_template_kwargs or request.tools or request.chat_template
+    plain = not (own or LARGE.get())
     short = sum(len(message.content) for message in request.messages) <= _INLINE
     calls = any(message.tool_calls or message.model_extra for message in request.messages)
     try:
@@ -188,11 +175,14 @@ def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
 
 
 def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:
-    """The last ``truncate_prompt_tokens`` of a prompt; -1: as many as fit beside ``max_tokens``."""
+    """The last ``truncate_prompt_tokens`` of a prompt, or the first by ``truncation_side``; -1: as
+    many as fit beside ``max_tokens``."""
     limit = request.truncate_prompt_tokens
     if limit == -1:
         limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
-    return ids if limit is None else ids[-limit:]
+    if limit is None:
+        return ids
+    return ids[:limit] if request.truncation_side == "right" else ids[-limit:]
 
 
 def decode_long(state: ServerState, token_ids: Sequence[int], param: str) -> str:

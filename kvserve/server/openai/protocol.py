@@ -1,7 +1,7 @@
 """What clients may send. Field names are OpenAI's and vLLM's; ``kv_...`` are our own.
 
-Supported fields are declared below. Fields in ``_REFUSED`` would change the output but are not
-supported: a 400 names them, because to ignore them would mislead clients. Fields in ``_IGNORED`` do
+Supported fields are declared below. Fields in ``absent.FIELDS`` would change the output but are not
+supported: a 400 names them, because to ignore them would mislead clients. Fields in ``IGNORED`` do
 not change the output. Unknown fields are ignored and logged once.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvserve import absent
 from kvserve.log import RequestError, logger
-from kvserve.sampling_params import SamplingParams, StructuredOutput
+from kvserve.sampling_params import SamplingParams, StructuredOutput, refused
 from kvserve.server.openai.fields import (
     DistinctIds,
     KVPolicy,
@@ -29,38 +30,12 @@ from kvserve.server.openai.structured import structured_output
 
 # ---- requests ---------------------------------------------------------------------------------
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (None, False),
-    "audio": (None,),
-    "background": (None, False),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "length_penalty": (None, 1),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "suffix": (None, ""),
-    "thinking_token_budget": (None,),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "use_beam_search": (None, False),
-    "web_search_options": (None,),
-}
-"""Fields that change the output and are not supported -> their values that mean "off"."""
-
-_IGNORED = frozenset(
+IGNORED = frozenset(
     (
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
+        *("metadata", "service_tier", "store", "user", "safety_identifier", "prompt_cache_key"),
+        *("parallel_tool_calls", "session_id", "stream_interval", "guided_decoding_backend"),
+        # These say how media are read, or are of routes that only render prompts.
+        *("media_io_kwargs", "mm_processor_kwargs", "return_mm_kwargs", "return_token_offsets"),
     )
 )
 """Fields that do not change the output."""
@@ -89,7 +64,7 @@ class GenerationRequest(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow")
-    further_fields: ClassVar = (*_REFUSED, *_IGNORED)
+    further_fields: ClassVar = (*absent.FIELDS, *IGNORED)
     """Fields that are none of the model's, and are not ignored."""
 
     model: str | None = None
@@ -118,6 +93,7 @@ class GenerationRequest(BaseModel):
     bad_words: Strings | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -130,18 +106,19 @@ class GenerationRequest(BaseModel):
     speculation: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     request_id: str | None = Field(default=None, pattern=r"^[\x21-\x7e]{1,128}$")
 
     @model_validator(mode="after")
     def _check(self) -> GenerationRequest:
         extra = self.model_extra or {}
         for name, value in extra.items():
-            if name in _REFUSED and value not in _REFUSED[name]:
-                raise RequestError(
-                    f"{name} is not supported; leave it out", param=name, code="unsupported_field"
-                )
-            if name not in _REFUSED and name not in _IGNORED:
+            if name in IGNORED:
+                continue
+            if name not in absent.FIELDS:
                 log_once(f"requests carry the unknown field {name[:100]!r}, which is ignored")
+            elif not absent.means_off(name, value):
+                raise refused(absent.refusal(name, absent.FIELDS[name]), name)
         self.answer_form  # noqa: B018  # read here, beside the event loop if the body is large
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")

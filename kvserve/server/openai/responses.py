@@ -55,11 +55,13 @@ def completion(head: Json, outputs: Sequence[RequestOutput], choices: list[Json]
     return {**head, "object": "text_completion", "choices": choices, "usage": usage(outputs)}
 
 
-def completion_choice(index: int, choice: CompletionOutput, top: int, echo: Echo | None) -> Json:
+def completion_choice(
+    index: int, choice: CompletionOutput, top: int, echo: Echo | None, as_ids: bool
+) -> Json:
     return {
         "index": index,
         "text": ("" if echo is None else echo.text) + choice.text,
-        "logprobs": completion_logprobs(choice, top, echo=echo),
+        "logprobs": completion_logprobs(choice, top, echo=echo, as_ids=as_ids),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }

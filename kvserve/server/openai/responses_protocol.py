@@ -9,22 +9,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from kvserve import absent
 from kvserve.log import RequestError
+from kvserve.sampling_params import refused
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
 from kvserve.server.openai.fields import FirstFault
 
-_STORED = "nothing is stored here; send the whole history as input"
-_CHAT_HAS = "it goes with /v1/chat/completions; leave it out here"
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((None, False), "nothing is stored here, so an answer cannot be fetched later"),
-    "conversation": ((None,), _STORED),
-    "previous_response_id": ((None,), _STORED),
-    "prompt": ((None,), "no prompts are stored here; send instructions and input"),
-    "top_logprobs": ((None, 0), _CHAT_HAS),
-}
-"""Fields that are not supported -> their values that mean "off", and what to do."""
 _LOGPROBS = "message.output_text.logprobs"
-_IGNORED = ("include", "max_tool_calls", "truncation")
+IGNORED = ("include", "max_tool_calls", "truncation")
 """They are about stored answers or OpenAI's own tools, or what is done when the context is too
 short: here that is an error."""
 
@@ -79,8 +71,7 @@ class ResponsesRequest(BaseModel):
     further_fields: ClassVar = (
         *ChatCompletionRequest.model_fields,
         *ChatCompletionRequest.further_fields,
-        *_REFUSED,
-        *_IGNORED,
+        *IGNORED,
     )
 
     model: str | None = None
@@ -99,15 +90,12 @@ class ResponsesRequest(BaseModel):
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request. Errors name the field of this one."""
         extra = dict(self.model_extra or {})
-        refused = {
-            name: why for name, (off, why) in _REFUSED.items() if extra.pop(name, None) not in off
-        }
-        if _LOGPROBS in (extra.get("include") or ()):
-            refused["include"] = f"{_LOGPROBS}: {_CHAT_HAS}"
-        for name, why in refused.items():
-            raise RequestError(f"{name}: {why}", param=name, code="unsupported_field")
-        for name in _IGNORED:
-            extra.pop(name, None)
+        logprobs = _LOGPROBS in (extra.get("include") or ())
+        for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": logprobs}.items():
+            if asked:
+                why = "log-probabilities go with /v1/chat/completions"
+                raise refused(absent.refusal(name, why), name)
+        extra = {name: value for name, value in extra.items() if name not in IGNORED}
         given = {
             **extra,
             "model": self.model,

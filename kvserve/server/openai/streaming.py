@@ -76,6 +76,7 @@ class ChunkWriter:
         self._n = request.n or 1
         self._top = request.num_logprobs() or 0
         self._token_ids = bool(request.return_token_ids)
+        self._as_ids = bool(request.return_tokens_as_token_ids)
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._head = {
@@ -170,7 +171,7 @@ class CompletionChunks(ChunkWriter):
         echo = None if self._echoes is None else self._echoes[index // self._n]
         if first and echo is not None:
             text = echo.text + text
-        logprobs = completion_logprobs(choice, self._top, start, echo)
+        logprobs = completion_logprobs(choice, self._top, start, echo, self._as_ids)
         if not (text or choice.finished or (tokens and (self._token_ids or logprobs))):
             return []
         part = {
@@ -211,7 +212,8 @@ class ChatChunks(ChunkWriter):
             parts.append(role)
         start = cursor.tokens
         text, tokens = self._advance(cursor, choice)
-        logprobs = chat_logprobs(choice, self._top, self._plan.token_bytes, start)
+        bytes_of = self._plan.token_bytes
+        logprobs = chat_logprobs(choice, self._top, bytes_of, start, self._as_ids)
         parser, reason = self._parsers[index], choice.finish_reason
         deltas: list[Json] = [{"content": text}] if text else []
         if parser is not None:

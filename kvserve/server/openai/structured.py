@@ -119,7 +119,8 @@ def _text(schema: Any) -> str:
 
 
 class _Grammars:
-    """Grammars that name one another, as llguidance takes them."""
+    """Grammars that name one another, as llguidance takes them; a client's ``grammar`` may be GBNF,
+    and the engine makes Lark of it."""
 
     def __init__(self, tokens: Mapping[str, tuple[int, bool]]) -> None:
         self._ids = {text: token_id for text, (token_id, _) in tokens.items()}
@@ -142,7 +143,7 @@ class _Grammars:
         if wanted.kind == "choice":
             options = " | ".join(map(_quoted, json.loads(wanted.value)))
             return self._add(lark_grammar=f"start: {options}")
-        return self._add(lark_grammar=wanted.value)
+        return self._add(grammar=wanted.value)
 
     def literal(self, text: str) -> str:
         """A text in which tokens that no text is merged into stand for themselves."""

@@ -14,11 +14,15 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from kvserve import absent
 from kvserve.log import ConfigError
-from kvserve.server.settings.vllm_flags import why_absent
 from kvserve.setting_values import did_you_mean, kind_of, read_size, takes_sizes
 
 ENV_PREFIX = "KVSERVE_"
+REMOVED = {
+    "--gate": "each event runs when it is due; a longer --policy.period has fewer",
+}
+"""Flags that this server had, and what to do instead."""
 
 
 class UsageError(ConfigError):
@@ -45,8 +49,11 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        if absent := why_absent(word):
-            raise UsageError(f"{word}{absent}")
+        if word in REMOVED:
+            raise UsageError(f"{word} was removed: {REMOVED[word]}")
+        name = absent.FLAGS.get(word, word.removeprefix("--").replace("-", "_"))
+        if why := absent.why_absent(name, absent.SETTINGS):
+            raise UsageError(absent.refusal(word, why))
         raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
 
 
@@ -282,6 +289,10 @@ def read_names(flags: Iterable[Flag], content: Mapping[str, Any], where: str) ->
     """Values by name, with - or _, as YAML gives them. A ``UsageError`` begins with ``where``."""
     by_name = {flag.name: flag for flag in flags}
     values: dict[str, Any] = {}
+
+    def wrong(message: str, _: str) -> UsageError:
+        return UsageError(f"{where}: {message}")
+
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name == "policy" and isinstance(value, dict):
@@ -289,8 +300,8 @@ def read_names(flags: Iterable[Flag], content: Mapping[str, Any], where: str) ->
             values["policy"] = str(policy.pop("name", "none"))
             values["policy_args"] = {**policy, **values.get("policy_args", {})}
             continue
-        if name not in by_name:
-            raise UsageError(f"{where}: unknown setting {key!r}{did_you_mean(name, by_name)}")
+        if not absent.take_known({name: value}, by_name, absent.SETTINGS, wrong):
+            continue
         try:
             read = by_name[name].read_plain(value)
         except argparse.ArgumentTypeError as exc:

@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from kvserve.log import EngineDeadError, RequestError, logger, shown
 
@@ -151,13 +152,23 @@ def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
     if exc.status_code == 404:
         listed = "; /openapi.json lists what there is" if request.app.openapi_url else ""
         message = f"there is no {where} here{listed}"
-    elif exc.status_code == 405:
-        message = f"{where} is not allowed; use {(exc.headers or {}).get('Allow', 'another')}"
+    headers = exc.headers
+    if exc.status_code == 405:
+        # The router names the methods of one route of this path alone.
+        scopes = ({**request.scope, "method": method} for method in ("GET", "HEAD", "POST"))
+        routes = request.app.routes
+        allowed = [
+            scope["method"]
+            for scope in scopes
+            if any(route.matches(scope)[0] == Match.FULL for route in routes)
+        ]
+        message = f"{where} is not allowed; use {' or '.join(allowed) or 'another'}"
+        headers = {"Allow": ", ".join(allowed)}
     return ApiError(
         exc.status_code,
         message,
         code=_CODES.get(exc.status_code, "invalid_request"),
-        headers=exc.headers,
+        headers=headers,
     )
 
 

@@ -191,6 +191,7 @@ def test_a_wrong_flag_or_value(
     ("content", "expected"),
     [
         ("prot: 1", "unknown setting 'prot'; did you mean port?"),
+        ("hf-token: a", "hf_token is not supported: set HF_TOKEN in the environment"),
         ("port: many", "port: 'many' is not a whole number"),
         ("port: [1]", "port: [1] is not a single value"),
         ("served-model-name: {a: 1}", "is not a list"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
@@ -192,6 +194,27 @@ def test_chat_logprobs(server: RunningServer) -> None:
     assert server.chat("a", max_tokens=1).json()["choices"][0]["logprobs"] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_named_by_their_ids(server: RunningServer, stream: bool) -> None:
+    ids: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 2, "stream": stream}
+
+    def logprobs(answer: httpx.Response) -> list[Any]:
+        lines = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")
+        parts = [json.loads(line) for line in lines if line]
+        return [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+
+    found = logprobs(server.complete([97, 98], echo=True, logprobs=2, **ids))
+    tokens = [token for part in found for token in part["tokens"]]
+    assert tokens == ["token_id:97", "token_id:98", "token_id:100", "token_id:101"]
+    tops = [name for part in found for top in part["top_logprobs"] for name in top or ()]
+    assert tops and all(name.startswith("token_id:") for name in tops)
+    found = logprobs(server.chat("a", logprobs=True, top_logprobs=2, **ids))
+    content = [item for part in found for item in part["content"]]
+    assert [item["token"] for item in content] == ["token_id:100", "token_id:101"]
+    assert all(t["token"].startswith("token_id:") for i in content for t in i["top_logprobs"])
+    assert content[0]["bytes"] == list(b"d")
+
+
 def test_echo(server: RunningServer) -> None:
     assert server.complete("abc", echo=True, max_tokens=1).json()["choices"][0]["text"] == "abc0 "
     choices = server.complete([[97], [98]], echo=True, max_tokens=1, n=2).json()["choices"]
@@ -261,6 +284,9 @@ def test_truncated_prompts(server: RunningServer) -> None:
         response = server.complete([97, 98, 99], truncate_prompt_tokens=limit, max_tokens=1)
         assert response.status_code == 200
         assert server.engine.seen[-1][0] == kept
+    first = {"truncate_prompt_tokens": 2, "truncation_side": "right", "max_tokens": 1}
+    assert server.complete([97, 98, 99], **first).status_code == 200
+    assert server.engine.seen[-1][0] == [97, 98]
     assert server.chat("a" * 600, truncate_prompt_tokens=-1, max_tokens=12).status_code == 200
     assert len(server.engine.seen[-1][0]) == 500
 

@@ -331,8 +331,11 @@ def test_what_cannot_be_enforced_is_named(served: Served, schema: Any, word: str
 
 def test_gbnf_is_a_grammar_too(served: Served) -> None:
     gbnf = 'root ::= word "-" [0-9]{2}\nword ::= "a" | "b"'
-    text = served.chat(guided_grammar=gbnf, max_tokens=9)["message"]["content"]
-    assert len(text) == 4 and text[0] in "ab" and text[1] == "-"
+    either = {"tools": [SHORT], "logit_bias": bias(served, "a", "b")}
+    for more in ({}, either):
+        answer = served.chat("QWEN", guided_grammar=gbnf, max_tokens=9, **more)
+        text = answer["message"]["content"]
+        assert len(text) == 4 and text[0] in "ab" and text[1] == "-"
     wrong = {"messages": [{"role": "user", "content": "a"}], "guided_grammar": "root ::= [a"}
     assert served.post("/v1/chat/completions", wrong).json()["error"]["param"] == "guided_grammar"
 

@@ -178,6 +178,7 @@ def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> N
         ("include", ["message.output_text.logprobs"], "/v1/chat/completions"),
         ("background", True, "fetched later"),
         ("prompt", {"id": "a"}, "instructions"),
+        ("previous_response_id", "a", "whole history"),
         ("conversation", "a", "whole history"),
     ],
 )

@@ -1,0 +1,160 @@
+"""Each name of vLLM's works here, or says what to do instead; bench/peers/vllm_names.py reads them.
+
+No fourth kind: a name that is unknown, or is taken and ignored, fails here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from kvserve import (
+    LLM,
+    CompletionOutput,
+    ConfigError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    absent,
+)
+from kvserve.config import EngineConfig
+from kvserve.engine.frontend.batch import read_prompts, refuse_others
+from kvserve.server.cli.commands import parser_of
+from kvserve.server.openai import protocol, responses_protocol
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.openai.responses_protocol import ResponsesRequest
+from kvserve.server.settings.args import UsageError
+
+VLLM: Mapping[str, list[str]] = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
+ASKED = object()
+"""A value that asks for something, and has no type that anything accepts."""
+
+
+def each(*kinds: str) -> Any:
+    return pytest.mark.parametrize("name", sorted({n for kind in kinds for n in VLLM[kind]}))
+
+
+@each("settings")
+def test_settings_of_llm(name: str) -> None:
+    """What exists complains of the value's type; the rest is refused with its sentence."""
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_flat(**{name: ASKED})
+    said = str(refused.value)
+    why = absent.why_absent(name, absent.SETTINGS)
+    assert " must be " in said or said == f"{name} is not supported: {why}"
+
+
+@each("settings", "flags")
+def test_flags(name: str) -> None:
+    flag, known = "--" + name.replace("_", "-"), parser_of("serve")._option_string_actions
+    if flag in known:
+        return
+    with pytest.raises(UsageError) as refused:
+        parser_of("serve").parse([flag, "1"])
+    why = absent.why_absent(name, absent.SETTINGS)
+    assert why and str(refused.value) == f"{flag} is not supported: {why}"
+
+
+@each("methods")
+def test_methods_of_llm(name: str) -> None:
+    llm = LLM.__new__(LLM)
+    if name in absent.ATTRIBUTES:
+        with pytest.raises(AttributeError, match=re.escape(absent.ATTRIBUTES[name])):
+            getattr(llm, name)
+        assert not hasattr(llm, name)
+    else:
+        assert hasattr(LLM, name)
+
+
+@pytest.mark.parametrize("method", [LLM.generate, LLM.chat])
+def test_arguments_of_methods(method: Callable[..., Any]) -> None:
+    for name in VLLM[method.__name__]:
+        if name not in signature(method).parameters:
+            with pytest.raises(RequestError) as refused:
+                refuse_others(method, {name: ASKED})
+            assert str(refused.value) == f"{name} is not supported: {absent.FIELDS[name]}"
+            refuse_others(method, {name: None})
+
+
+@each("sampling")
+def test_sampling_params(name: str) -> None:
+    asked: dict[str, Any] = {name: ASKED}
+    if name not in {field.name for field in fields(SamplingParams) if field.init}:
+        with pytest.raises(RequestError) as refused:
+            SamplingParams(**asked)
+        assert str(refused.value) == f"{name} is not supported: {absent.FIELDS[name]}"
+        assert refused.value.param == name
+
+
+@each("prompts")
+def test_prompts(name: str) -> None:
+    if name not in ("prompt", "prompt_token_ids", "cache_salt"):
+        with pytest.raises(RequestError) as refused:
+            read_prompts({"prompt_token_ids": [1], name: ASKED})
+        assert str(refused.value) == f"{name} is not supported: {absent.FIELDS[name]}"
+
+
+@each("outputs")
+def test_outputs(name: str) -> None:
+    output = RequestOutput("0", None, [1], [CompletionOutput(0)])
+    found = [one for one in (output, output.outputs[0]) if hasattr(one, name)]
+    if not found:
+        with pytest.raises(AttributeError, match=re.escape(absent.ATTRIBUTES[name])):
+            getattr(output, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_class", "body"),
+    [
+        ("completions", CompletionRequest, {"prompt": "a"}),
+        ("chat_completions", ChatCompletionRequest, {"messages": [{"role": "user"}]}),
+        ("responses", ResponsesRequest, {"input": "a"}),
+    ],
+)
+def test_fields_of_requests(kind: str, request_class: Any, body: dict[str, Any]) -> None:
+    known = {*request_class.model_fields, *protocol.IGNORED}
+    if kind == "responses":
+        known |= {*ChatCompletionRequest.model_fields, *responses_protocol.IGNORED}
+    for name in set(VLLM[kind]) - known:
+        refused = (ValidationError, RequestValidationError)
+        with pytest.raises(refused, match=re.escape(absent.FIELDS[name])):
+            made = request_class.model_validate({**body, name: {"asks": 1}})
+            made.as_chat()
+
+
+@pytest.mark.parametrize("name", ["detokenize", "best_of", "use_beam_search", "output_kind"])
+def test_vllm_s_defaults_are_taken(name: str) -> None:
+    defaults: dict[str, Any] = {"detokenize": True, "best_of": 1, "use_beam_search": False}
+    given: dict[str, Any] = {name: defaults.get(name)}
+    assert SamplingParams(**given, top_p=0.5) == SamplingParams(top_p=0.5)
+
+
+def test_unknown_names_have_the_nearest() -> None:
+    with pytest.raises(RequestError, match="'temprature'; did you mean temperature") as refused:
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    assert refused.value.param == "temprature"
+    llm: Any = LLM.__new__(LLM)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generat'"):
+        llm.generat  # noqa: B018
+
+
+def test_nothing_absent_is_there() -> None:
+    """A sentence for a name that works would never be said, or would be wrong."""
+    known = parser_of("serve")._option_string_actions
+    settings = {n for n in absent.SETTINGS if "--" + n.replace("_", "-") in known}
+    assert all("server" in absent.SETTINGS[n] or "chat" in absent.SETTINGS[n] for n in settings)
+    assert not [n for n in absent.ATTRIBUTES if hasattr(LLM, n)]
+    for named in set(re.findall(r"--[a-z-]+", " ".join(absent.SETTINGS.values()))):
+        assert named in known or named == "--help", named
+    both = absent.FIELDS.keys() & {*GenerationRequest.model_fields}
+    assert both <= {"truncate_prompt_tokens", "truncation_side"}
