@@ -16,6 +16,7 @@ class ServerOptions:
 
     served_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
     guard_metrics: bool = True
     vllm_metrics: bool = True
     allowed_origins: tuple[str, ...] = ()
@@ -39,11 +40,16 @@ class ServerOptions:
     max_queued: int = 4096
     """The most sequences that wait, in addition to those that run."""
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys) or self.api_key_file is not None
+
 
 def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:
     return ServerOptions(
         served_names=settings.served_model_name or (config.model.model,),
         api_keys=settings.api_key,
+        api_key_file=settings.api_key_file,
         guard_metrics=not settings.open_metrics,
         vllm_metrics=settings.vllm_metrics,
         allowed_origins=settings.allowed_origins,
