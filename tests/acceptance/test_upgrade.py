@@ -121,17 +121,20 @@ def test_no_stream_is_lost(service: Service) -> None:
             else:
                 whole.append((prompt, _by_library(client, prompt)))
 
+    def more(count: int) -> None:
+        enough = len(whole) + count
+        wait_until(lambda: len(whole) >= enough)
+
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asking = [pool.submit(ask, prompt, at % 2 == 0) for at, prompt in enumerate(PROMPTS)]
         try:
-            wait_until(lambda: len(whole) >= len(PROMPTS))
+            more(len(PROMPTS))
             for old in list(service.replicas):
                 stop(service, old)
                 assert "running requests get" in old.text, "nothing ran when SIGTERM came"
                 service.replicas.append(Server())
                 wait_until(lambda: len(service.ready()) == 2)
-                enough = len(whole) + len(PROMPTS)
-                wait_until(lambda enough=enough: len(whole) >= enough)
+                more(len(PROMPTS))
         finally:
             over.set()
     for each in asking:

@@ -52,8 +52,9 @@ def texts(**changes: Any) -> dict[str, str]:
 def _merged(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         inner = values.get(key)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        values[key] = _merged(inner, value) if both else value
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _merged(inner, value)
+        values[key] = value
     return values
 
 

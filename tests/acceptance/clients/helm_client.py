@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import helm_python as helm
 import yaml
 
 chart_path, sets_path = sys.argv[1:]
-found = {}
+found: dict[str, dict[str, Any]] = {}
 with helm.Chart.load(chart_path) as chart:
     for name, values in json.loads(Path(sets_path).read_text()).items():
         # As `helm install -f` reads them: by YAML, where numbers become floats.
