@@ -294,6 +294,7 @@ def test_a_dead_engine(start_server: StartServer) -> None:
     message = check(server.http.get("/health"), 503, None, "engine_dead")
     assert "out of memory" in message
     check(server.complete("next"), 503, None, "engine_dead")
+    assert 'state="dead"} 1.0' in server.http.get("/metrics").text
 
 
 def test_loading_and_draining(start_server: StartServer) -> None:
