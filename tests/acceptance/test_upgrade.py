@@ -25,15 +25,12 @@ from tests.waiting import WAIT, wait_until
 
 pytestmark = pytest.mark.slow
 PROMPTS = [f"<|user|> Let Kevin{n}; Find Kevin" for n in range(6)]
-ASKED: dict[str, Any] = {
-    "model": MODEL,
-    "max_tokens": 400,
-    "temperature": 0,
-    "extra_body": {"ignore_eos": True},
-}
+ASKED: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": True}
+SHORT, LONG = 400, 3500
+"""Tokens; a long stream outlasts ``PRE_STOP``."""
 LATE = 0.3
 """Seconds until the proxy knows that a replica is being stopped."""
-PRE_STOP = 1.0
+PRE_STOP = 0.6
 """Seconds between that and SIGTERM: ``shutdown.preStopSeconds``."""
 
 
@@ -88,10 +85,15 @@ def _healthy(replica: Server) -> bool:
         return False
 
 
+def start() -> Server:
+    """Streams get as long as they need, on however busy a machine."""
+    return Server("--shutdown-timeout", "600")
+
+
 @pytest.fixture
 def service() -> Iterator[Service]:
     made = Service()
-    made.replicas += [Server(), Server()]
+    made.replicas += [start(), start()]
     yield made
     for replica in made.replicas:
         replica.stop()
@@ -104,6 +106,7 @@ def stop(service: Service, replica: Server) -> None:
     time.sleep(PRE_STOP - LATE)
     replica.process.send_signal(signal.SIGTERM)
     assert replica.process.wait(WAIT) == 0
+    assert "running requests get" in replica.text, "nothing ran when SIGTERM came"
 
 
 def test_no_stream_is_lost(service: Service) -> None:
@@ -117,7 +120,7 @@ def test_no_stream_is_lost(service: Service) -> None:
         client = openai_of(service)
         while not over.is_set():
             if new_connections:
-                whole.append((prompt, _by_hand(service, prompt)))
+                whole.append((prompt, _by_hand(service.url, prompt)))
             else:
                 whole.append((prompt, _by_library(client, prompt)))
 
@@ -125,14 +128,17 @@ def test_no_stream_is_lost(service: Service) -> None:
         enough = len(whole) + count
         wait_until(lambda: len(whole) >= enough)
 
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+    with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
         asking = [pool.submit(ask, prompt, at % 2 == 0) for at, prompt in enumerate(PROMPTS)]
         try:
             more(len(PROMPTS))
             for old in list(service.replicas):
+                begun = threading.Event()
+                long = pool.submit(_by_hand, old.url, PROMPTS[0], LONG, begun)
+                assert begun.wait(WAIT)
                 stop(service, old)
-                assert "running requests get" in old.text, "nothing ran when SIGTERM came"
-                service.replicas.append(Server())
+                assert long.result().startswith(expected[PROMPTS[0]])
+                service.replicas.append(start())
                 wait_until(lambda: len(service.ready()) == 2)
                 more(len(PROMPTS))
         finally:
@@ -149,20 +155,25 @@ def openai_of(service: Service) -> openai.OpenAI:
 
 
 def _by_library(client: openai.OpenAI, prompt: str) -> str:
-    chunks = list(client.completions.create(prompt=prompt, stream=True, **ASKED))
+    body = {**ASKED, "prompt": prompt, "max_tokens": SHORT, "extra_body": {"ignore_eos": True}}
+    chunks = list(client.completions.create(**body))
     assert chunks[-1].choices[0].finish_reason == "length"
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 
-def _by_hand(service: Service, prompt: str) -> str:
+def _by_hand(
+    url: str, prompt: str, tokens: int = SHORT, begun: threading.Event | None = None
+) -> str:
     """No retries, no kept connection: every request is answered by the replica it gets."""
-    body = {**ASKED, **ASKED["extra_body"], "prompt": prompt, "stream": True}
-    del body["extra_body"]
-    parts = []
-    with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=WAIT) as answer:
+    body = {**ASKED, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+    lines = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT) as answer:
         assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        for line in filter(None, answer.iter_lines()):
+            lines.append(line.removeprefix("data: "))
+            if begun is not None:
+                begun.set()
     assert lines[-1] == "[DONE]"
-    for line in lines[:-1]:
-        parts.append(json.loads(line)["choices"][0]["text"])
-    return "".join(parts)
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["text"] for choice in choices)
