@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.config import EngineConfig
 from kvserve.log import ConfigError
+from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.api_keys import ApiKeys
+from kvserve.server.state.options import server_options
 from tests.server.conftest import StartServer
 
 
@@ -70,3 +73,9 @@ def test_a_server_does_not_start_without_its_keys(
         file.write_text(text)
     with pytest.raises(ConfigError, match=f"--api-key-file: .*{said}"):
         ApiKeys(("given",), str(file))
+
+
+def test_a_file_alone_asks_for_keys() -> None:
+    options = server_options(EngineConfig(), ServeSettings(api_key_file="keys"))
+    assert options.api_key_file == "keys" and options.has_keys
+    assert not server_options(EngineConfig(), ServeSettings()).has_keys
