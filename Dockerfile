@@ -6,8 +6,8 @@
 #       --model Qwen/Qwen3-8B --policy kara --host 0.0.0.0
 #
 # --ipc=host (or --shm-size=8g): tensor-parallel ranks talk through shared memory, and Docker's
-# default of 64 MB is too little for them. One GPU or a CPU does without. Extras of pyproject.toml,
-# for instance: `--build-arg EXTRAS=ray,otel`. --stop-timeout: running requests get 25 s to finish
+# default of 64 MB is too little for them. One GPU or a CPU does without. Extras of pyproject.toml:
+# `--build-arg EXTRAS=ray,otel` (ray for --data-parallel-size above 1). --stop-timeout: running requests get 25 s to finish
 # (--shutdown-timeout), and Docker's default of 10 s would end them.
 #
 # Bases by digest, for builds that can be repeated: `docker buildx imagetools inspect IMAGE` says it,
@@ -86,4 +86,4 @@ HEALTHCHECK --interval=15s --timeout=8s --start-period=15m --retries=3 \
 
 # Arguments after the image's name replace the ones of CMD, `--host 0.0.0.0` among them.
 ENTRYPOINT ["kvserve"]
-CMD ["--model", "kvserve/tiny", "--policy", "kara", "--policy.window", "128", "--policy.buffer", "16", "--host", "0.0.0.0"]
+CMD ["--model", "kvserve/tiny-long", "--policy", "kara", "--host", "0.0.0.0"]

@@ -65,8 +65,14 @@ test-long: $(DEV_DONE) $(OTHER_TRITON)/triton $(SITE)/.installed ## run all test
 soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (MINUTES, ARGS)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
-acceptance: $(DEV_DONE) $(CLIENTS)/.installed ## run real clients against a server (lm-eval, guidellm, ...)
-	$(PYTEST) -n 0 -m "" tests/acceptance $(ARGS)
+# What no package index gives is skipped, each test with a line.
+acceptance: $(DEV_DONE) ## run real clients against a server (lm-eval, Prometheus, ...), Helm on the chart, an upgrade
+	@if $(PIP) index versions helm-python-sdk --timeout 10 --retries 0 >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory $(CLIENTS)/.installed; \
+	else echo "acceptance: the package index is out of reach: what is not installed is skipped"; fi
+	@$(MAKE) --no-print-directory $(CLIENTS)/prometheus 2>/dev/null || \
+		echo "acceptance: apt has no Prometheus here: its tests are skipped"
+	$(PYTEST) -n 0 -m "" -rs tests/acceptance $(ARGS)
 
 lint: $(DEV_DONE) ## ruff, its formatter's check, mypy, and who imports whom
 	@status=0; for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \
@@ -131,6 +137,11 @@ $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(call install-torch,$(CLIENTS)/bin/python)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
+
+# Debian's package, unpacked: nothing is installed.
+$(CLIENTS)/prometheus:
+	@mkdir -p $(CLIENTS)/deb && cd $(CLIENTS)/deb && apt-get download prometheus >/dev/null && \
+		dpkg-deb -x prometheus_*.deb unpacked && mv unpacked ../prometheus
 
 $(SITE)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m venv $(SITE)

@@ -1,4 +1,7 @@
-"""Clients that live in an environment of their own (``make acceptance`` makes it)."""
+"""Clients that live in an environment of their own (``make acceptance`` makes it).
+
+What could not be installed, since no package index was reached, skips its tests with a line.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,19 @@ def server() -> Iterator[Server]:
     server.stop()
 
 
-@pytest.fixture
+def tool(name: str) -> str:
+    """The path of a program there, or a skipped test."""
+    places = (PYTHON.parent / name, PYTHON.parents[1] / "prometheus" / "usr" / "bin" / name)
+    for place in places:
+        if place.exists():
+            return str(place)
+    pytest.skip(f"{name} is not installed; `make acceptance` installs it")
+
+
+@pytest.fixture(scope="session")
 def run_client() -> RunClient:
     """Run ``clients/NAME.py`` there; its standard output is JSON."""
-    if not PYTHON.exists():
+    if not (PYTHON.parents[1] / ".installed").exists():
         pytest.skip("the clients are not installed; `make acceptance` installs them")
 
     def run(name: str, *arguments: str) -> Any:

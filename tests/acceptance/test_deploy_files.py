@@ -1,7 +1,8 @@
-"""The Dockerfile by hadolint, and the chart's objects by Kubernetes' own schemas."""
+"""The Dockerfile by hadolint; the chart by Helm, and what it makes by Kubernetes' own schemas."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.acceptance.conftest import PYTHON, ROOT
-from tests.deploy.chart import render
+from tests.acceptance.conftest import ROOT, RunClient, tool
+from tests.deploy.chart import CHART, texts
+from tests.deploy.value_sets import VALUE_SETS, WRONG
 
 pytestmark = pytest.mark.slow
-EVERYTHING: dict[str, Any] = {
-    "apiKey": {"secret": "keys"},
-    "hubToken": {"secret": "hub"},
-    "models": {"claim": "weights"},
-    "ingress": {"enabled": True},
-    "networkPolicy": {"enabled": True},
-}
+OF_THE_OPERATOR = ("ServiceMonitor", "PrometheusRule")
+"""Kinds that a cluster knows only with the Prometheus operator."""
 
 
-def _run(tool: str, *args: str) -> subprocess.CompletedProcess[str]:
-    if not PYTHON.exists():
-        pytest.skip(f"{tool} is not installed; `make acceptance` installs it")
-    command = [str(PYTHON.parent / tool), *args]
+def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [tool(name), *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -34,12 +29,50 @@ def test_hadolint_finds_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["default", "everything"])
-def test_the_chart_is_what_kubernetes_takes(values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def helm(run_client: RunClient, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    tool("kubernetes-validate")
+    sets = tmp_path_factory.mktemp("helm") / "sets.json"
+    sets.write_text(json.dumps(VALUE_SETS | WRONG))
+    found: dict[str, Any] = run_client("helm_client", str(CHART), str(sets))
+    return found
+
+
+def test_helm_lints_the_chart(helm: dict[str, Any]) -> None:
+    assert helm["version"].startswith("v4.")
+    assert helm["lint"]["total_charts_linted"] == 1 and not helm["lint"]["errors"]
+    assert all(message["severity"] <= 1 for message in helm["lint"]["messages"]), helm["lint"]
+
+
+def _objects(texts: dict[str, str]) -> dict[str, Any]:
+    read = {file: yaml.safe_load(text) for file, text in texts.items() if file.endswith(".yaml")}
+    return {file: each for file, each in read.items() if each}
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_kubernetes_takes_what_helm_makes(helm: dict[str, Any], name: str, tmp_path: Path) -> None:
+    made: dict[str, str] = helm["sets"][name]["texts"]
+    objects = _objects(made)
+    # The tests of every day read the chart by a small reader: it must make the same.
+    assert objects == _objects(texts(**VALUE_SETS[name]))
+    known = [each for each in objects.values() if each["kind"] not in OF_THE_OPERATOR]
+    assert len(known) >= 3
     file = tmp_path / "chart.yaml"
-    objects = render(**values)
-    file.write_text(yaml.safe_dump_all(objects))
+    file.write_text(yaml.safe_dump_all(known))
     done = _run("kubernetes-validate", "--strict", str(file))
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert said.count("passed for resource") == len(objects), said
+    assert said.count("passed for resource") == len(known), said
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_helm_refuses_a_typo(helm: dict[str, Any], word: str) -> None:
+    assert word in helm["sets"][word]["error"]
+
+
+def test_kubernetes_takes_the_network_policy_of_ray(tmp_path: Path) -> None:
+    _, policy = yaml.safe_load_all((ROOT / "deploy" / "ray" / "kuberay.yaml").read_text())
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(policy))
+    done = _run("kubernetes-validate", "--strict", str(file))
+    assert done.returncode == 0 and "passed for resource" in done.stdout + done.stderr

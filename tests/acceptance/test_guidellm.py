@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvserve
-from tests.acceptance.conftest import OFFLINE, PYTHON
+from tests.acceptance.conftest import OFFLINE, tool
 from tests.server.real_server import Server
 
 pytestmark = pytest.mark.slow
@@ -19,12 +19,10 @@ TOKENIZER = Path(kvserve.__file__).parent / "data" / "tiny"
 
 @pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=20"])
 def test_every_request_is_counted(server: Server, tmp_path: Path, profile: str) -> None:
-    if not PYTHON.exists():
-        pytest.skip("guidellm is not installed; `make acceptance` installs it")
     report = tmp_path / "report.json"
     done = subprocess.run(
         [
-            *(str(PYTHON.parent / "guidellm"), "run", "--disable-console", "--profile", profile),
+            *(tool("guidellm"), "run", "--disable-console", "--profile", profile),
             *("--backend", f"kind=openai_http,target={server.url}"),
             *("--constraint", "kind=max_requests,count=12"),
             *("--tokenizer", f"kind=hf_auto,model={TOKENIZER}"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.acceptance.conftest import PYTHON
+from tests.acceptance.conftest import tool
 from tests.server.real_server import Server
 from tests.waiting import wait_until
 
@@ -27,11 +27,9 @@ def small_server() -> Iterator[Server]:
 
 
 def test_the_document_is_kept(small_server: Server, tmp_path: Path) -> None:
-    if not PYTHON.exists():
-        pytest.skip("schemathesis is not installed; `make acceptance` installs it")
     done = subprocess.run(
         [
-            *(str(PYTHON.parent / "st"), "run", f"{small_server.url}/openapi.json"),
+            *(tool("st"), "run", f"{small_server.url}/openapi.json"),
             *("--checks", CHECKS, "--max-examples", "50", "--request-timeout", "20"),
             *("--seed", "1", "--phases", "examples,coverage,fuzzing"),
         ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -14,25 +16,10 @@ from kvserve.server.cli import serve
 from kvserve.server.settings.args import Parser
 from kvserve.server.settings.reading import read_settings
 from kvserve.server.settings.serve_settings import ServeSettings
-from tests.deploy.chart import CHART, render
+from tests.deploy.chart import CHART, render, texts
+from tests.deploy.value_sets import LONG, NUMBERS, PRIVATE, SPREAD, SURGE, VALUE_SETS, WRONG
 
-LONG: dict[str, Any] = {
-    "model": "meta-llama/Llama-3.1-8B-Instruct",
-    "policy": {"name": "kara", "args": {"window": 512, "ratio": 0.5}},
-    "pool": {"dtype": "k8v4", "memory": "5GiB"},
-    "gpus": 2,
-    "settings": {"max-num-seqs": 64, "max-model-len": "16k", "reasoning-parser": "deepseek_r1"},
-    "shutdown": {"preStopSeconds": 5, "timeout": 120},
-    "apiKey": {"secret": "keys"},
-    "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
-    "ingress": {"enabled": True, "host": "llm.acme.org", "tlsSecret": "acme"},
-    "networkPolicy": {"enabled": True, "from": [{"podSelector": {"matchLabels": {"app": "web"}}}]},
-    "hubToken": {"secret": "hub"},
-    "models": {"claim": "weights"},
-    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
-    "nodeSelector": {"gpu": "h100"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-}
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
 
 def of(kind: str, **changes: Any) -> dict[str, Any]:
@@ -53,6 +40,7 @@ def container(**changes: Any) -> dict[str, Any]:
 
 def read(tmp_path: Path, **changes: Any) -> tuple[EngineConfig, ServeSettings]:
     """The settings that a pod's kvserve reads."""
+    jsonschema.validate(changes, SCHEMA)
     file = tmp_path / "server.yaml"
     file.write_text(of("ConfigMap", **changes)["data"]["server.yaml"])
     parser = Parser(prog="kvserve serve")
@@ -107,11 +95,20 @@ def test_labels_select_the_pods() -> None:
     assert monitor["selector"]["matchLabels"] == labels == service["metadata"]["labels"]
 
 
-def test_keys_are_secrets() -> None:
+def test_keys_are_secrets(tmp_path: Path) -> None:
     assert "env" not in container()
-    env = {item["name"]: item["valueFrom"]["secretKeyRef"] for item in container(**LONG)["env"]}
-    assert env["KVSERVE_API_KEY"] == {"name": "keys", "key": "api-key"}
-    assert env["HF_TOKEN"] == {"name": "hub", "key": "token"}
+    (hub,) = container(**LONG)["env"]
+    assert hub["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    # As a file, which a changed secret replaces: an environment variable would need a restart.
+    volumes = {volume["name"]: volume for volume in pod(**PRIVATE)["volumes"]}
+    secret = {"secretName": "keys", "items": [{"key": "all.txt", "path": "api-keys"}]}
+    assert volumes["keys"]["secret"] == secret
+    (mount,) = [each for each in container(**PRIVATE)["volumeMounts"] if each["name"] == "keys"]
+    _, settings = read(tmp_path, **PRIVATE)
+    assert settings.api_key_file == f"{mount['mountPath']}/api-keys" and "subPath" not in mount
+    assert "Authorization: Bearer $KEY" in texts(**PRIVATE)["NOTES.txt"]
+    assert r"{.data.all\.txt}" in texts(**PRIVATE)["NOTES.txt"]
+    assert "Bearer" not in texts()["NOTES.txt"]
     (endpoint,) = of("ServiceMonitor", **LONG)["spec"]["endpoints"]
     assert endpoint["path"] == "/metrics"
     # One key: the entry with all of them may have commas, which no bearer has.
@@ -125,6 +122,7 @@ def test_new_settings_start_new_pods() -> None:
         return found
 
     assert mark() == mark() != mark(policy={"name": "none"})
+    assert mark() == mark(replicas=3), "more replicas are no reason to restart those that run"
 
 
 def test_volumes_and_places() -> None:
@@ -139,6 +137,8 @@ def test_volumes_and_places() -> None:
 def test_the_chart_says_what_it_is() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["apiVersion"] == "v2" and chart["name"] == "kvserve"
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["image"]["tag"] == chart["appVersion"]
 
 
 def test_a_server_without_keys_answers_to_the_names_of_its_service(tmp_path: Path) -> None:
@@ -159,6 +159,111 @@ def test_a_pod_may_do_little() -> None:
     assert security["readOnlyRootFilesystem"] and security["capabilities"] == {"drop": ["ALL"]}
     mounts = {mount["mountPath"] for mount in container()["volumeMounts"]}
     assert {"/tmp", "/home/kvserve", "/data/huggingface", "/dev/shm"} < mounts  # what is written
+
+
+def strategy(**changes: Any) -> Any:
+    return of("Deployment", **changes)["spec"]["strategy"]
+
+
+def test_an_upgrade_leaves_others_running() -> None:
+    """A GPU that is taken cannot start a second pod; without others there is nothing to leave."""
+    one_by_one = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert strategy() == {"type": "Recreate"}
+    assert strategy(**SPREAD) == strategy(replicas=2) == one_by_one
+    assert strategy(autoscaling={"enabled": True}) == one_by_one
+    assert strategy(gpus=0)["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert strategy(**SURGE) == SURGE["strategy"]
+    spec = of("Deployment")["spec"]
+    startup = spec["template"]["spec"]["containers"][0]["startupProbe"]
+    loading = startup["periodSeconds"] * startup["failureThreshold"]
+    assert spec["progressDeadlineSeconds"] > loading, "who loads has not failed"
+
+
+def test_a_drained_node_takes_one_replica() -> None:
+    assert "PodDisruptionBudget" not in {each["kind"] for each in render()}
+    budget = of("PodDisruptionBudget", replicas=2)["spec"]
+    assert budget["maxUnavailable"] == 1
+    assert budget["selector"] == of("Deployment", replicas=2)["spec"]["selector"]
+    assert of("PodDisruptionBudget", **SPREAD)["spec"]["maxUnavailable"] == "50%"
+
+
+def test_requests_that_wait_bring_replicas() -> None:
+    scaled = {"autoscaling": {"enabled": True, "maxReplicas": 5}}
+    deployment, scaler = of("Deployment", **scaled), of("HorizontalPodAutoscaler", **scaled)["spec"]
+    assert "replicas" not in deployment["spec"], "each upgrade would set it back"
+    assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 5)
+    pods = scaler["metrics"][0]["pods"]
+    (rule,) = yaml.safe_load((CHART.parent / "prometheus-adapter.yaml").read_text())["rules"][
+        "custom"
+    ]
+    assert pods["metric"]["name"] == rule["name"]["as"]
+    assert rule["seriesQuery"].startswith("kvserve:num_requests_waiting{")
+
+
+def test_numbers_are_texts_where_kubernetes_wants_texts(tmp_path: Path) -> None:
+    config, _ = read(tmp_path, **{**NUMBERS, "model": "kvserve/tiny"})
+    assert config.cache.kv_cache_memory == 5368709120
+    assert config.scheduler.max_num_batched_tokens == 16777216
+    written = of("ConfigMap", **NUMBERS)["data"]["server.yaml"]
+    assert 'kv-cache-memory: "5368709120"\n' in written and 'model: "7"\n' in written
+    spec, made = pod(**NUMBERS), container(**NUMBERS)
+    assert made["image"] == "kvserve:20261126" and spec["nodeSelector"] == {"gpus": "8"}
+    assert {each["name"]: each["value"] for each in made["env"]} == {
+        "SECONDS": "1500000",
+        "SHARE": "0.5",
+    }
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == "8589934592"
+    annotations = of("Deployment", **NUMBERS)["spec"]["template"]["metadata"]["annotations"]
+    assert (annotations["build"], annotations["reviewed"]) == ("20261126", "true")
+    timeout = "nginx.ingress.kubernetes.io/proxy-read-timeout"
+    assert of("Ingress", **NUMBERS)["metadata"]["annotations"][timeout] == "7200"
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_all_objects_have_the_charts_name(values: dict[str, Any]) -> None:
+    jsonschema.validate(values, SCHEMA)
+    name = "chat" if values is PRIVATE else "llm-kvserve"
+    objects = render(**values)
+    assert {each["metadata"]["name"] for each in objects} == {name}
+    assert {"Deployment", "Service", "ConfigMap"} <= {each["kind"] for each in objects}
+
+
+def test_what_a_private_cluster_needs() -> None:
+    spec, made = pod(**PRIVATE), container(**PRIVATE)
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
+    assert spec["serviceAccountName"] == "serving" and not spec["automountServiceAccountToken"]
+    assert (spec["runtimeClassName"], spec["priorityClassName"]) == ("nvidia", "high")
+    assert made["env"] == PRIVATE["extraEnv"]
+    assert PRIVATE["extraVolumes"][0] in spec["volumes"]
+    assert PRIVATE["extraVolumeMounts"][0] in made["volumeMounts"]
+    assert pod(**SPREAD)["affinity"] == SPREAD["affinity"]
+    assert pod(**SPREAD)["topologySpreadConstraints"] == SPREAD["topologySpreadConstraints"]
+    # Alerts look for the job, which would be the service's name.
+    assert of("ServiceMonitor", **PRIVATE)["spec"]["jobLabel"] == "app.kubernetes.io/name"
+
+
+def test_the_schema_knows_every_value_and_no_other() -> None:
+    def names(schema: dict[str, Any], values: Any, at: str) -> None:
+        if "properties" not in schema or not isinstance(values, dict):
+            return
+        assert schema["additionalProperties"] is False, at
+        for key, value in values.items():
+            assert key in schema["properties"], f"{at}.{key}"
+            names(schema["properties"][key], value, f"{at}.{key}")
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(values, SCHEMA)
+    names(SCHEMA, values, "")
+    assert SCHEMA["properties"].keys() == {*values, "global"}
+
+
+@pytest.mark.parametrize(("word", "values"), WRONG.items(), ids=WRONG)
+def test_a_typo_is_an_error(word: str, values: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=word) as error:
+        jsonschema.validate(values, SCHEMA)
+    assert word in f"{error.value.json_path} {error.value.message}"
 
 
 def test_ingress_and_network_policy() -> None:

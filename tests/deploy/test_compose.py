@@ -20,7 +20,7 @@ DEPLOY = ROOT / "deploy"
 
 
 def load(name: str) -> Any:
-    return yaml.safe_load((DEPLOY / name).read_text())
+    return next(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -93,6 +93,16 @@ def test_the_cpu_image_brings_its_kernels() -> None:
     assert "g++" not in stages()[-1]
 
 
+def test_what_starts_by_default_shows_compression() -> None:
+    """kvserve/tiny has traces of a few hundred tokens: too short for Kara's default window."""
+    (command,) = re.findall(r"(?m)^CMD (\[.*\])$", (ROOT / "Dockerfile").read_text())
+    flags = json.loads(command)
+    assert flags[:4] == ["--model", "kvserve/tiny-long", "--policy", "kara"]
+    compose = services()["kvserve"]["command"]
+    assert compose[1] == "${MODEL:-kvserve/tiny-long}" and compose[3] == "${POLICY:-kara}"
+    assert (ROOT / "kvserve" / "data" / "tiny-long" / "config.json").exists()
+
+
 def test_what_is_copied_is_in_the_context() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
     copied = re.findall(r"(?m)^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text())
@@ -147,6 +157,29 @@ def test_kuberay_has_what_a_cluster_needs() -> None:
         mounts = {mount["name"] for mount in container["volumeMounts"]}
         assert mounts == {volume["name"] for volume in spec["volumes"]}
         assert "/data/huggingface" in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_rays_dashboard_is_closed_to_strangers() -> None:
+    """Who reaches it can run programs; the operator must, so it cannot be on loopback."""
+    objects = list(yaml.safe_load_all((DEPLOY / "ray" / "kuberay.yaml").read_text()))
+    cluster, policy = objects[0]["spec"]["rayClusterConfig"], objects[1]["spec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for template in (group["template"] for group in groups):
+        assert template["metadata"]["labels"] == policy["podSelector"]["matchLabels"]
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        (container,) = template["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    to_dashboard = [
+        rule["from"]
+        for rule in policy["ingress"]
+        if any(port["port"] == 8265 for port in rule.get("ports", [{"port": 8265}]))
+    ]
+    own = [{"podSelector": policy["podSelector"]}]
+    (operator,) = [who for who in to_dashboard if who != own]
+    assert operator[0]["podSelector"]["matchLabels"] == {
+        "app.kubernetes.io/name": "kuberay-operator"
+    }
 
 
 # ---- everything ---------------------------------------------------------------------------------

@@ -304,22 +304,27 @@ def test_a_dead_engine(start_server: StartServer) -> None:
     message = check(server.http.get("/health"), 503, None, "engine_dead")
     assert "out of memory" in message
     check(server.complete("next"), 503, None, "engine_dead")
+    assert 'state="dead"} 1.0' in server.http.get("/metrics").text
 
 
 def test_loading_and_draining(start_server: StartServer) -> None:
     server = start_server(FakeEngine(), ready=False)
-    paths = ("/health", "/ping", "/v1/models", "/metrics", "/server_info", "/v1/kv/stats")
+    paths = ("/health", "/ping", "/v1/models", "/server_info", "/v1/kv/stats")
     for path in paths:
         check(server.http.get(path), 503, None, "loading")
     for response in (server.complete("a"), server.chat("a"), server.post("/tokenize", prompt="a")):
         check(response, 503, None, "loading")
     assert server.http.get("/version").status_code == 200
+    text = server.http.get("/metrics").text
+    assert 'state="loading"} 1.0' in text and 'state="ready"} 0.0' in text
     server.state.mark_ready()
     assert server.http.get("/health").status_code == 200
+    assert 'state="ready"} 1.0' in server.http.get("/metrics").text
     server.state.draining = True
     response = server.http.get("/health")
     check(response, 503, None, "draining")
     assert response.headers["Retry-After"]
+    assert response.headers["Connection"] == "close", "the next request is another replica's"
     check(server.complete("a"), 503, None, "draining")
     assert server.http.get("/metrics").status_code == 200
 

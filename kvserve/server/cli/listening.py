@@ -51,10 +51,10 @@ def _remove_stale(path: str) -> None:
 def warn_if_open(settings: ServeSettings) -> None:
     """Say so if anybody who reaches this machine may use the server."""
     local = settings.uds is not None or settings.host in ("127.0.0.1", "::1", "localhost")
-    if not (local or settings.api_key):
+    if not (local or settings.api_key or settings.api_key_file):
         logger.warning(
-            "anybody who reaches %s may use this server: it has no keys (--api-key, or "
-            "KVSERVE_API_KEY)",
+            "anybody who reaches %s may use this server: it has no keys (--api-key, "
+            "KVSERVE_API_KEY, --api-key-file)",
             settings.host,
         )
 

@@ -277,14 +277,13 @@ def _announce(state: ServerState, settings: ServeSettings, listener: socket.sock
 
 def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
     options = state.options
-    keys = len(options.api_keys)
     compression = state.config.compression
     overrides = {"all": "on", "none": "off"}.get(
         compression.allow_request_policy, ", ".join(compression.request_policies)
     )
     return [
         ("kv_policy in requests", overrides, "--allow-request-policy"),
-        ("api keys", _on(keys), f"{keys} given" if keys else "--api-key is not given"),
+        ("api keys", _on(options.has_keys), _keys_from(options)),
         ("live page", _on(options.ui), "/" if options.ui else "--no-ui"),
         ("kv_trace in requests", _on(options.allow_kv_trace), "--allow-kv-trace"),
         ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
@@ -294,6 +293,14 @@ def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
         ("traces", settings.otlp_traces_endpoint or "off", "--otlp-traces-endpoint"),
         ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
     ]
+
+
+def _keys_from(options: ServerOptions) -> str:
+    given = f"{len(options.api_keys)} given" if options.api_keys else "--api-key is not given"
+    if options.api_key_file is None:
+        return given
+    more = f"those in {options.api_key_file}"
+    return f"{given}, and {more}" if options.api_keys else more
 
 
 def _reasoning(form: ChatFormat) -> str:

@@ -16,6 +16,7 @@ from kvserve.server.http.middleware import (
 )
 from kvserve.server.http.origins import OriginMiddleware
 from kvserve.server.http.schemas import ERRORS
+from kvserve.server.state.api_keys import ApiKeys
 from kvserve.server.state.errors import install_handlers
 from kvserve.server.state.server_state import ServerState
 from kvserve.server.ui import routes as ui_routes
@@ -44,10 +45,11 @@ def create_app(state: ServerState) -> FastAPI:
     install_handlers(app)
     # Middleware added last is outermost, so refusals carry the request id and CORS headers too.
     app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
-    if options.api_keys:
+    if options.has_keys:
+        keys = ApiKeys(options.api_keys, options.api_key_file)
         open_paths = OPEN_PATHS | ui_routes.page_files(options).keys()
         open_paths |= set() if options.guard_metrics else {"/metrics"}
-        app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys, open_paths=open_paths)
+        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
     else:
         app.add_middleware(
             OriginMiddleware,
@@ -66,5 +68,5 @@ def create_app(state: ServerState) -> FastAPI:
         )
     app.add_middleware(TurnstileMiddleware)
     app.add_middleware(MetricsMiddleware, metrics=state.metrics)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RequestIdMiddleware, state=state)
     return app

@@ -77,8 +77,8 @@ async def version() -> Response:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Prometheus text format."""
-    state = _ready(request)
+    """Prometheus text format; also while the model loads."""
+    state = _state(request)
     return Response(state.metrics.render(), media_type=_PROMETHEUS_TEXT)
 
 

@@ -6,18 +6,18 @@ It is plain ASGI, since Starlette's ``BaseHTTPMiddleware`` hides a client's disc
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import secrets
 import time
-from collections.abc import Sequence
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvserve.server.state.api_keys import ApiKeys
 from kvserve.server.state.errors import ApiError, as_api_error, unavailable
 from kvserve.server.state.metrics import Metrics
+from kvserve.server.state.server_state import ServerState
 
 _PROBES = frozenset(
     {
@@ -37,11 +37,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestIdMiddleware:
     """Gives each request an id (``X-Request-Id``, or a new one) and sends it back.
 
-    Also turns an unhandled exception into the common error body, id included.
+    Also turns an unhandled exception into the common error body, id included, and asks clients of
+    a server that drains to connect anew: their next request then gets another replica.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +58,10 @@ class RequestIdMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = state["request_id"]
+                if self._state.draining:
+                    headers["Connection"] = "close"
             await send(message)
 
         try:
@@ -121,12 +126,12 @@ class ApiKeyMiddleware:
     """Requires ``Authorization: Bearer KEY``, or Anthropic's ``x-api-key: KEY``, on every path that
     is not in ``open_paths``.
 
-    The number of the key goes with the request (``state["api_key"]``).
+    The number of its client goes with the request (``state["api_key"]``).
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
         self.app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._keys = keys
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,12 +154,10 @@ class ApiKeyMiddleware:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if "x-api-key" in headers and scheme.lower() != "bearer":
             scheme, key = "bearer", headers["x-api-key"]
-        digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
-        # No early exit: the time must not reveal which key came close.
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
+        client = self._keys.client(key.strip().encode("latin-1"))  # the bytes that were sent
+        if scheme.lower() != "bearer" or client is None:
             return False
-        scope.setdefault("state", {})["api_key"] = matches.index(True)
+        scope.setdefault("state", {})["api_key"] = client
         return True
 
 
@@ -203,7 +206,3 @@ class BodyLimitMiddleware:
             await self.app(scope, limited_receive, send)
         finally:
             hold(-size)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -32,6 +32,9 @@ class ServeSettings:
     api_key: tuple[str, ...] = setting(
         (), "keys clients must send as 'Authorization: Bearer KEY' (default: none needed)"
     )
+    api_key_file: str | None = setting(
+        None, "file with more keys, one a line; read again when it changes"
+    )
     open_metrics: bool = setting(False, "serve /metrics without a key")
     vllm_metrics: bool = setting(True, "repeat the common metrics under vllm's names")
     chat_template: str | None = setting(

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from operator import attrgetter
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -56,6 +57,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 _LABELS = ("model_name", "engine")
 
+Phase = Literal["loading", "ready", "draining", "dead"]
 Engines = Mapping[str, EngineStats]
 Read = Callable[[EngineStats], float]
 Counts = Mapping[tuple[str, ...], float]
@@ -65,8 +67,16 @@ _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 class Metrics:
     """The metrics of one server, in their own registry: a process may have several servers."""
 
-    def __init__(self, engine: Engine, config: EngineConfig, options: ServerOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        options: ServerOptions,
+        phase: Callable[[], Phase],
+    ) -> None:
         self._engine = engine
+        self._phase = phase
+        self._process = ProcessCollector(registry=None)
         self._config = config
         self._mirror = options.vllm_metrics
         self._model = options.served_names[0]
@@ -108,6 +118,8 @@ class Metrics:
         yield from self._compression_families(engines)
         for metric in (self._http_requests, self._http_seconds):
             yield from _without_created(metric.collect())
+        yield self._state()
+        yield from self._process.collect()
 
     # ---- observations -------------------------------------------------------------------------
 
@@ -142,6 +154,14 @@ class Metrics:
                 histogram.labels(self._model, engine)
 
     # ---- families -----------------------------------------------------------------------------
+
+    def _state(self) -> Metric:
+        help = "1 for what the server is, 0 for what it is not"
+        family = GaugeMetricFamily("kvserve:server_state", help, labels=("model_name", "state"))
+        phase = self._phase()
+        for name in get_args(Phase):
+            family.add_metric((self._model, name), name == phase)
+        return family
 
     def _declared(self, engines: Engines, *, vllm: bool) -> Iterator[Metric]:
         """The series that fields of ``EngineStats`` declare, those of vLLM's or the others."""

@@ -16,6 +16,7 @@ class ServerOptions:
 
     served_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    api_key_file: str | None = None
     guard_metrics: bool = True
     vllm_metrics: bool = True
     allowed_origins: tuple[str, ...] = ()
@@ -38,6 +39,10 @@ class ServerOptions:
     log_requests: bool = False
     max_queued: int = 4096
     """The most sequences that wait, in addition to those that run."""
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys) or self.api_key_file is not None
 
 
 def server_options(config: EngineConfig, settings: ServeSettings) -> ServerOptions:

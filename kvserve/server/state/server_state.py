@@ -16,7 +16,7 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import ChatFormat, find_format
 from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
 from kvserve.server.state.errors import ApiError, unavailable
-from kvserve.server.state.metrics import Metrics
+from kvserve.server.state.metrics import Metrics, Phase
 from kvserve.server.state.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -37,11 +37,19 @@ class ServerState:
     generations: set[OpenRequest] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine, self.config, self.options)
+        self.metrics = Metrics(self.engine, self.config, self.options, lambda: self.phase)
         self.default_sampling: dict[str, Any] = {}
         self.chat = ChatFormat()
         settings = {k: v for k, v in asdict(self.config).items() if k != "compression"}
         self._config_digest = hashlib.sha256(_canonical(settings))
+
+    @property
+    def phase(self) -> Phase:
+        if self.engine.dead_error is not None:
+            return "dead"
+        if not self.ready:
+            return "loading"
+        return "draining" if self.draining else "ready"
 
     def mark_ready(self) -> None:
         """Admit requests from now on. ``ConfigError`` if the model lacks what a flag needs."""

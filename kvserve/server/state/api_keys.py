@@ -1,0 +1,79 @@
+"""The keys that clients must send: of ``--api-key``, and of a file that is read as it changes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvserve.log import ConfigError, logger
+
+
+class ApiKeys:
+    """Keys by digest. A client is a number that its key keeps, whatever keys come and go.
+
+    ``file`` has a key per line, or several with commas between them. Every request looks at its
+    inode, time and size: a Kubernetes secret is replaced without a signal. A file that is gone,
+    unreadable or empty changes nothing but the log. ``ConfigError`` if it is so at the start.
+    """
+
+    def __init__(self, given: Sequence[str], file: str | None) -> None:
+        self._given = [_digest(key.encode()) for key in given]
+        self._file = file
+        self._numbers: dict[bytes, int] = {}
+        self._stamp: tuple[int, int, int] | None = None
+        self._trouble = ""
+        if file is None:
+            self._take([])
+        else:
+            try:
+                self._read(file)
+            except OSError as exc:
+                raise ConfigError(f"--api-key-file: cannot read {file}: {exc.strerror}") from None
+            except ValueError as exc:
+                raise ConfigError(f"--api-key-file: {exc}") from None
+
+    def client(self, key: bytes) -> int | None:
+        """The number of the client that sends ``key``; ``None`` for a wrong one."""
+        if self._file is not None:
+            self._refresh(self._file)
+        digest = _digest(key)
+        # No early exit: the time must not reveal which key came close.
+        found = [known for known in self._digests if secrets.compare_digest(digest, known)]
+        return self._numbers[found[0]] if found else None
+
+    def _refresh(self, file: str) -> None:
+        try:
+            if self._read(file):
+                logger.info("--api-key-file: %s was read again", file)
+            trouble = ""
+        except (OSError, ValueError) as exc:
+            trouble = str(exc)
+        if trouble and trouble != self._trouble:
+            logger.error("--api-key-file: the keys stay as they were: %s", trouble)
+        self._trouble = trouble
+
+    def _read(self, file: str) -> bool:
+        """Take the keys of a file that is not as it was; whether it was another."""
+        state = os.stat(file)
+        stamp = state.st_ino, state.st_mtime_ns, state.st_size
+        if stamp == self._stamp:
+            return False
+        parts = Path(file).read_text().replace("\n", ",").split(",")
+        keys = [part.strip() for part in parts if part.strip()]
+        if not keys:
+            raise ValueError(f"{file} has no key")
+        self._take([_digest(key.encode()) for key in keys])
+        self._stamp = stamp
+        return True
+
+    def _take(self, digests: list[bytes]) -> None:
+        self._digests = [*self._given, *digests]
+        for digest in self._digests:
+            self._numbers.setdefault(digest, len(self._numbers))
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
