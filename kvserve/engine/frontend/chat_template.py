@@ -146,7 +146,9 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
             value = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return arguments
-        return (arguments.strip() or "{}") if as_text else value
+        if as_text and value is not None:
+            return arguments.strip() or "{}"
+        arguments = value
     value = {} if arguments is None else arguments
     return json.dumps(value, ensure_ascii=False) if as_text else value
 
@@ -182,11 +184,13 @@ def _one_by_one(messages: list[Message]) -> list[Message]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
+        ids = [call.get("id") for call in calls]
         for place, call in enumerate(calls):
             own = message if not place else {"role": message["role"], "content": ""}
             out.append({**own, "tool_calls": [call]})
             own_results = [r for r in results if r.get("tool_call_id") == call.get("id")]
-            for result in own_results[:1] or results[:1]:
+            strays = [r for r in results if r.get("tool_call_id") not in ids]
+            for result in own_results[:1] or strays[:1]:
                 results.remove(result)
                 out.append(result)
         out += results

@@ -19,6 +19,8 @@ _MOST_VALUES = {
 }
 """Fields that may be long, and how many values (texts, numbers, lists, ...) they may hold."""
 _MOST_LISTS = {"prompt": 2**13}
+UNSEEN = "(an image or a file, which this model cannot read)"
+"""Stands for what a tool has shown to a model of texts."""
 _FEW_VALUES, _FEW_LISTS, _FEW_BYTES = 128, 2**15, 2**16
 
 
@@ -89,11 +91,14 @@ def _parse_content(value: Any) -> str:
         return value or ""
     if not isinstance(value, list):
         raise RequestError("content must be a string or a list of content parts")
+    texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise RequestError(f"content parts of type {kind!r} are not supported; only text is")
-    return "\n".join(part["text"] for part in value)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _parse_kv_policy(value: Any) -> str | dict[str, Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.parsers.json_text import whole_text
 from kvserve.server.state.beside import LARGE, in_thread
 from kvserve.server.state.server_state import ServerState
 
@@ -131,7 +132,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
                 param="chat_template_kwargs",
             )
         messages = [message.fields() for message in request.messages]
-        text = tokenizer.render_chat(messages, **own, **kwargs)
+        # A call that an answer has made may hold half a character as an escape.
+        text = whole_text(tokenizer.render_chat(messages, **own, **kwargs))
         # Tools, calls and what else the template writes: as long as a prompt may be.
         check_characters(state, len(text), "messages", whole=whole)
         return _encode_text(state, text, special=False, whole=whole, param="messages")

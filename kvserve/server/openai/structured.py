@@ -41,14 +41,15 @@ def _response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     kind, name = value.get("type"), "response_format"
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return StructuredOutput("json_object", "", name)
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise RequestError(
             f"response_format.type must be text, json_object or json_schema, got {kind!r}",
             param=name,
         )
-    described = value.get("json_schema")
+    # The schema is beside the type in requests made for llama.cpp and for the Responses API.
+    described = value.get("json_schema", value)
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(schema, dict):
         raise RequestError("response_format.json_schema.schema must be an object", param=name)
