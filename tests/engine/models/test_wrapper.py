@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts
-from tests.thinning import slow
 
 PROMPTS = random_prompts([5, 60, 1, 33])
 TOKENS = 32
@@ -102,10 +102,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-QUICK = ("gemma3", "mistral3", "qwen2_5_vl")
-
-
-@pytest.mark.parametrize("kind", [*QUICK, *slow(*(k for k in WRAPPERS if k not in QUICK))])
+@pytest.mark.parametrize("kind", WRAPPERS)
 def test_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     wanted = expected(write(kind, tmp_path))
     llm = make(tmp_path)
@@ -114,6 +111,7 @@ def test_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_names_as_each_time_wrote_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvserve")
     write("mistral3", tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
