@@ -66,6 +66,8 @@ def _warn_once(name: str) -> None:
 # ---- tools ------------------------------------------------------------------------------------
 
 Function = Mapping[str, Any]
+_EITHER = ("anyOf", "oneOf", "allOf")
+_NAMING = {*_EITHER, "$ref", "properties", "patternProperties", "additionalProperties"}
 
 
 def one_call(function: Function) -> StructuredOutput:
@@ -84,11 +86,15 @@ def some_calls(functions: Sequence[Function], parallel: bool) -> StructuredOutpu
 
 
 def parameters(function: Function) -> dict[str, Any]:
-    """A function's schema. Arguments that it does not name are forbidden unless it allows them."""
-    return {
-        "additionalProperties": False,
-        **(function.get("parameters") or {"type": "object", "properties": {}}),
-    }
+    """A function's schema. Arguments that it does not name are forbidden unless it allows them, or
+    names some elsewhere than at its root."""
+    given = function.get("parameters") or {"properties": {}}
+    if "$ref" in given:
+        return dict(given)
+    either = [given[key] for key in _EITHER if isinstance(given.get(key), list)]
+    elsewhere = any(isinstance(b, Mapping) and b.keys() & _NAMING for e in either for b in e)
+    closed = not (elsewhere or "const" in given or "enum" in given)
+    return {**({"additionalProperties": False} if closed else {}), **given, "type": "object"}
 
 
 def _objects(functions: Sequence[Function], name: str, arguments: str) -> dict[str, Any]:
