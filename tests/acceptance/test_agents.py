@@ -57,7 +57,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_tool_loops(run_client: RunClient, smollm2: Server) -> None:
     found = run_client("agents_client", smollm2.url, "smollm2")
-    assert len(found) == 11
+    assert len(found) == 12
     for name, both in found.items():
         for way, loop in both.items():
             assert "error" not in loop, f"{name}, {way}: {loop['error']}"

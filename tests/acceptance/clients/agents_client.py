@@ -72,7 +72,7 @@ def functions() -> list[Any]:
 client = openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
 
 
-def ask_chat(stream: bool, choice: Any) -> Any:
+def ask_chat(stream: bool, choice: Any, **first: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
 
     def turn(**how: Any) -> Any:
@@ -85,7 +85,7 @@ def ask_chat(stream: bool, choice: Any) -> Any:
                 pass
             return events.get_final_completion()
 
-    message = turn(tool_choice=choice).choices[0].message
+    message = turn(tool_choice=choice, extra_body=first).choices[0].message
     calls = checked([(c.function.name, c.function.arguments) for c in message.tool_calls])
     messages.append(message.model_dump(exclude_none=True))
     messages.extend(
@@ -93,6 +93,19 @@ def ask_chat(stream: bool, choice: Any) -> Any:
     )
     last = turn().choices[0]
     return {"calls": calls, "text": last.message.content, "reason": last.finish_reason}
+
+
+BOTH = "".join(
+    f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(given)}}}\n</tool_call>\n'
+    for name, given in (("weather", {"city": "Basel"}), ("add", {"left": 1, "right": 2}))
+)
+
+
+def ask_for_two(stream: bool) -> Any:
+    """Two calls in one answer, in the model's own format; their results come back in one turn."""
+    found = ask_chat(stream, "auto", guided_choice=[BOTH])
+    assert [name for name, _ in found["calls"]] == ["weather", "add"], found
+    return found
 
 
 def ask_responses(stream: bool, choice: Any) -> Any:
@@ -255,6 +268,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 LOOPS: dict[str, Callable[[bool], Any]] = {
     "openai": lambda stream: ask_chat(stream, NAMED),
     "openai, any tool": lambda stream: ask_chat(stream, "required"),
+    "openai, two calls": ask_for_two,
     "openai responses": lambda stream: ask_responses(
         stream, {"type": "function", "name": "weather"}
     ),
