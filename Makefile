@@ -66,7 +66,7 @@ soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (
 	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
 # What no package index gives is skipped, each test with a line.
-acceptance: $(DEV_DONE) ## run real clients against a server (lm-eval, Prometheus, ...), Helm on the chart, an upgrade
+acceptance: $(DEV_DONE) ## run real clients against a server (openai-agents, lm-eval, Prometheus, ...), Helm on the chart, an upgrade
 	@if $(PIP) index versions helm-python-sdk --timeout 10 --retries 0 >/dev/null 2>&1; then \
 		$(MAKE) --no-print-directory $(CLIENTS)/.installed; \
 	else echo "acceptance: the package index is out of reach: what is not installed is skipped"; fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvserve.log import RequestError
@@ -24,6 +25,7 @@ _FORMATS = frozenset(
     )
 )
 """Those of strings that llguidance enforces. Others are annotations (2020-12, section 7.2.1)."""
+_LENGTHS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose values are no schemas."""
 _MAPS = frozenset(
@@ -40,9 +42,11 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         deep = too_deep(schema)
-        text = "" if deep else json.dumps(_each(schema, _without_unknown_format))
+        text = "" if deep else json.dumps(_each(schema, partial(_as_read, name=name, field=field)))
     except RecursionError:
         deep = True
+    except RequestError:
+        raise
     except (TypeError, ValueError) as exc:
         raise RequestError(f"{name} is not JSON: {exc}", param=field) from None
     if deep:
@@ -72,9 +76,33 @@ def within(schema: Any, name: str) -> Any:
     return _each(schema, moved)
 
 
-def _without_unknown_format(node: dict[str, Any]) -> dict[str, Any]:
-    known = not isinstance(node.get("format"), str) or node["format"] in _FORMATS
-    return node if known else {key: value for key, value in node.items() if key != "format"}
+def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+    """A schema in the dialect that llguidance reads: it passes over what it does not know, refuses
+    an unknown ``$schema``, and cuts bounds to 64 bits."""
+    made = dict(node)
+    if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
+        del made["format"]
+    if "json-schema.org/" not in str(made.get("$schema", "json-schema.org/")):
+        del made["$schema"]
+    for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        flag = made.get(exclusive)
+        if isinstance(flag, bool):  # draft 4, and OpenAPI 3.0
+            del made[exclusive]
+            if flag and bound in made:
+                made[exclusive] = made.pop(bound)
+        for limit in (bound, exclusive):
+            value = made.get(limit, 0)
+            value = -value if bound == "maximum" and isinstance(value, int | float) else value
+            if isinstance(value, int | float) and value >= 2**63:
+                raise RequestError(
+                    f"{name}: {limit} {made[limit]} leaves no number of 64 bits",
+                    param=field,
+                    code="invalid_grammar",
+                )
+    for length in _LENGTHS & made.keys():
+        if isinstance(made[length], float) and made[length].is_integer():
+            made[length] = int(made[length])
+    return made
 
 
 def _each(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

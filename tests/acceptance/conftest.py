@@ -57,7 +57,7 @@ def run_client() -> RunClient:
             [str(PYTHON), str(script), *arguments],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=1200,
             env={**clean, **OFFLINE},
         )
         assert done.returncode == 0, done.stderr[-3000:]

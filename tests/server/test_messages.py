@@ -86,6 +86,28 @@ def test_blocks_whole_and_streamed(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (r'{"a": "\ud83d"}', {"a": "\ud83d"}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890}),
+        ('{"a": "b\nc"}', {"a": "b\nc"}),
+        ('{"a": NaN}', {"a": None}),
+        ('{"a": 1e999}', {"a": None}),
+        ('{"a": ' + "[" * 300 + "]" * 300 + "}", {"a": json.loads("[" * 300 + "]" * 300)}),
+    ],
+)
+def test_arguments_that_an_answer_can_hardly_hold(
+    server: RunningServer, arguments: str, read: Any
+) -> None:
+    """Kind: a whole answer has a call's arguments as values, which need not be text of JSON."""
+    says = f'SAY[<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>]'
+    answer = ask(server, says, tools=[TOOL], max_tokens=900)
+    assert answer.status_code == 200, answer.text
+    [call] = answer.json()["content"]
+    assert call["input"] == read
+
+
+@pytest.mark.parametrize(
     ("most", "reason"),
     [
         (3, "max_tokens"),
@@ -157,6 +179,47 @@ def test_a_last_message_of_the_assistant_is_continued(server: RunningServer) -> 
     assert server.engine.tokenizer.decode(server.engine.seen[-1][0]).endswith("<assistant>Well")
 
 
+@pytest.mark.parametrize(
+    ("begun", "says", "thought", "text"),
+    [
+        ("The sum is", " 4", None, " 4"),
+        ("<think>hm</think>It is", " 4", None, " 4"),
+        ("<think>hm", "m</think>4", "m", "4"),
+    ],
+)
+def test_what_is_continued_says_whether_it_is_reasoning(
+    start_server: StartServer, begun: str, says: str, thought: str | None, text: str
+) -> None:
+    """Kind: two features that each know the prompt's end. R1 reasons from the first token on, but
+    not in the middle of an answer."""
+    for parser in ("deepseek_r1", "qwen3"):
+        engine = FakeEngine(2000)
+        server = start_server(engine, reasoning_parser=parser)
+        history = [
+            {"role": "user", "content": f"SAY[{says}]"},
+            {"role": "assistant", "content": begun},
+        ]
+        found = {b["type"]: b for b in ask(server, history).json()["content"]}
+        assert found["text"]["text"] == text
+        assert ("thinking" in found) == (thought is not None)
+
+
+def test_what_a_tool_has_shown_ends_no_conversation(server: RunningServer) -> None:
+    """Kind: a history that is refused: Claude Code reads images, and sends them with every turn."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+    history = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather"}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "SAY[x]"}]},
+    ]
+    answer = ask(server, history, tools=[TOOL])
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Kvserve-Skipped"] == "messages[2] (image)"
+    assert server.engine.tokenizer is not None
+    assert "(an image" in server.engine.tokenizer.decode(server.engine.seen[-1][0])
+
+
 def test_what_is_not_done_here_is_skipped_and_said(server: RunningServer) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, TOOL]
     for stream in (False, True):
@@ -198,6 +261,10 @@ def test_the_answers_form_and_fields_of_ours(server: RunningServer) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image"'),
         ({"messages": [{"role": "bot", "content": "a"}]}, "role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
+            "tool_result",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"model": "claude"}, "claude"),

@@ -135,13 +135,16 @@ def join_text(content: Any, param: str | None = None) -> str:
         return content or ""
     if not isinstance(content, list):
         raise RequestError("content must be a string or a list of content parts", param=param)
+    texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
             raise RequestError(
                 f"content parts of type {kind!r} are not supported; only text is", param=param
             )
-    return "\n".join(part["text"] for part in content)
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def template_arguments(
@@ -183,7 +186,9 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
             value = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return arguments
-        return (arguments.strip() or "{}") if as_text else value
+        if as_text and value is not None:
+            return arguments.strip() or "{}"
+        arguments = value
     value = {} if arguments is None else arguments
     return json.dumps(value, ensure_ascii=False) if as_text else value
 
@@ -219,11 +224,13 @@ def _one_by_one(messages: list[Message]) -> list[Message]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
+        ids = [call.get("id") for call in calls]
         for place, call in enumerate(calls):
             own = message if not place else {"role": message["role"], "content": ""}
             out.append({**own, "tool_calls": [call]})
             own_results = [r for r in results if r.get("tool_call_id") == call.get("id")]
-            for result in own_results[:1] or results[:1]:
+            strays = [r for r in results if r.get("tool_call_id") not in ids]
+            for result in own_results[:1] or strays[:1]:
                 results.remove(result)
                 out.append(result)
         out += results

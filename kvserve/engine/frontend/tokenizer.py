@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError, RequestError
 
 _TEMPLATES_KEPT = 16
@@ -41,6 +43,9 @@ class Tokenizer:
             ) from error
         if not self._hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
+        if not self._hf.chat_template and (beside := Path(path, "chat_template.json")).exists():
+            # Where models that also see once had it: their processors read this file.
+            self._hf.chat_template = read_json(beside).get("chat_template")
         self.backend = self._hf.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()

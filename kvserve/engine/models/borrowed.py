@@ -271,13 +271,20 @@ def load_borrowed(
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
         try:
-            causal = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, local_files_only=True, use_safetensors=True, **how
+            causal, found = AutoModelForCausalLM.from_pretrained(
+                directory,
+                **{"config": config, "local_files_only": True, "use_safetensors": True, **how},
+                output_loading_info=True,
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--model: transformers cannot read the checkpoint in {directory}: {error}"
             ) from None
+        if missing := sorted(found["missing_keys"]):  # it has drawn these
+            raise ConfigError(
+                f"--model: the checkpoint in {directory} has no tensor {missing[0]} "
+                f"({len(missing)} missing) of {type(causal).__name__}"
+            )
     causal.requires_grad_(False)
     model = Borrowed(spec, causal.to(device).eval(), dtype, device)
     model.try_out()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, parse_spec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.models.wrapper import text_part
 from kvserve.log import ConfigError
 
 _LAYERS = {
@@ -32,6 +35,10 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
     """
     raw, where = read_config(directory, config.hf_overrides)
     architecture = architecture_of(raw)
+    if config.model_impl != "transformers" and directory.is_dir():
+        text = text_part(raw, where, architecture)
+        if text is not None:
+            return parse_spec({**text, **_of_text(config.hf_overrides)}, where)
     ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
@@ -41,6 +48,12 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
             "quantised weights and no GGUF into them"
         )
     return borrowed_spec(directory, config.hf_overrides, architecture)
+
+
+def _of_text(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of a wrapper's config.json that may be meant for its text part."""
+    whole = "architectures", "model_type", "text_config", "vision_config"
+    return {name: value for name, value in overrides.items() if name not in whole}
 
 
 def load(

@@ -85,6 +85,8 @@ class ModelSpec:
     soft_cap: float = 0.0
     stored_as: str = ""
     """How a file of GGUF has the weights."""
+    wrapper: str = ""
+    """The model that it is the text part of (``wrapper.py``)."""
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
 
@@ -220,6 +222,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         sinks=variant.sinks,
         without_rope=layers_without_rope(config, architecture, layers),
         stored_as=raw.get("stored_as", ""),
+        wrapper=raw.get("wrapper", ""),
         **scales_of(config, architecture, head_dim),
     )
 
@@ -250,8 +253,10 @@ def _refuse_unbuilt(config: Fields, architecture: str) -> None:
             "tokens, which a compressed cache does not keep"
         )
     if architecture not in VARIANTS:
+        text = config.part("text_config").get("model_type")
+        inner = f" (its text part: {text})" if text else ""
         raise config.error(
-            f"names architecture {architecture}; kvserve runs {', '.join(sorted(VARIANTS))}"
+            f"names architecture {architecture}{inner}; kvserve runs {', '.join(sorted(VARIANTS))}"
         )
     variant = VARIANTS[architecture]
     for name in ("attention_bias", "mlp_bias", "bias", "use_bidirectional_attention"):

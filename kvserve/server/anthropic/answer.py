@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ from pydantic_core import from_json
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
-from kvserve.server.parsers.json_text import read_json
+from kvserve.server.parsers.json_text import read_json, write_json
 from kvserve.server.parsers.message_parser import MessageParser
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
@@ -137,7 +138,14 @@ def _arguments(text: str) -> Any:
             value = from_json(text, allow_partial="trailing-strings")
         except ValueError:
             value = None
-    return value if isinstance(value, dict) else {}
+    value = value if isinstance(value, dict) else {}
+    try:
+        orjson.dumps(value)
+    except TypeError:  # a lone surrogate, an integer of more than 64 bits, or too many levels
+        with suppress(ValueError, RecursionError):
+            return orjson.Fragment(write_json(value))
+        return {}
+    return value
 
 
 def _usage(output: RequestOutput, generated: int) -> Json:

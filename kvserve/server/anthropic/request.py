@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.fields import FirstFault, Strings
+from kvserve.server.openai.fields import UNSEEN, FirstFault, Strings
 
 OWN_NAMES: dict[Any, str] = {
     "max_completion_tokens": "max_tokens",
@@ -130,7 +130,19 @@ class MessagesRequest(BaseModel):
             for i, tool in enumerate(self.tools or ())
             if not _is_own(tool)
         ]
-        return tools + [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
+        blocks = (
+            (i, block.get("content"))
+            for i, message in enumerate(self.messages)
+            for block in (message.content if isinstance(message.content, list) else ())
+            if block.get("type") == "tool_result"
+        )
+        unseen = [
+            f"messages[{i}] ({each['type']})"
+            for i, content in blocks
+            for each in (content if isinstance(content, list) else ())
+            if _is_unseen(each)
+        ]
+        return tools + unseen + [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
 
     def _system(self) -> Iterator[dict[str, Any]]:
         blocks = self.system or ()
@@ -171,7 +183,7 @@ def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
         kind = block.get("type", "text")
         if kind == "tool_result" and message.role == "user":
             results = True
-            call_id = str(block.get("tool_use_id"))
+            call_id = block.get("tool_use_id")
             yield {"role": "tool", "tool_call_id": call_id, "content": _result(block)}
         elif kind == "tool_use" and message.role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
@@ -190,21 +202,43 @@ def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
 
 def _result(block: Mapping[str, Any]) -> str:
     content = block.get("content") or ""
-    texts = [content] if isinstance(content, str) else [_text(each, "messages") for each in content]
+    if not isinstance(content, str | list):
+        raise RequestError(
+            "messages: the content of a tool_result must be a text or a list of blocks",
+            param="messages",
+        )
+    texts = [content] if isinstance(content, str) else []
+    for each in content if isinstance(content, list) else ():
+        texts.append(UNSEEN if _is_unseen(each) else _text(each, "messages"))
     text = "\n".join(texts)
     unsaid = block.get("is_error") and "error" not in text[:100].lower()
     return f"Error: {text}" if unsaid else text
 
 
+def _is_unseen(block: Any) -> bool:
+    """Whether it is what a tool has shown, and no text. To refuse that would end the conversation:
+    an agent sends it again with every turn."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    return kind in ("image", "document") and _text_of(block) is None
+
+
 def _text(block: Any, field: str) -> str:
     """The text of a block; ``RequestError`` if it is another one."""
-    kind = block.get("type", "text") if isinstance(block, Mapping) else type(block).__name__
+    text = _text_of(block)
+    if text is None:
+        kind = block.get("type", "text") if isinstance(block, Mapping) else type(block).__name__
+        raise RequestError(
+            f"{field}: blocks of type {json.dumps(kind)} are not supported here; only text is",
+            param=field,
+        )
+    return text
+
+
+def _text_of(block: Any) -> str | None:
+    if not isinstance(block, Mapping):
+        return None
+    kind, source = block.get("type", "text"), block.get("source")
     text = block.get("text") if kind == "text" else None
-    if kind == "document" and isinstance(block.get("source"), Mapping):
-        text = block["source"].get("data") if block["source"].get("type") == "text" else None
-    if isinstance(text, str):
-        return text
-    raise RequestError(
-        f"{field}: blocks of type {json.dumps(kind)} are not supported here; only text is",
-        param=field,
-    )
+    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
+        text = source.get("data")
+    return text if isinstance(text, str) else None

@@ -16,7 +16,7 @@ from kvserve.server.openai.structured import answer_or_calls, one_call, some_cal
 from kvserve.server.parsers.chat_format import DeltaParser
 from kvserve.server.parsers.harmony import HarmonyParser, count_reasoning
 from kvserve.server.parsers.message_parser import MessageParser, NamedCall, WithoutReasoning
-from kvserve.server.parsers.reasoning import ReasoningSplit
+from kvserve.server.parsers.reasoning import CLOSE, OPEN, ReasoningSplit
 from kvserve.server.parsers.tool_formats import REQUIRED
 from kvserve.server.parsers.tool_parsers import ToolSplit
 from kvserve.server.state.beside import CLIENT, beside
@@ -51,6 +51,9 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
     if reasoning is not None:
         end = decode(state, prompt[-_PROMPT_END:], "messages")
         inside = reasoning.begins_inside(end)
+        begun = body.messages[-1].content if body.continue_final_message else ""
+        if begun.strip():
+            inside = begun.rfind(OPEN) > begun.rfind(CLOSE)
         if inside is False:
             # The template has switched reasoning off: there is none to wait for or to limit.
             more["thinking_token_budget"] = None

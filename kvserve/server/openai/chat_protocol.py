@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvserve.log import RequestError
+from kvserve.log import RequestError, shown
 from kvserve.sampling_params import MAX_LOGPROBS
 from kvserve.server.openai.fields import Content, FirstFault
 from kvserve.server.openai.protocol import GenerationRequest, parse
@@ -41,6 +41,17 @@ class Function(BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Function:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise RequestError(
+                f"parameters must be a schema of an object, since arguments have names; its type "
+                f"is {shown(kind)}",
+                param="parameters",
+            )
+        return self
 
     def fields(self) -> dict[str, Any]:
         given = {**self.__dict__, **(self.model_extra or {})}

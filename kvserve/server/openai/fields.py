@@ -20,6 +20,8 @@ _MOST_VALUES = {
 }
 """Fields that may be long, and how many values (texts, numbers, lists, ...) they may hold."""
 _MOST_LISTS = {"prompt": 2**13}
+UNSEEN = "(an image or a file, which this model cannot read)"
+"""Stands for what a tool has shown to a model of texts."""
 _FEW_VALUES, _FEW_LISTS, _FEW_BYTES = 128, 2**15, 2**16
 
 

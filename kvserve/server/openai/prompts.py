@@ -9,6 +9,7 @@ from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
+from kvserve.server.parsers.json_text import whole_text
 from kvserve.server.state.beside import LARGE, in_thread
 from kvserve.server.state.server_state import ServerState
 
@@ -117,7 +118,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             **more,
         )
         messages = [message.fields() for message in request.messages]
-        text = tokenizer.render_chat(messages, **arguments)
+        # A call that an answer has made may hold half a character as an escape.
+        text = whole_text(tokenizer.render_chat(messages, **arguments))
         # Tools, calls and what else the template writes: as long as a prompt may be.
         check_characters(state, len(text), "messages", whole=whole)
         return _encode_text(state, text, special=False, whole=whole, param="messages")

@@ -5,6 +5,7 @@ Nothing is stored, so a request carries the whole history.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
@@ -13,7 +14,7 @@ from kvserve import absent
 from kvserve.log import RequestError
 from kvserve.sampling_params import refused
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.fields import FirstFault
+from kvserve.server.openai.fields import UNSEEN, FirstFault
 
 _LOGPROBS = "message.output_text.logprobs"
 IGNORED = ("include", "max_tool_calls", "truncation")
@@ -27,7 +28,20 @@ OWN_NAMES: dict[Any, str] = {
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat request -> their names here."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Parts of a message -> where their text is."""
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_NOT_SEEN = ("input_image", "input_file", "input_audio", "input_video")
+_SKIPPED_ITEMS = frozenset(
+    (
+        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+        *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+        *("tool_search_call", "tool_search_output", "compaction"),
+    )
+)
+"""What OpenAI's own tools and its storage leave in a history."""
 
 
 def _parse_input(value: Any) -> str | list[dict[str, Any]]:
@@ -90,7 +104,10 @@ class ResponsesRequest(BaseModel):
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request. Errors name the field of this one."""
         extra = dict(self.model_extra or {})
-        logprobs = _LOGPROBS in (extra.get("include") or ())
+        include = extra.get("include") or []
+        if not isinstance(include, list):
+            raise RequestError("include must be a list", param="include")
+        logprobs = _LOGPROBS in include
         for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": logprobs}.items():
             if asked:
                 why = "log-probabilities go with /v1/chat/completions"
@@ -113,12 +130,13 @@ class ResponsesRequest(BaseModel):
         return parse_chat(given, OWN_NAMES)
 
     def skipped(self) -> list[str]:
-        """The tools that this server does not have."""
+        """The tools that this server does not have, and what is left of them in the history."""
+        items = self.input if isinstance(self.input, list) else ()
         return [
             f"tools[{i}] ({tool.type})"
             for i, tool in enumerate(self.tools or ())
             if tool.type != "function"
-        ]
+        ] + [f"input[{i}] ({kind})" for i, item in enumerate(items) for kind in _unread(item)]
 
     @property
     def token_limit_field(self) -> str:
@@ -138,14 +156,16 @@ class ResponsesRequest(BaseModel):
             if kind == "reasoning":
                 thought = _thought(item.get("content"))
             elif kind == "function_call":
-                _append_call(messages, item)
-            elif kind == "function_call_output":
+                _append_call(messages, item, item.get("arguments", ""))
+            elif kind == "custom_tool_call":
+                _append_call(messages, item, {"input": item.get("input")})
+            elif kind in _OUTPUTS:
                 output = _content(item, i, "output")
                 call_id = item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif kind == "message":
                 messages.append({"role": item.get("role"), "content": _content(item, i)})
-            else:
+            elif not (isinstance(kind, str) and kind in _SKIPPED_ITEMS):
                 raise RequestError(
                     f"input[{i}]: items of type {kind!r} are not supported", param="input"
                 )
@@ -170,12 +190,23 @@ def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _append_call(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+def _unread(item: Mapping[str, Any]) -> list[str]:
+    """What of an item is left out: all of it, or what a tool has shown."""
+    kind = item.get("type")
+    if not isinstance(kind, str):
+        return []
+    output = item.get("output") if kind in _OUTPUTS else None
+    parts = output if isinstance(output, list) else ()
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return [kind] if kind in _SKIPPED_ITEMS else [each for each in kinds if each in _NOT_SEEN]
+
+
+def _append_call(messages: list[dict[str, Any]], item: dict[str, Any], arguments: Any) -> None:
     """Add a call. Calls in a row belong to one message of the assistant."""
     call = {
         "id": item.get("call_id"),
         "type": "function",
-        "function": {"name": item.get("name"), "arguments": item.get("arguments", "")},
+        "function": {"name": item.get("name"), "arguments": arguments},
     }
     if not (messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": None})
@@ -192,11 +223,17 @@ def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
     content = item.get(name)
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in _TEXT_PARTS:
+        if name == "output" and kind in _NOT_SEEN:
+            # To refuse what a tool has shown would end the conversation: the agent sends it again.
+            texts.append(UNSEEN)
+            continue
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise RequestError(
                 f"input[{index}].{name}: parts of type {kind!r} are not supported; only text is",
                 param="input",
             )
-    return [{"type": "text", "text": part.get("text")} for part in content]
+        texts.append(part.get(_TEXT_PARTS[kind]))
+    return [{"type": "text", "text": text} for text in texts]

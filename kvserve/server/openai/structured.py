@@ -41,14 +41,15 @@ def _response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     kind, name = value.get("type"), "response_format"
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and value.get("schema") is None:
         return StructuredOutput("json_object", "", name)
-    if kind != "json_schema":
+    if kind not in ("json_object", "json_schema"):
         raise RequestError(
             f"response_format.type must be text, json_object or json_schema, got {kind!r}",
             param=name,
         )
-    described = value.get("json_schema")
+    # The schema is beside the type in requests made for llama.cpp and for the Responses API.
+    described = value.get("json_schema", value)
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(schema, dict):
         raise RequestError("response_format.json_schema.schema must be an object", param=name)
@@ -65,6 +66,8 @@ def _warn_once(name: str) -> None:
 # ---- tools ------------------------------------------------------------------------------------
 
 Function = Mapping[str, Any]
+_EITHER = ("anyOf", "oneOf", "allOf")
+_NAMING = {*_EITHER, "$ref", "properties", "patternProperties", "additionalProperties"}
 
 
 def one_call(function: Function) -> StructuredOutput:
@@ -83,11 +86,15 @@ def some_calls(functions: Sequence[Function], parallel: bool) -> StructuredOutpu
 
 
 def parameters(function: Function) -> dict[str, Any]:
-    """A function's schema. Arguments that it does not name are forbidden unless it allows them."""
-    return {
-        "additionalProperties": False,
-        **(function.get("parameters") or {"type": "object", "properties": {}}),
-    }
+    """A function's schema. Arguments that it does not name are forbidden unless it allows them, or
+    names some elsewhere than at its root."""
+    given = function.get("parameters") or {"properties": {}}
+    if "$ref" in given:
+        return dict(given)
+    either = [given[key] for key in _EITHER if isinstance(given.get(key), list)]
+    elsewhere = any(isinstance(b, Mapping) and b.keys() & _NAMING for e in either for b in e)
+    closed = not (elsewhere or "const" in given or "enum" in given)
+    return {**({"additionalProperties": False} if closed else {}), **given, "type": "object"}
 
 
 def _objects(functions: Sequence[Function], name: str, arguments: str) -> dict[str, Any]:

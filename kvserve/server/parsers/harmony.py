@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Generator, Sequence
 
+from kvserve.server.parsers.json_text import StrictText
 from kvserve.server.parsers.reasoning import opening
 from kvserve.server.parsers.tool_parsers import Json, call_delta, new_call
 
@@ -86,8 +87,8 @@ class HarmonyParser:
 
     def _call(self, function: str) -> Generator[Json | None, None, None]:
         """A call is one once its arguments have begun, or its message has ended without any."""
-        index = self._num_calls
-        for piece in self._message(lambda text: call_delta(index, text)):
+        index, strict = self._num_calls, StrictText()
+        for piece in self._message(lambda text: call_delta(index, strict.push(text))):
             if piece is not None and self._num_calls == index:
                 self._num_calls += 1
                 yield new_call(index, function)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 _MARKS = {
     '"': re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL),
     "\"'": re.compile(r"\\(?:.|\Z)|[\"'(){}\[\]]", re.DOTALL),
 }
-_DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
 _SPACE = re.compile(r"[ \n\r\t]*")
+_CONTROL = re.compile(r'\\(?:.|\Z)|"|[\x00-\x1f]', re.DOTALL)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON's")
+    return value
+
+
+# Models write line breaks into strings.
+_DECODER = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=_number)
 
 
 class ValueEnd:
@@ -47,6 +59,30 @@ class ValueEnd:
         return -1
 
 
+class StrictText:
+    """Escapes control characters in the strings of JSON text that comes in pieces: models write
+    line breaks there, which clients' parsers refuse."""
+
+    def __init__(self) -> None:
+        self._quoted = self._escaped = False
+
+    def push(self, text: str) -> str:
+        if self._escaped and text:
+            self._escaped = False
+            return text[0] + self.push(text[1:])
+        return _CONTROL.sub(self._written, text)
+
+    def _written(self, found: re.Match[str]) -> str:
+        mark = found[0]
+        if mark[0] == "\\":
+            self._escaped = len(mark) == 1
+        elif mark == '"':
+            self._quoted = not self._quoted
+        elif self._quoted:
+            return json.dumps(mark)[1:-1]
+        return mark
+
+
 def raw_members(text: str) -> dict[str, str] | None:
     """The members of a JSON object, each value as it is written; ``None`` if it is no object."""
     members: dict[str, str] = {}
@@ -76,6 +112,22 @@ def read_json(text: str) -> object:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def write_json(value: object) -> str:
+    """JSON text, in which a lone surrogate stays an escape: no answer could hold it. ``ValueError``
+    for numbers that JSON does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or whole_text(text) == text else json.dumps(value)
+
+
+def whole_text(text: str) -> str:
+    """The text without lone surrogates, which no tokenizer and no answer takes."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _behind(text: str, at: int) -> int:

@@ -8,13 +8,19 @@ turns out to be no call, or ends before it is certain, is content.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any
 
-from kvserve.server.parsers.json_text import ValueEnd, raw_members, read_json
+from kvserve.server.parsers.json_text import (
+    StrictText,
+    ValueEnd,
+    raw_members,
+    read_json,
+    whole_text,
+    write_json,
+)
 from kvserve.server.parsers.reasoning import opening
 from kvserve.server.parsers.tool_formats import ToolFormat
 
@@ -210,7 +216,7 @@ class ToolSplit:
             # Without marks it may be an answer that has a name.
             return (name, "{}") if self._syntax.opens and not self._syntax.at_start else None
         if found[0].startswith('"'):  # JSON text in a string
-            found[0] = str(read_json(found[0]))
+            found[0] = whole_text(str(read_json(found[0])))
         arguments = "{}" if found[0] in ("null", "") else found[0]
         return (name, arguments) if isinstance(read_json(arguments), dict) else None
 
@@ -273,7 +279,7 @@ class ToolSplit:
         body = self._text[found.end() : end]
         arguments = {key: _typed(text, types.get(key)) for key, text in pair.findall(body)}
         self._take(end + (0 if close in self._syntax.closes else len(close)))
-        yield from self._whole(found[1], json.dumps(arguments, ensure_ascii=False))
+        yield from self._whole(found[1], write_json(arguments))
         return True
 
     def _python(self, at: int) -> _Found:
@@ -302,7 +308,7 @@ class ToolSplit:
     def _whole(self, name: str, arguments: str) -> Iterator[Json]:
         if call := self._announced(name):
             yield call
-            yield call_delta(self.num_calls - 1, arguments)
+            yield call_delta(self.num_calls - 1, StrictText().push(arguments))
 
     def _streamed(self, name: str, start: int) -> _Deltas:
         """Pass on the arguments that begin at ``start``, as they come."""
@@ -310,10 +316,10 @@ class ToolSplit:
         shown = self._announced(name)
         if shown:
             yield shown
-        end = ValueEnd()
+        end, strict = ValueEnd(), StrictText()
         while True:
             stop = end.find(self._text)
-            piece = self._take(stop if stop >= 0 else len(self._text))
+            piece = strict.push(self._take(stop if stop >= 0 else len(self._text)))
             if piece and shown:
                 yield call_delta(self.num_calls - 1, piece)
             if stop >= 0:
@@ -373,7 +379,7 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
             if not isinstance(call, ast.Call) or call.args:
                 return []
             values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-            calls.append((ast.unparse(call.func), json.dumps(values, ensure_ascii=False)))
+            calls.append((ast.unparse(call.func), write_json(values)))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []

@@ -104,6 +104,30 @@ def test_a_plain_answer(model: RunningServer, stream: bool) -> None:
     assert tokenizer is not None and "tools" not in tokenizer.seen[1]
 
 
+@pytest.mark.parametrize("kind", ["string", "array", "null", ["null"], 5])
+def test_arguments_are_an_object(model: RunningServer, kind: Any) -> None:
+    """Kind: a forced call that no parser takes for one, and whose text became the content."""
+    function = {**TOOL["function"], "parameters": {"type": kind}}
+    answer = model.chat("a", tools=[{"type": "function", "function": function}])
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "schema of an object" in error["message"]
+    assert error["param"] == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object", "schema": {"type": "integer"}},
+        {"type": "json_schema", "schema": {"type": "integer"}, "name": "a"},
+    ],
+)
+def test_a_schema_beside_its_type_is_read(model: RunningServer, form: Any) -> None:
+    """Kind: a part of a known field that nobody looks at. llama.cpp's clients send the first."""
+    assert model.chat("SAY[5]", response_format=form).status_code == 200
+    wanted = model.engine.seen[-1][1].structured_output
+    assert wanted is not None and json.loads(wanted.value) == {"type": "integer"}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls(model: RunningServer, stream: bool) -> None:
     says = '[{"name": "weather", "parameters": {"city": "Bern"}}]'

@@ -286,6 +286,43 @@ def test_references_point_where_they_did(served: Served, tools: Any, template: s
         jsonschema.validate(arguments, wanted["function"]["parameters"])
 
 
+NODE = {
+    **{"type": "object", "required": ["v", "next"], "additionalProperties": False},
+    "properties": {"v": DIGIT, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/Node"}]}},
+}
+A_OR_B = [
+    {"properties": {"k": {"const": name}}, "required": ["k"], "additionalProperties": False}
+    for name in ("a", "b")
+]
+ROOTS: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/Node", "$defs": {"Node": NODE}},
+    {"oneOf": A_OR_B, "discriminator": {"propertyName": "k"}},
+    {"type": "object", "anyOf": A_OR_B},
+    {"allOf": [{"properties": {"a": DIGIT}}, {"required": ["a"]}]},
+    {"properties": {"a": DIGIT, "b": DIGIT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"const": {"a": 1}},
+    {"type": ["object", "null"], "properties": {"a": DIGIT}, "required": ["a"]},
+]
+
+
+@pytest.mark.parametrize("schema", ROOTS)
+def test_arguments_may_be_named_elsewhere_than_at_the_root(served: Served, schema: Any) -> None:
+    """Kind: a valid schema refused: recursive and united models have no properties at the root, and
+    to forbid all others there left nothing."""
+    own = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice in ("required", named):
+        answer = served.chat(
+            tools=[own], tool_choice=choice, max_tokens=90, parallel_tool_calls=False,
+            logit_bias=bias(served, '"', "}", "]"),
+        )  # fmt: skip
+        [call] = answer["message"]["tool_calls"]
+        if answer["finish_reason"] != "length":
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, schema)
+            assert isinstance(arguments, dict)
+
+
 # ---- schemas as programs write them (CASES F16) -------------------------------------------------
 
 ANNOTATED = [
@@ -299,6 +336,9 @@ ANNOTATED = [
     {"oneOf": [{"type": "integer"}, {"type": "number"}], "discriminator": {"propertyName": "k"}},
     {"type": "string", "contentEncoding": "base64", "nullable": True, "x-order": 3},
     {"const": {"format": "zip"}},
+    {"type": "string", "const": "x", "$schema": "https://spec.openapis.org/oas/3.1/dialect/base"},
+    {"type": "string", "minLength": 0.0, "maxLength": 2.0},
+    {"type": "integer", "minimum": 3, "exclusiveMinimum": False, "maximum": 3},
 ]
 
 
@@ -310,6 +350,19 @@ def test_annotations_are_no_reason_to_refuse(served: Served, schema: Any) -> Non
     if answer["finish_reason"] == "stop":
         found = json.loads(answer["message"]["content"])
         assert not isinstance(schema.get("const"), dict) or found["v"] == schema["const"]
+
+
+def test_bounds_are_those_that_were_asked_for(served: Served) -> None:
+    """Kind: accepted and not enforced. Draft 4 and OpenAPI 3.0 write exclusive bounds as flags."""
+    schema = {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 4}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = served.chat(response_format=form, max_tokens=9, logit_bias=bias(served, "3"))
+    assert answer["message"]["content"] == "4"
+    for beyond in ({"minimum": 2**64}, {"exclusiveMaximum": -(2**64)}):
+        form["json_schema"]["schema"] = {"type": "integer", **beyond}  # type: ignore[index]
+        body = {"messages": [{"role": "user", "content": "a"}], "response_format": form}
+        error = served.post("/v1/chat/completions", body).json()["error"]
+        assert "64 bits" in error["message"] and error["param"] == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -249,14 +249,41 @@ def test_nothing_of_a_text_is_lost(name: str) -> None:
         ("llama3_json", '[{"name": "f", "parameters": {"a": 1}}]', '{"a": 1}'),
         ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}', '{"a": 1}'),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
+        # Kind: arguments that no client can read, or no answer can hold.
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {\n"a\t": "b\n\\"\n", "c": 1}}</tool_call>',
+            '{\n"a\\t": "b\\n\\"\\n", "c": 1}',
+        ),
+        (
+            "hermes",
+            '<tool_call>{"arguments": {"a": "b\n"}, "name": "f"}</tool_call>',
+            '{"a": "b\\n"}',
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>',
+            '{"a": "\ufffd"}',
+        ),
+        ("hermes", "<tool_call><function=f><parameter=a>NaN</parameter><parameter=b>1e999"
+         '</parameter><parameter=c>"\\ud83d"</parameter></function></tool_call>',
+         '{"a": "NaN", "b": "1e999", "c": "\\ud83d"}'),
+        ("pythonic", '[f(a="\\ud83d", b=10**2)]', None),
+        ("pythonic", '[f(a="\\ud83d")]', '{"a": "\\ud83d"}'),
+        ("pythonic", "[f(a=1e999)]", None),
         ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}'
          "]<|END_ACTION|>", "{}"),
     ],
 )  # fmt: skip
-def test_a_call_as_models_write_it(name: str, text: str, arguments: str) -> None:
+def test_a_call_as_models_write_it(name: str, text: str, arguments: str | None) -> None:
     properties = {"s": {"type": "string"}, "n": {"type": "integer"}}
     message = parse(with_tools(FORMATS[name], tools={"f": {"properties": properties}}), text)
+    if arguments is None:
+        assert (message["content"], message["calls"]) == (text, [])
+        return
     assert (message["content"], message["calls"]) == ("", [["f", arguments]])
+    json.loads(arguments)
+    arguments.encode()
 
 
 def test_long_arguments_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +323,7 @@ H, M, E, S = "<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant"
         (f"{H}commentary{M}I look.{E}{S}{H}commentary to=functions.f <|constrain|>json{M}{A}"
          "<|call|>", ("", "I look.", [["f", A]])),
         (f" to=functions.f{H}commentary json{M}{A}<|call|>", ("", "", [["f", A]])),
+        (f' to=functions.f{H}commentary json{M}{{"a": "\n"}}', ("", "", [["f", '{"a": "\\n"}']])),
         (f"{H}commentary to=functions.f{M}<|call|>", ("", "", [["f", "{}"]])),
         (f"{H}commentary to=functions.f{M}", ("", "", [])),
         (f"{H}commentary to=functions.no_tool{M}{A}<|call|>", ("", A, [])),

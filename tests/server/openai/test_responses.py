@@ -115,6 +115,10 @@ def test_parse(server: RunningServer) -> None:
         ({"input": [5]}, "input"),
         ({"input": [{"type": "function_call_output", "output": [{"type": "x"}]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": ["x"]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": ["x"]}]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"include": 5}, "include"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -161,6 +165,41 @@ def test_codex_and_its_tools(server: RunningServer) -> None:
         said = "tools[1] (web_search), tools[2] (custom), tools[3] (local_shell)"
         assert answer.headers["X-Kvserve-Skipped"] == said
         assert '"function_call"' in answer.text
+
+
+def test_what_is_left_of_other_servers_in_a_history(server: RunningServer) -> None:
+    """Kind: a history that is refused ends the conversation: the agent sends it with every turn."""
+    items: Any = [
+        {"role": "user", "content": "w?"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "x"}},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done!"},
+        {"type": "function_call", "call_id": "d", "name": "view_image", "arguments": "null"},
+        {
+            "type": "function_call_output",
+            "call_id": "d",
+            "output": [
+                {"type": "input_text", "text": "it is"},
+                {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"role": "user", "content": "why?"},
+    ]
+    body = {"input": items, "tools": [TOOL], "max_output_tokens": 1}
+    answer = server.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Kvserve-Skipped"] == (
+        "input[1] (web_search_call), input[5] (input_image)"
+    )
+    assert server.engine.tokenizer is not None
+    messages, _ = server.engine.tokenizer.seen
+    patch, done, view, image, refusal = messages[1:6]
+    function = patch["tool_calls"][0]["function"]
+    assert function == {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
+    assert view["tool_calls"][0]["function"]["arguments"] == {}
+    assert done["content"] == "Done!" and image["content"].startswith("it is\n(an image")
+    assert refusal["content"] == "I will not."
 
 
 def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> None:

@@ -123,6 +123,32 @@ def test_all_that_an_agent_sends_is_in_the_prompt(name: str) -> None:
         assert text.index("Zürich") < text.index("sun") < text.index('"n": 4') < text.index("rain")
 
 
+@pytest.mark.parametrize("name", ["LLAMA", "HARMONY"])
+def test_a_result_stays_behind_its_own_call(name: str) -> None:
+    """Kind: odd histories. The first call has no result: an agent was stopped."""
+    calls = [call(call_id="call_a"), call(arguments='{"n": 4}', call_id="call_b")]
+    text = prompt(name, USER, {"role": "assistant", "tool_calls": calls}, result("rain", "call_b"))
+    assert text.index("Zürich") < text.index('"n": 4') < text.index("rain")
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_arguments_that_are_null_are_none(name: str) -> None:
+    def asked(arguments: Any) -> str:
+        calls = [call(arguments=arguments)]
+        return prompt(name, USER, {"role": "assistant", "tool_calls": calls}, result())
+
+    assert asked("null") == asked("{}") == asked(None) == asked("")
+
+
+def test_half_a_character_of_an_earlier_call_is_no_error(start_server: StartServer) -> None:
+    """Kind: what an answer has said comes back. An escape is JSON, and no tokenizer reads it."""
+    server = start_server(FakeEngine(2000, tokenizer=TemplateTokenizer(templates.QWEN)))
+    half = call(arguments='{"city": "\\ud83d"}')
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [half]}, result()]
+    answer = server.post("/v1/chat/completions", messages=messages, tools=[TOOL])
+    assert answer.status_code == 200, answer.text
+
+
 def test_system_messages_are_not_lost() -> None:
     """Codex sends instructions and messages of the developer; this template reads the first."""
     developer = {"role": "developer", "content": "be kind"}

@@ -1,0 +1,108 @@
+"""The decoder in a model that also sees or hears (``...ForConditionalGeneration``): text alone is
+served, by the decoder's own layers, and the other tensors are not read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.families import VARIANTS
+from kvserve.log import ConfigError, logger
+
+_PLAIN_WITH_TEXT = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+"""Text parts that differ from the decoder in where they put images: of text, the three positions by
+which they rotate are one."""
+_SEE_ALL_OF_A_PROMPT = ("PaliGemmaForConditionalGeneration",)
+_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
+_OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+
+
+def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, Any] | None:
+    """The config.json of the decoder in a wrapper; ``None`` if the model is no wrapper.
+
+    ``architecture`` is what ``raw`` names. Raises ``ConfigError`` if the decoder is none of ours.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    kind = raw.get("model_type")
+    if architecture in VARIANTS or kind not in CONFIG_MAPPING:
+        return None
+    try:
+        whole = CONFIG_MAPPING[kind].from_dict(dict(raw))
+        text = whole.get_text_config(decoder=True)
+        given = text.to_dict()
+    except Exception as error:  # what the config's class raises
+        raise ConfigError(f"--model: transformers cannot read {where}: {error}") from None
+    if text is whole:
+        return None
+    named = _PLAIN_WITH_TEXT.get(text.model_type) or NAMES.get(text.model_type)
+    if named not in VARIANTS or architecture in _SEE_ALL_OF_A_PROMPT:
+        return None
+    shared = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
+    return {
+        **given,
+        **{name: raw[name] for name in shared if raw.get(name) is not None},
+        "tie_word_embeddings": whole.tie_word_embeddings,
+        "architectures": [named],
+        "wrapper": architecture,
+    }
+
+
+class TextPart:
+    """A checkpoint of a wrapper as one of its decoder, under the decoder's names."""
+
+    def __init__(self, whole: Checkpoint, wrapper: str) -> None:
+        self.path = whole.path
+        self._whole = whole
+        self._stored = {}
+        others: Counter[str] = Counter()
+        for name in sorted(whole.names):
+            if (own := _own_name(name)) is None:
+                others[name.removeprefix("model.").partition(".")[0]] += 1
+            else:
+                self._stored[own] = name
+        if others:
+            logger.info(
+                "%s: the text part alone is served; %d tensors are not read (%s)",
+                *(wrapper, others.total(), ", ".join(others)),
+            )
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._stored)
+
+    @property
+    def has_head(self) -> bool:
+        return any(name.startswith("lm_head.") for name in self._stored)
+
+    def file(self, name: str) -> Path:
+        return self._whole.file(self._stored[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._whole.shape(self._stored[name])
+
+    def tensor(self, name: str) -> Tensor:
+        return self._whole.tensor(self._stored[name])
+
+    def pieces(
+        self, name: str, rows: int, region: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, Tensor]]:
+        return self._whole.pieces(self._stored[name], rows, region)
+
+
+def _own_name(name: str) -> str | None:
+    """The decoder's name of a wrapper's tensor; ``None`` if it is no part of the decoder."""
+    found = _PREFIX.match(name)
+    if found is None:
+        return name if name.startswith(_OWN) else None
+    return (found[1] or "model.") + name[found.end() :]

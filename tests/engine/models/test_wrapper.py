@@ -1,0 +1,216 @@
+"""Models that also see: their text is that of transformers, and their images are not read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from kvserve import LLM, SamplingParams
+from kvserve.config import ModelConfig
+from kvserve.engine.models.borrowed import Borrowed
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.log import ConfigError
+from tests.checkpoints import random_prompts
+
+PROMPTS = random_prompts([5, 60, 1, 33])
+TOKENS = 32
+TEXT: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+}
+SIGHT: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28},
+    **{"num_attention_heads": 2, "patch_size": 14},
+}
+QWEN: dict[str, Any] = {
+    **{"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 32, "depth": 1},
+    **{"num_heads": 2, "patch_size": 14},
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+UNTIED = {"tie_word_embeddings": False}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "head_dim": 16, "sliding_window": 20, "sliding_window_pattern": 2},
+        "vision_config": SIGHT,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16},
+        "vision_config": {**SIGHT, "model_type": "pixtral", "head_dim": 16},
+        **UNTIED,
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**SIGHT, "model_type": "clip_vision_model", "projection_dim": 32},
+        **UNTIED,
+    },
+    "qwen2_5_vl": {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN},
+    "qwen3_vl": {
+        "text_config": {**TEXT, "head_dim": 16, "rope_parameters": MROPE},
+        "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},
+        "tie_word_embeddings": True,
+    },
+    "idefics3": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": SIGHT,
+        **UNTIED,
+    },
+}
+
+
+def write(kind: str, directory: Path) -> Path:
+    """A random checkpoint; norms keep activations in range, so that greedy tokens are stable."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **WRAPPERS[kind]))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.2)
+        else:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(directory)
+    return directory
+
+
+def expected(directory: Path) -> list[list[int]]:
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        for _ in range(TOKENS):
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+            ids = torch.cat([ids, logits.argmax().view(1, 1)], dim=1)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def make(directory: Path, **settings: Any) -> LLM:
+    how: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
+    return LLM(str(directory), num_gpu_blocks_override=200, **how)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    wanted = expected(write(kind, tmp_path))
+    llm = make(tmp_path)
+    assert not isinstance(llm.engine.core.runner.model, Borrowed)
+    assert tokens(llm) == wanted
+
+
+def test_names_as_each_time_wrote_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvserve")
+    write("mistral3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    inner = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+    found = []
+    for model, head in (
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("model.text_model.", "lm_head."),
+        ("model.", "lm_head."),
+    ):
+        named = {
+            head + "weight" if "lm_head" in name else inner.sub(model, name): values
+            for name, values in stored.items()
+        }
+        save_file(named, file, {"format": "pt"})
+        found.append(tokens(make(tmp_path)))
+    assert found == [found[0]] * 4
+    assert "the text part alone is served" in caplog.text and "vision_tower" in caplog.text
+
+
+def test_files_as_they_were_before_transformers_5(tmp_path: Path) -> None:
+    """Gemma 3 leaves out what its class has by default, Qwen2.5-VL has no text_config, and Mistral3
+    does not say that its head is its own."""
+    raw: dict[str, Any] = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "vision_config": SIGHT,
+        "text_config": {
+            "model_type": "gemma3_text",
+            **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+            **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+        },
+    }
+    spec = spec_of(tmp_path, raw)
+    assert (spec.architecture, spec.wrapper) == ("Gemma3ForCausalLM", raw["architectures"][0])
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (8, 4, 256)
+    assert (spec.vocab_size, spec.eos_token_ids, spec.dtype) == (262208, (1, 106), "bfloat16")
+    assert (spec.rope.kind, spec.rope.parameters["factor"]) == ("linear", 8.0)
+    assert spec.rope_of_windows is not None and spec.rope_of_windows.theta == 1e4
+    assert spec.tied_embeddings and spec.layers.full == tuple(range(5, 34, 6))
+    flat = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        **{**TEXT, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}},
+        **{"vision_config": QWEN, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+    }
+    spec = spec_of(tmp_path, flat)
+    assert (spec.architecture, spec.qkv_bias, spec.tied_embeddings) == (
+        *("Qwen2ForCausalLM", True, True),
+    )
+    assert (spec.rope.kind, spec.rope.theta, spec.hidden_size) == ("default", 1e6, 64)
+    write("mistral3", tmp_path)
+    wanted = tokens(make(tmp_path))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["tie_word_embeddings"], raw["text_config"]["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert tokens(make(tmp_path)) == wanted
+
+
+def spec_of(directory: Path, raw: dict[str, Any], **settings: Any) -> Any:
+    (directory / "config.json").write_text(json.dumps(raw))
+    return choose_spec(directory, ModelConfig(model=str(directory), **settings))
+
+
+def test_overrides_are_of_the_text_part_too(tmp_path: Path) -> None:
+    write("mistral3", tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for given in ({"rope_theta": 5e5, "rope_parameters": None}, {"max_position_embeddings": 99}):
+        spec = spec_of(tmp_path, raw, hf_overrides=given)
+        assert spec.rope.theta == 5e5 or spec.max_position == 99
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gemma3", {"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma"),
+        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "ministral3"),
+        ("mistral3", {"text_config": {"model_type": "bloom"}}, "bloom"),
+        ("mistral3", {"text_config": {"model_type": "nothing"}}, "nothing"),
+        ("mistral3", {"text_config": [1]}, "text_config"),
+        ("mistral3", {"text_config": {**TEXT, "model_type": "mistral", "hidden_size": "x"}}, "hid"),
+        ("mistral3", {"vision_config": "none"}, "vision_config"),
+        ("llava", {"text_config": {**TEXT, "model_type": "gpt2"}}, "gpt2"),
+    ],
+)
+def test_what_cannot_be_served_is_a_line(
+    kind: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = {"architectures": [f"{kind.title()}ForConditionalGeneration"], "model_type": kind}
+    with pytest.raises(ConfigError, match=message) as error:
+        spec_of(tmp_path, {**raw, **WRAPPERS[kind], **changes})
+    assert str(error.value).startswith("--model: ")
+
+
+def test_transformers_modules_do_not_invent_weights(tmp_path: Path) -> None:
+    """A wrapper's names are none of its decoder's there; what was missing was drawn at random."""
+    write("mistral3", tmp_path)
+    with pytest.raises(ConfigError, match=r"--model: .* missing"):
+        make(tmp_path, model_impl="transformers")
