@@ -53,6 +53,7 @@ def _section(name: str, kind: type) -> str:
 def _method(name: str, method: str, value: Any) -> list[str]:
     if isinstance(value, property) and value.__doc__:
         return [f"**`{name}.{method}`** {prose(value.__doc__)}\n"]
+    value = getattr(value, "__func__", value)  # of a class method
     if inspect.isfunction(value) and value.__doc__:
         word = "async " if inspect.iscoroutinefunction(value) else ""
         head = f"```python\n{word}{name}.{method}{_signature(value, method)}\n```\n"
@@ -63,7 +64,7 @@ def _method(name: str, method: str, value: Any) -> list[str]:
 def _signature(function: Any, name: str) -> str:
     """The signature without ``self``; a long one has one parameter per line."""
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     result = signature.replace(parameters=parameters)
     if name[:1].isupper():
         result = result.replace(return_annotation=inspect.Signature.empty)
