@@ -17,7 +17,6 @@ from torch import Tensor
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import SchedulerOutput
 
 LogProbs = dict[int, Tensor]
 """By text: what the full cache says of each token after the prompt, float32 [n, V]."""
@@ -157,25 +156,26 @@ def _force(
     and logits. Returns what each held by chunk, and its events."""
     core = engine.core
     meter = _Meter(engine)
+    events: dict[int, int] = {}
 
     def scored(seq_id: int, start: int, logits: Tensor) -> None:
         skipped = max(0, texts[seq_id].num_prompt - start)
         if skipped < len(logits):
+            meter.note(seq_id, start + len(logits), len(logits) - skipped)
             on_scored(seq_id, start + skipped - texts[seq_id].num_prompt, logits[skipped:])
 
-    schedule = core.scheduler.schedule
     core.runner.on_scored = scored
-    core.scheduler.schedule = lambda: meter.noted(schedule())  # type: ignore[method-assign]
     try:
         for number, text in enumerate(texts):
             core.add(_sequence(number, text))
         while core.has_work:
-            for refused in core.step().refused:
+            outputs = core.step()
+            for refused in outputs.refused:
                 raise RuntimeError(f"{texts[refused.seq_id].name}: {refused.message}")
+            events |= {ended.seq_id: ended.details.compactions for ended in outputs.finished}
     finally:
         core.runner.on_scored = None
-        core.scheduler.schedule = schedule  # type: ignore[method-assign]
-    return {i: (meter.chunks[i], meter.events.get(i, 0)) for i in range(len(texts))}
+    return {i: (meter.chunks[i], events[i]) for i in range(len(texts))}
 
 
 def _sequence(number: int, text: Text) -> NewSequence:
@@ -200,7 +200,7 @@ def _sequence(number: int, text: Text) -> NewSequence:
 
 
 class _Meter:
-    """Notes after each step what the rows that computed a chunk hold."""
+    """Notes what sequences hold while a chunk of theirs is scored."""
 
     def __init__(self, engine: LLMEngine) -> None:
         core = engine.core
@@ -210,30 +210,23 @@ class _Meter:
         self._of_entry = self._block_bytes * layout.groups / layout.block_size
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
         self.chunks: dict[int, list[tuple[int, float, float]]] = {}
-        self.events: dict[int, int] = {}
 
-    def noted(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Bytes of blocks are those of the entries in them: a partial block counts as a part."""
+    def note(self, number: int, end: int, count: int) -> None:
+        """Of a text the ``count`` tokens before ``end`` are predicted, the last of them by
+        ``end - 1`` entries. Bytes of blocks are those of the entries in them: a partial block
+        counts as a part."""
         blocks, rows = self._scheduler.blocks, self._scheduler.rows
-        for task in output.compactions:
-            for number in task.seq_ids.tolist():
-                self.events[number] = self.events.get(number, 0) + 1
-        for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
-            seq = rows.owner(row)
-            computed = int(rows.num_computed[row])
-            entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
-            first = int(blocks.queries.logged_from([row])[0])
-            queries = max(0, computed - first)
-            kinds = blocks.held_by_kind(slice(row, row + 1))
-            others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log"))
-            end = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
-            end += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
-            growth = self._of_entry + (self._of_query if queries else 0.0)
-            counted = max(0, min(int(length), computed - seq.num_prompt_tokens))
-            self.chunks.setdefault(seq.seq_id, [])
-            if counted:
-                self.chunks[seq.seq_id].append((counted, end - growth * counted / 2, end))
-        return output
+        [seq] = self._sequences.known([number])
+        row, computed = seq.row, int(rows.num_computed[seq.row])
+        entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
+        queries = max(0, computed - int(blocks.queries.logged_from([row])[0]))
+        kinds = blocks.held_by_kind(slice(row, row + 1))
+        others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log"))
+        held = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
+        held += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
+        growth = self._of_entry + (self._of_query if queries else 0.0)
+        held -= growth * (computed - (end - 1))  # the chunk is longer than what is scored at once
+        self.chunks.setdefault(number, []).append((count, held - growth * count / 2, held))
 
 
 # ---- texts -----------------------------------------------------------------------------------
