@@ -60,7 +60,7 @@ class Fidelity:
     right: Tensor
     """Whether the likeliest token is the text's."""
     held: list[tuple[int, float, float]] = field(default_factory=list)
-    """Of each chunk: tokens, and bytes held on average while they are decoded and at the end."""
+    """Of each chunk: tokens, bytes held at its end, and how many more of them each token takes."""
     events: int = 0
 
     def facts_found(self, text: Text) -> list[bool]:
@@ -76,8 +76,10 @@ class Fidelity:
 
     def bytes_at_end(self, text: Text) -> float:
         """Bytes held when the text's last token is computed."""
-        counts = np.cumsum([count for count, *_ in self.held])
-        return self.held[int(np.searchsorted(counts, text.num_text))][2]
+        ends = np.cumsum([count for count, *_ in self.held])
+        chunk = int(np.searchsorted(ends, text.num_text))
+        _, held, growth = self.held[chunk]
+        return float(held - growth * (ends[chunk] - text.num_text))
 
 
 def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
@@ -115,11 +117,10 @@ def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
 
 
 def _mean_bytes(held: Sequence[tuple[int, float, float]], text: Text) -> float:
-    counts = np.array([count for count, *_ in held])
+    counts, at_end, growth = np.array(held).T
     ends = np.cumsum(counts)
-    low, high = text.later.start, text.later.stop
-    weights = np.clip(np.minimum(ends, high) - np.maximum(ends - counts, low), 0, None)
-    return float(np.average([mean for _, mean, _ in held], weights=weights))
+    low, high = np.clip([ends - counts, ends], text.later.start, text.later.stop)
+    return float(np.average(at_end - growth * (ends - (low + high) / 2), weights=high - low))
 
 
 def _compared(text: Text, full: Tensor, mine: Tensor, at: int = 0) -> Fidelity:
@@ -226,7 +227,7 @@ class _Meter:
         held += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
         growth = self._of_entry + (self._of_query if queries else 0.0)
         held -= growth * (computed - (end - 1))  # the chunk is longer than what is scored at once
-        self.chunks.setdefault(number, []).append((count, held - growth * count / 2, held))
+        self.chunks.setdefault(number, []).append((count, held, growth))
 
 
 # ---- texts -----------------------------------------------------------------------------------
