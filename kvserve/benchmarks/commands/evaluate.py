@@ -355,14 +355,12 @@ class Evaluation(Benchmark):
             *("match_bytes_per_sequence", "num_fewshot", "temperature", "top_p", "n"),
         )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
-        answers, interval = "greedy", "Wilson's"
+        answers = "greedy"
         if args.temperature:
             seeds = f"{args.seed} + {args.n} i + j" if args.n > 1 else f"{args.seed} + i"
             answers = f"temperature {args.temperature:g}, top-p {args.top_p:g}, the seed of "
             answers += f"answer{' j' if args.n > 1 else ''} to problem i is {seeds}"
-        if args.n > 1:
-            interval = f"normal, over problems, each the mean of {args.n} answers"
-        about = [f"{self.checkpoint.name}; {answers}; interval: {interval}"]
+        about = [f"{self.checkpoint.name}; {answers}; interval: Wilson's, over problems"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
         notes = [workload.note for workload in self._workloads.values() if workload.note]
         notes += _means(rows, [path.stem for _, path in args.benchmark])

@@ -223,26 +223,23 @@ def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
 def accuracy(workload: Workload, answers: Sequence[Sequence[str]], each: int = 1) -> Figures:
     """Exact match with its interval, and the mean score; empty where nothing is graded.
 
-    Each problem has ``each`` answers, which follow one another. If these are several, they say
-    nothing about other problems: the interval and the standard error are over problems' means.
+    Each problem has ``each`` answers, which follow one another. If these are several, a problem
+    counts by their mean, and error and interval are over problems: answers to one say nothing about
+    others.
     """
     grades = workload.grades(answers)
     if not grades:
         return {}
     exact = np.array([grade.exact for grade in grades], float).reshape(-1, each).mean(1)
-    mean, error = float(exact.mean()), standard_error(exact.tolist())
-    spread = _Z95 * (error or 0.0)
     figures: Figures = {
         "n": len(exact),
         "exact": sum(grade.exact for grade in grades),
-        "exact_match": mean,
-        "interval_95": (max(0.0, mean - spread), min(1.0, mean + spread)),
+        "exact_match": float(exact.mean()),
+        "interval_95": wilson_interval(float(exact.sum()), len(exact)),
         workload.score_name: sum(grade.score for grade in grades) / len(grades),
     }
-    if each == 1 or error is None:
-        figures["interval_95"] = wilson_interval(figures["exact"], len(grades))
     if each > 1:
-        figures |= {"answers_each": each, "exact_match_error": error}
+        figures |= {"answers_each": each, "exact_match_error": standard_error(exact.tolist())}
     return figures
 
 
@@ -251,8 +248,11 @@ def standard_error(values: Sequence[float]) -> float | None:
     return float(np.std(values, ddof=1) / sqrt(len(values))) if len(values) > 1 else None
 
 
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a proportion; the normal interval has no width at 0 and 1."""
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion; the normal interval has no width at 0 and 1.
+
+    A success may be a part, which varies less than whole ones: then it is too wide.
+    """
     p, z2 = successes / n, _Z95**2
     centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)
