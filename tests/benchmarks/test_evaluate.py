@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
-from kvserve.benchmarks.measuring.measure import play, wilson_interval
+from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
 from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -104,6 +105,79 @@ def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
         f"a:{samples[1].answers[0]}\nu:{samples[1].turns[1]}\na:x\nu:{samples[1].turns[2]}\na:"
     )
     assert engine.prompts["1.2"] == f"u:{samples[1].turns[0]}\n{history}"
+
+
+def test_answers_to_a_problem_count_as_their_mean() -> None:
+    """Problems with 0, 2 and 1 right answers of 2; the error is over problems."""
+    workload = workload_of("chain", 3)
+    twice = replace(workload, samples=[s for s in workload.samples for _ in range(2)])
+    right = [False, False, True, True, True, False]
+    said = [[s.answers[0] if ok else ""] for s, ok in zip(twice.samples, right, strict=True)]
+    figures = accuracy(twice, said, 2)
+    assert (figures["n"], figures["answers_each"], figures["exact"]) == (3, 2, 3)
+    assert figures["exact_match"] == 0.5
+    assert figures["exact_match_error"] == pytest.approx(0.5 / 3**0.5)
+    assert figures["interval_95"] == wilson_interval(1.5, 3)
+    one = accuracy(replace(twice, samples=twice.samples[4:]), said[4:], 2)
+    assert one["exact_match_error"] is None and one["exact_match"] == 0.5
+
+
+def test_a_few_conversations_at_once() -> None:
+    workload = workload_of("needle-512", 5)
+    engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
+    seen, step = list[int](), engine.step
+
+    def noted() -> list[RequestOutput]:
+        seen.append(len(engine.waiting))
+        return step()
+
+    engine.step = noted  # type: ignore[method-assign]
+    played = play(engine, workload, at_once=2)
+    assert max(seen) == 2 and all(len(turns) == 4 for turns in played.turns)
+    assert accuracy(workload, played.answers)["exact_match"] == 1.0
+
+
+def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
+    flags = ("--tasks", "recall", "--num-samples", "2", "--kv-blocks", "99", "--policy", KARA)
+    drawn = ("--temperature", "0.9", "--top-p", "0.9", "--n", "3")
+    status, saved = bench("eval", *flags, *drawn, "--seed", "5")
+    none, kara = saved["rows"]
+    assert status == 0
+    for row in (none, kara):
+        assert (row["n"], row["answers_each"], row["requests"]) == (2, 3, 6)
+        assert row["exact_match_error"] == 0.0
+    assert (
+        "temperature 0.9, top-p 0.9, the seed of answer j to problem i is 5 + 3 i + j"
+        in (saved["about"][0])
+    )
+    again = bench("eval", *flags, *drawn, "--seed", "5")[1]["rows"]
+    greedy = bench("eval", *flags, "--seed", "5")[1]["rows"]
+    assert [row["output_tokens"] for row in again] == [none["output_tokens"], kara["output_tokens"]]
+    assert again[0]["correct_prefix"] == none["correct_prefix"]
+    assert greedy[0]["output_tokens"] * 3 != none["output_tokens"], "draws end by themselves"
+
+
+def test_each_sequence_gets_the_budget_that_it_held(bench: Bench, tmp_path: Path) -> None:
+    """More budgets than an engine has policies at once; the cache of each ends as long."""
+    file = tmp_path / "lines.jsonl"
+    texts = [{"input": "so " * n, "outputs": ["x"]} for n in range(10, 50)]
+    file.write_text("\n".join(map(json.dumps, texts)))
+    flags = ["--benchmark", f"ruler={file}", "--max-new-tokens", "80"]
+    flags += ["--match-bytes-per-sequence", "kara"]
+    others = ["--policy", "streaming_llm", "--policy", "rkv:threshold=316,budget=300"]
+    status, saved = bench("eval", *flags, "--policy", "none", *others, "--policy", KARA)
+    rows = {row["policy_args"]["name"]: row for row in saved["rows"]}
+    assert status == 0 and list(rows) == ["none", "streaming_llm", "rkv", "kara"]
+    kara, streaming = rows["kara"], rows["streaming_llm"]
+    lanes = 2 * 2
+    assert len(set(streaming["budgets"])) > 32
+    assert sum(streaming["budgets"]) / 40 == kara["held_entries_at_end"] / lanes
+    assert streaming["budgets"] == rows["rkv"]["budgets"]
+    assert streaming["policy"] == "streaming_llm:budget=per sequence"
+    assert streaming["compactions_per_request"] > 0
+    assert streaming["output_tokens"] == kara["output_tokens"] == 40 * 80
+    assert streaming["held_entries_at_end"] == kara["held_entries_at_end"]
+    assert rows["none"]["held_entries_at_end"] > kara["held_entries_at_end"]
 
 
 def test_every_policy_and_retention_stands_beside_the_full_cache(
@@ -197,6 +271,19 @@ def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
     assert saved["settings"]["benchmarks"] == [f"gsm8k={file}"]
 
 
+def test_a_folder_of_files_has_a_mean(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    for name, answer in (("b", "4"), ("a", "0")):
+        line = {"question": "2 + 2?", "answer": f"It is\n#### {answer}"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(line))
+    flags = ("--benchmark", f"gsm8k={folder}", "--num-fewshot", "2", "--max-new-tokens", "4")
+    status, saved = bench("eval", *flags, "--policy", "none")
+    assert status == 0 and [row["task"] for row in saved["rows"]] == ["a", "b"]
+    mean = sum(row["score"] for row in saved["rows"]) / 2
+    assert f"mean score over 2 files: none in auto: {mean:.4f}" in saved["notes"]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -212,6 +299,22 @@ def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
         (["--retention", "0.01", "--policy", KARA], "--retention"),
         (["--tasks", "needle-7"], "needle-7"),
         (["--num-samples", "-1"], "--num-samples"),
+        (["--n", "4"], "--n needs --temperature"),
+        (["--top-p", "0.9"], "--top-p needs --temperature"),
+        (["--num-fewshot", "8"], "--num-fewshot is for"),
+        (["--benchmark", "ruler=x.jsonl", "--num-fewshot", "8"], "--num-fewshot is for"),
+        (["--benchmark", "math=x.jsonl", "--fewshot-file", "y"], "--fewshot-file needs"),
+        (["--match-bytes-per-sequence", "none"], "no --policy that drops"),
+        (["--match-bytes-per-sequence", "5000"], "no --policy that drops"),
+        (["--match-bytes-per-sequence", "kara", "--policy", KARA], "needs another --policy"),
+        (
+            ["--match-bytes-per-sequence", KARA, "--policy", KARA, "--policy", "kara:ratio=0.3"],
+            "policy kara has no budget that bounds a sequence",
+        ),
+        (
+            ["--match-bytes-per-sequence", "kara", "--match-bytes", "9", "--policy", KARA],
+            "excludes --match-bytes",
+        ),
     ],
 )
 def test_mistakes_are_named_in_one_line(

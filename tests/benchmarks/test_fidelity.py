@@ -74,9 +74,9 @@ def test_bytes_are_those_of_the_second_half() -> None:
     engine = build("none")
     entry = engine.core._sequences.block_bytes / engine.core.scheduler.layout.block_size
     [own] = full_log_probs(engine, given)[1]
-    # Of 290 forced tokens the second half: 185 to 330 tokens are held; a chunk counts as its mean.
-    assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 330) / 2, rel=0.1)
-    assert own.bytes_at_end(given[0]) == entry * LENGTH
+    # Of 290 forced tokens the second half: 185 to 329 are held when each of them is predicted.
+    assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 329) / 2, rel=0.005)
+    assert own.bytes_at_end(given[0]) == entry * (LENGTH - 1)
 
 
 def test_the_command(bench: Bench, tmp_path: Path) -> None:
@@ -121,7 +121,9 @@ def test_the_full_caches_own_answers(bench: Bench) -> None:
     ("flags", "message"),
     [
         (["--facts", "2"], "--facts needs --fidelity"),
-        (["--temperature", "1"], "--temperature needs --fidelity"),
+        (["--from-answers"], "--from-answers needs --fidelity"),
+        (["--fidelity", "--n", "2", "--temperature", "1"], "--n is for answers that are graded"),
+        (["--fidelity", "--match-bytes-per-sequence", "kara"], "--match-bytes-per-sequence is for"),
         (["--fidelity", "--temperature", "1"], "--temperature is of the answers"),
         (["--fidelity", "--facts", "99"], "--facts: at most"),
         (["--fidelity", "--tasks", "chain"], "--fidelity reads --text"),

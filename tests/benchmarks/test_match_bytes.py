@@ -7,9 +7,16 @@ from fractions import Fraction
 import pytest
 
 from kvserve.benchmarks.commands import evaluate
-from kvserve.benchmarks.measuring.match_bytes import CLOSE, can_match, matched
-from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.benchmarks.measuring.match_bytes import (
+    CLOSE,
+    bounds_sequence,
+    can_match,
+    matched,
+    with_budget_of,
+)
+from kvserve.benchmarks.setup.policy_spec import PolicySpec, every_policy
 from kvserve.engine.policies.base import PolicyError
+from kvserve.engine.policies.registry import policy_names
 from kvserve.server.cli.commands import run
 
 
@@ -55,6 +62,31 @@ def test_a_policy_without_a_budget_is_left_alone() -> None:
     assert not can_match(PolicySpec("none"))
     with pytest.raises(PolicyError, match="has no budget that 20 entries allow"):
         matched(PolicySpec("snapkv"), 10.0, 20, lambda spec: 1.0)
+
+
+def test_a_budget_of_a_sequence() -> None:
+    """What it held, without a prompt that takes no part; at least what the policy always keeps."""
+    bounded = PolicySpec("snapkv", {"trigger": "threshold"})
+    for spec, budget in (
+        (PolicySpec("streaming_llm"), 300),
+        (PolicySpec("rkv"), 300),
+        (PolicySpec("windowkv"), 300),
+        (bounded, 200),
+        (PolicySpec("snapkv", {**bounded.fields, "protect_prompt": False}), 300),
+        (PolicySpec("snapkv", {**bounded.fields, "budget": 50, "threshold": 66}), 200),
+    ):
+        given = with_budget_of(spec, held=300, num_prompt=100, most=4096)
+        assert given.fields["budget"] == budget, spec.label
+    assert given.fields["threshold"] == 216
+    assert with_budget_of(bounded, 101, 100, 4096).fields["budget"] == 33
+    with pytest.raises(PolicyError):
+        with_budget_of(bounded, 20, 10, 20)
+    assert not bounds_sequence(PolicySpec("kara")) and not bounds_sequence(PolicySpec("spindlekv"))
+
+
+def test_all_policies_but_those_of_prompts_have_events_while_decoding() -> None:
+    names = {spec.name for spec in every_policy()}
+    assert set(policy_names()) - names == {"none", "dynamickv", "windowkv"}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.benchmarks.commands.evaluate import check_arguments
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.policies.registry import make_policy
@@ -62,6 +63,8 @@ def test_flags_are_those_of_the_program(item: tuple[Fence, list[str]]) -> None:
     if name == "serve":
         config, _ = read_settings(args)
         make_policy({"name": config.compression.policy, **config.compression.policy_args})
+    if name == "eval":
+        check_arguments(args)
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,43 @@ def test_the_default_on_five_models() -> None:
             said = [float(x) for x in re.findall(r"[\d.]*\.\d+", cells[column])]
             found = [rows[place]["exact_match"], low, high][: len(said)]
             assert said == [round(x, 3) for x in found], (model, cells[0])
+
+
+REAL = {
+    "full cache": ("none", "none"),
+    "`buffer=32,ratio=0.5,remainder=off`": ("kara:ratio=0.5,remainder=off", None),
+    "`buffer=32,ratio=0.3,remainder=off`": ("kara:buffer=32,ratio=0.3,remainder=off", None),
+    "`buffer=32,ratio=0.1,remainder=off`": ("kara:remainder=off", None),
+    "`buffer=32,ratio=0.1,remainder=fitted`: default until 2026-11-26": ("kara", "kara"),
+    "`buffer=32,ratio=0.1,remainder=mean`": ("kara:remainder=mean", "kara:remainder=mean"),
+    "`streaming_llm`, 600 entries": ("streaming_llm:period=32,budget=600",) * 2,
+    "**default**: `buffer=128,remainder=mean`": ("kara:remainder=mean,buffer=128",) * 2,
+    "`streaming_llm`, 700 entries": ("streaming_llm:period=32,budget=700", None),
+    "the default with `ratio=0.3`": ("kara:remainder=mean,buffer=128,ratio=0.3",) * 2,
+}
+"""The table's rows, and what they were called when they were measured."""
+
+
+def test_real_text() -> None:
+    """KL, its standard error and the facts found, in each cell."""
+    header = "GSM8K's text |\n|---|---:|---:|---:|---:|\n"
+    (text,) = (ROOT / "docs/remainders.md").read_text().split(header)[1:]
+    lines = [line.strip("|").split("|") for line in text.split("\n\n")[0].splitlines()]
+    assert [cells[0].strip() for cells in lines] == list(REAL)
+    found: dict[tuple[str, str], Any] = {}
+    for name in ("docs", "docs-default", "docs-rows", "code", "gsm8k"):
+        path = ROOT / f"bench/results/2026-11-26-fidelity-smollm2-{name}.json"
+        for row in json.loads(path.read_text())["rows"]:
+            found.setdefault((name.partition("-")[0], row["policy"]), row)
+    for (title, (docs, others)), cells in zip(REAL.items(), lines, strict=True):
+        for kind, cell in zip(("docs", "code", "gsm8k"), cells[2:], strict=True):
+            policy = docs if kind == "docs" else others
+            said = [float(x) for x in re.findall(r"\d*\.?\d+", cell)]
+            if policy is None:
+                assert not said, title
+                continue
+            row = found[kind, policy]
+            shown = [row["kl"], row["kl_error"], row["facts"]] if row["kl"] else [0, row["facts"]]
+            digits = [*[3] * (len(shown) - 1), 2]
+            rounded = [round(x + 1e-9, n) for x, n in zip(shown, digits, strict=True)]
+            assert said == rounded and row["n"] == 8, (title, kind)

@@ -1,16 +1,18 @@
 """``kvserve eval``: accuracy of policies on shipped tasks and on files, beside the full cache.
 
-Decoding is greedy. Every turn of a task is a chat request that contains the model's own earlier
-answers. The table shows beside each score what the policy held: a policy whose budget is never
-reached scores as the full cache does, which proves nothing.
+Every turn of a task is a chat request that contains the model's own earlier answers. The table
+shows beside each score what the policy held: a policy whose budget is never reached scores as the
+full cache does, which proves nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from kvserve.benchmarks.commands.fidelity import (
     FidelityRun,
@@ -18,13 +20,20 @@ from kvserve.benchmarks.commands.fidelity import (
     check_fidelity_arguments,
 )
 from kvserve.benchmarks.datasets.datasets import read_tasks
+from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
-from kvserve.benchmarks.datasets.published import FORMATS
+from kvserve.benchmarks.datasets.published import FORMATS, can_exemplify
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
+from kvserve.benchmarks.measuring.match_bytes import (
+    bounds_sequence,
+    can_match,
+    matched,
+    target_of,
+    with_budget_of,
+)
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
 from kvserve.benchmarks.measuring.traffic import held_bytes
 from kvserve.benchmarks.reports.columns import columns
@@ -43,12 +52,13 @@ from kvserve.benchmarks.setup.options import (
     policies_by_retention,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
 _COLUMNS = columns(
-    *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "interval_95"),
-    *("correct_prefix", "score", "n"),
+    *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "exact_match_error"),
+    *("interval_95", "correct_prefix", "score", "n", "answers_each"),
     *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
     *("compactions_per_request", "resumed_turns"),
 )
@@ -76,11 +86,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_format_and_file,
         default=[],
         metavar="FORMAT=FILE",
-        help="lines of JSON as they are published; "
+        help="lines of JSON as they are published, or a folder of such *.jsonl; "
         + "; ".join(f"{name}: {line}" for name, line in FORMATS.items()),
     )
-    words = "longest answer to --benchmark, in tokens (default: the format's own)"
+    words = (
+        "longest answer to --benchmark, in tokens (default: the format's own, up to the context)"
+    )
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
+    worked = ", ".join(name for name in FORMATS if can_exemplify(name))
+    words = f"{worked}: solved problems in front of each (default: 0)"
+    parser.add_argument("--num-fewshot", type=at_least(0), default=0, metavar="N", help=words)
+    words = f"take them from this file's first lines (default: {len(GSM8K_EXEMPLARS)} of our own "
+    words += "for gsm8k)"
+    parser.add_argument("--fewshot-file", type=Path, metavar="FILE", help=words)
+    words = "draw answers at this temperature, up to 2 (default: 0, greedy)"
+    temperature = number(0, 2, closed=True)
+    parser.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help=words)
+    words = "from the most probable tokens that together have this probability (default: 1)"
+    parser.add_argument("--top-p", type=number(0, 1), default=1.0, metavar="X", help=words)
+    words = "answers to each problem: accuracy is their mean (default: 1)"
+    parser.add_argument("--n", type=at_least(1), default=1, metavar="N", help=words)
     parser.add_argument(
         "--grid-lengths", nargs="+", type=at_least(256), default=_LENGTHS, metavar="N",
         help=f"{NEEDLE_GRID}: tokens of the texts (default: {' '.join(map(str, _LENGTHS))})",
@@ -111,6 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"budgets are found on {_TRIALS} samples of another seed, or another piece of the text"
     )
     parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
+    words = "give each sequence as its budget the entries that it held at its end under this policy"
+    parser.add_argument("--match-bytes-per-sequence", metavar="POLICY", help=words)
     words = f"draw accuracy or fidelity against memory, and {NEEDLE_GRID}, into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     add_fidelity_arguments(parser)
@@ -125,7 +152,19 @@ def _format_and_file(text: str) -> tuple[str, Path]:
 
 
 def run(args: argparse.Namespace) -> int:
+    policies = check_arguments(args)
+    kind: type[Benchmark] = FidelityRun if args.fidelity else Evaluation
+    return run_benchmark(kind, args, policies)
+
+
+def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
+    """Refuse what has no meaning together, and fill in defaults; returns the policies."""
     check_fidelity_arguments(args)
+    args.benchmark = [
+        (name, file)
+        for name, path in args.benchmark
+        for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+    ]
     args.num_samples = args.num_samples or (8 if args.fidelity else 100)
     if args.tasks is None:
         args.tasks = [] if args.benchmark or args.fidelity else default_tasks(args.model)
@@ -136,15 +175,49 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--benchmark: two files or tasks have the same name")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
+    _check_answers(args)
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     graded_files = args.benchmark and not args.fidelity
     if args.match_bytes and (graded_files or NEEDLE_GRID in args.tasks or args.retention):
         args.fail("--match-bytes is for shipped tasks and --fidelity, without --retention")
+    policies = policies_by_retention(args)
+    if args.match_bytes_per_sequence:
+        _check_per_sequence(args, policies)
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
-    kind: type[Benchmark] = FidelityRun if args.fidelity else Evaluation
-    return run_benchmark(kind, args, policies_by_retention(args))
+    return policies
+
+
+def _check_answers(args: argparse.Namespace) -> None:
+    """Refuse flags of answers that would do nothing."""
+    if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
+        flag = "--n" if args.n > 1 else "--top-p"
+        args.fail(f"{flag} needs --temperature: greedy answers are all alike")
+    if args.fewshot_file and not args.num_fewshot:
+        args.fail("--fewshot-file needs --num-fewshot")
+    formats = {name for name, _ in args.benchmark}
+    if args.num_fewshot and not any(map(can_exemplify, formats)):
+        args.fail("--num-fewshot is for --benchmark gsm8k= and math=")
+    if args.num_fewshot and args.fewshot_file and len(formats) > 1:
+        args.fail("--fewshot-file is of one format, and --benchmark names several")
+
+
+def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:
+    """``--match-bytes-per-sequence`` needs a policy that drops, and others with a budget."""
+    name = args.match_bytes_per_sequence
+    named = [spec for spec in policies if name in (spec.label, spec.name)]
+    flag = "--match-bytes-per-sequence"
+    if not named or named[0] == NO_COMPRESSION:
+        args.fail(f"{flag}: {name!r} is no --policy that drops entries")
+    if args.match_bytes or args.retention or args.continuations == "on":
+        args.fail(f"{flag} excludes --match-bytes, --retention and --continuations on")
+    others = [spec for spec in policies if spec not in (NO_COMPRESSION, named[0])]
+    for spec in others:
+        if not bounds_sequence(spec):
+            args.fail(f"{flag}: policy {spec.name} has no budget that bounds a sequence")
+    if not others:
+        args.fail(f"{flag} needs another --policy, which gets the budgets")
 
 
 class Evaluation(Benchmark):
@@ -159,23 +232,38 @@ class Evaluation(Benchmark):
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
         self._grid = NeedleGrid(args.grid_lengths, args.grid_depths, args.num_samples)
         longest = args.max_model_len or checkpoint.spec.max_position
-        self._workloads = read_tasks(args, tokenizer, longest, args.num_samples)
+        self._workloads = {
+            task: replace(work, samples=[each for each in work.samples for _ in range(args.n)])
+            for task, work in read_tasks(args, tokenizer, longest, args.num_samples).items()
+        }
         self._rows: dict[tuple[str, str, str], Row] = {}
         self._bytes: dict[str, float] = {}
         self._target = target_of(args.match_bytes, policies)
+        self._pattern = target_of(args.match_bytes_per_sequence, policies)
+        self._of_pattern: dict[tuple[str, str], Played] = {}
         self._tokenizer = tokenizer
         self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
 
     def measure(self) -> None:
-        for spec, stored in product(self.policies, self._dtypes):
+        ordered = sorted(self.policies, key=lambda spec: spec != self._pattern)
+        for spec, stored in product(ordered, self._dtypes):
             ran, engine = spec, None
             for task, workload in self._workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
-                if self._target is not None:
+                budgets = self._budgets(spec, task, stored)
+                if budgets:
+                    engine = None  # frees its pool
+                    largest = max(budgets.values(), key=lambda each: int(each.fields["budget"]))
+                    engine = self.engines.build(largest, kv_cache_dtype=stored)
+                    ran = PolicySpec(spec.name, {**spec.fields, "budget": "per sequence"})
+                elif self._target is not None:
                     engine, ran = None, self._matched(spec, task, stored)
                 if engine is None:
                     engine = self.engines.build(ran, kv_cache_dtype=stored)
-                played = play(engine, workload, title, show)
+                settings, at_once = self._settings(budgets), REMEMBERED if budgets else None
+                played = play(engine, workload, title, show, settings=settings, at_once=at_once)
+                if spec == self._pattern:
+                    self._of_pattern[task, stored] = played
                 row = {
                     "task": task,
                     "policy": ran.label,
@@ -183,8 +271,10 @@ class Evaluation(Benchmark):
                     "retention": spec.fields.get("ratio"),
                     "kv_cache_dtype": stored,
                     "seed": self.args.seed,
-                    **score(workload, played),
+                    **score(workload, played, self.args.n),
                 }
+                if budgets:
+                    row["budgets"] = [each.fields["budget"] for each in budgets.values()]
                 if self.args.continuations == "on":
                     row["resumed_turns"] = played.figures["resumed_turns"]
                 row |= held_bytes(engine, played.figures)
@@ -192,6 +282,38 @@ class Evaluation(Benchmark):
                     row["grid"] = self._grid.table(workload.grades(played.answers))
                 self._rows[task, spec.label, stored] = row
             del engine
+
+    def _settings(
+        self, budgets: Mapping[tuple[int, int], PolicySpec]
+    ) -> Callable[[int, int], Mapping[str, Any]]:
+        """How answers are drawn, and the policy of each turn where it has one of its own."""
+        args = self.args
+        drawn = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
+
+        def settings(index: int, turn: int) -> Mapping[str, Any]:
+            own = {"kv_policy": budgets[index, turn].as_dict} if budgets else {}
+            return {**drawn, **own, "seed": args.seed + index}
+
+        return settings
+
+    def _budgets(
+        self, spec: PolicySpec, task: str, stored: str
+    ) -> dict[tuple[int, int], PolicySpec]:
+        """With ``--match-bytes-per-sequence``: ``spec`` as each turn of each conversation gets it.
+
+        Its budget is the length of the cache when that turn ended under the other policy.
+        """
+        if self._pattern is None or spec in (NO_COMPRESSION, self._pattern):
+            return {}
+        most, found = self.args.max_model_len or self.checkpoint.spec.max_position, {}
+        for index, turns in enumerate(self._of_pattern[task, stored].turns):
+            for turn, output in enumerate(turns):
+                held, prompt = output.kv_cache_details.held_tokens, len(output.prompt_token_ids)
+                try:
+                    found[index, turn] = with_budget_of(spec, held, prompt, most)
+                except PolicyError as error:
+                    raise ConfigError(f"--match-bytes-per-sequence: {error}") from None
+        return found
 
     def _matched(self, spec: PolicySpec, task: str, stored: str) -> PolicySpec:
         """The policy with a budget that holds the target's bytes, on samples that do not count."""
@@ -203,7 +325,7 @@ class Evaluation(Benchmark):
 
         def held(tried: PolicySpec) -> float:
             engine = self.engines.build(tried, kv_cache_dtype=stored)
-            figures = play(engine, workload).figures
+            figures = play(engine, workload, settings=self._settings({})).figures
             return float(held_bytes(engine, figures)["mean_held_bytes"])
 
         wanted = target if isinstance(target, float) else self._target_bytes(target, task, held)
@@ -229,21 +351,43 @@ class Evaluation(Benchmark):
             if each in self._rows
         ]
         settings = self.settings(
-            "tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"
+            *("tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"),
+            *("match_bytes_per_sequence", "num_fewshot", "temperature", "top_p", "n"),
         )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
-        about = [f"{self.checkpoint.name}, greedy; interval: Wilson's"]
+        answers = "greedy"
+        if args.temperature:
+            seeds = f"{args.seed} + {args.n} i + j" if args.n > 1 else f"{args.seed} + i"
+            answers = f"temperature {args.temperature:g}, top-p {args.top_p:g}, the seed of "
+            answers += f"answer{' j' if args.n > 1 else ''} to problem i is {seeds}"
+        about = [f"{self.checkpoint.name}; {answers}; interval: Wilson's, over problems"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
         notes = [workload.note for workload in self._workloads.values() if workload.note]
+        notes += _means(rows, [path.stem for _, path in args.benchmark])
         return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
 
 
-def score(workload: TaskPrompts, played: Played) -> Figures:
-    """Accuracy, and what the policy held and evicted."""
+def _means(rows: Sequence[Row], files: Sequence[str]) -> list[str]:
+    """Each policy's mean score over several files, as papers print it of LongBench."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if row["task"] in files:
+            scores.setdefault(f"{row['policy']} in {row['kv_cache_dtype']}", []).append(
+                row["score"]
+            )
+    return [
+        f"mean score over {len(files)} files: {name}: {sum(found) / len(found):.4f}"
+        for name, found in scores.items()
+        if len(found) == len(files) > 1
+    ]
+
+
+def score(workload: TaskPrompts, played: Played, each: int = 1) -> Figures:
+    """Accuracy, with ``each`` answers to a problem, and what the policy held and evicted."""
     every = [turn.kv_cache_details for turns in played.turns for turn in turns]
     compressed = every[0].policy != NO_COMPRESSION.name
     return {
-        **accuracy(workload, played.answers),
+        **accuracy(workload, played.answers, each),
         "compactions_per_request": sum(kv.compactions for kv in every) / len(every)
         if compressed
         else None,
@@ -252,6 +396,7 @@ def score(workload: TaskPrompts, played: Played) -> Figures:
             name: played.figures[name]
             for name in (
                 *("requests", "output_tokens", "wall_s", "output_tok_s", "preemptions"),
+                "finish_reasons",
                 *("held_over_logical_at_end", "held_entries_at_end"),
                 *("allocated_bytes_at_end", "codebook_over_coded_at_end"),
             )

@@ -28,11 +28,12 @@ from kvserve.benchmarks.measuring.fidelity import (
     with_facts,
 )
 from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
+from kvserve.benchmarks.measuring.measure import standard_error
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
-from kvserve.benchmarks.setup.options import at_least, number
+from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.base import PolicyError
@@ -60,10 +61,6 @@ def add_fidelity_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text", nargs="+", type=Path, metavar="FILE", default=[], help=words)
     words = "force the full cache's own answers to --tasks or --benchmark"
     group.add_argument("--from-answers", action="store_true", help=words)
-    words = "of these answers; 0 is greedy (default: 0)"
-    group.add_argument(
-        "--temperature", type=number(0, 2, closed=True), default=0.0, metavar="X", help=words
-    )
     words = "tokens of each piece of a text (default: 3000)"
     group.add_argument("--text-len", type=at_least(128), default=3000, metavar="N", help=words)
     words = f"sentences planted in each piece and asked for at its end, up to {len(CITIES)}"
@@ -73,10 +70,13 @@ def add_fidelity_arguments(parser: argparse.ArgumentParser) -> None:
 def check_fidelity_arguments(args: argparse.Namespace) -> None:
     """Refuse combinations that have no meaning."""
     if not args.fidelity:
-        for flag in ("text", "facts", "from_answers", "temperature"):
+        for flag in ("text", "facts", "from_answers"):
             if getattr(args, flag):
                 args.fail(f"--{flag.replace('_', '-')} needs --fidelity")
         return
+    if args.n > 1 or args.match_bytes_per_sequence:
+        flag = "--n" if args.n > 1 else "--match-bytes-per-sequence"
+        args.fail(f"{flag} is for answers that are graded, not for --fidelity")
     if args.temperature and not args.from_answers:
         args.fail("--temperature is of the answers of --from-answers; a text is forced as it is")
     if args.facts > len(CITIES):
@@ -147,6 +147,7 @@ class FidelityRun(Benchmark):
             for i, prompt in enumerate(prompts):
                 params = SamplingParams(
                     temperature=args.temperature,
+                    top_p=args.top_p,
                     max_tokens=args.max_new_tokens or args.text_len,
                     seed=args.seed + i,
                 )
@@ -263,7 +264,9 @@ class FidelityRun(Benchmark):
 
     def report(self) -> Report:
         rows = [self._row(*key) for key in self._found]
-        settings = self.settings("num_samples", "text_len", "facts", "temperature", "match_bytes")
+        settings = self.settings(
+            "num_samples", "text_len", "facts", "temperature", "top_p", "match_bytes"
+        )
         settings["text"] = [str(path) for path in self.args.text]
         about = [
             f"{self.checkpoint.name}; KL divergence of the full cache's distribution of the next "
@@ -298,10 +301,10 @@ class FidelityRun(Benchmark):
             "of_full_at_end": at_end
             / float(np.mean([own.bytes_at_end(text) for text, own in full])),
             "kl": float(np.mean(kl)),
-            "kl_error": _error(kl),
+            "kl_error": standard_error(kl),
             "nll": float(np.mean([f.nll[text.later].mean().item() for text, f in found])),
             "nll_lost": float(np.mean(lost)),
-            "nll_lost_error": _error(lost),
+            "nll_lost_error": standard_error(lost),
             "same": float(np.mean([f.same[t.later].float().mean().item() for t, f in found])),
             "facts": float(np.mean(facts)) if facts else None,
             "events_per_text": float(np.mean([figures.events for _, figures in found])),
@@ -315,11 +318,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError as error:
         raise ConfigError(f"--text: {path}: {error.strerror}") from None
-
-
-def _error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean."""
-    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def _curve(found: Sequence[tuple[Text, Fidelity]]) -> list[float]:

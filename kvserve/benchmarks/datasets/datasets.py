@@ -16,7 +16,7 @@ from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
 from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
 from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
-from kvserve.benchmarks.datasets.published import read_benchmark
+from kvserve.benchmarks.datasets.published import exemplars, read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
     Prompts,
@@ -141,7 +141,8 @@ def read_tasks(
     }
     for name, path in args.benchmark:
         given = path, count, args.max_new_tokens
-        found[path.stem] = read_benchmark(name, *given, tokenizer, longest)
+        before = exemplars(name, args.num_fewshot, args.fewshot_file)
+        found[path.stem] = read_benchmark(name, *given, tokenizer, longest, before)
     return found
 
 

@@ -39,7 +39,7 @@ class NeedleGrid:
     def table(self, grades: Sequence[Grade]) -> dict[str, Any]:
         """Exact match by length and depth: ``exact_match [lengths, depths]``."""
         cells = np.array([each.exact for each in grades], float)
-        shape = len(self.lengths), len(self.depths), self.per_cell
+        shape = len(self.lengths), len(self.depths), -1
         return {
             "lengths": list(self.lengths),
             "depths": list(self.depths),

@@ -1,8 +1,8 @@
 """Published benchmarks, read from the user's files in their original format: one row for each.
 
-Prompts are zero-shot chats of our own and decoding is greedy: compare scores with those of the full
-cache in the same table, not with leaderboards. A text of LongBench that is too long for the model
-loses its middle, as in the published protocol; ROUGE-L is over the words of the whole answer.
+Prompts are chats of our own: compare scores with those of the full cache in the same table, not
+with leaderboards. A text of LongBench that is too long for the model loses its middle, as in the
+published protocol; ROUGE-L is over the words of the whole answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
 from kvserve.benchmarks.datasets.task_text import Sample
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import TaskPrompts
@@ -33,6 +34,7 @@ class Format:
 
     ``prompt`` has the line's fields in braces. Of several right answers the best score counts, or
     with ``every`` their mean. ``first_line``: what follows the answer's first line does not count.
+    ``solved``: a line's question and worked answer, where lines can be exemplars.
     """
 
     prompt: str
@@ -41,13 +43,40 @@ class Format:
     max_new_tokens: int
     every: bool = False
     first_line: bool = False
+    solved: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
 
 
 @dataclass(frozen=True)
 class PublishedSample(Sample):
-    """``classes``: the possible answers, if the answer is one of several."""
+    """``classes``: the possible answers, if the answer is one of several. ``until``: with it begins
+    what is no answer any more."""
 
     classes: tuple[str, ...] = ()
+    until: str = ""
+
+
+def can_exemplify(name: str) -> bool:
+    """Whether solved problems can stand in front of a format's problems."""
+    return name in _ROWS and _ROWS[name].solved is not None
+
+
+def exemplars(name: str, count: int, file: Path | None) -> str:
+    """``count`` solved problems as a prompt has them: a file's first lines, or our own.
+
+    Empty where the format takes none.
+    """
+    solved = _ROWS[name].solved if name in _ROWS else None
+    if not count or solved is None:
+        return ""
+    if file is not None:
+        found = _read_lines(name, file, count, solved, "--fewshot-file")
+    else:
+        own = GSM8K_EXEMPLARS[:count] if name == "gsm8k" else ()
+        found = [solved({"question": asked, "answer": answer}) for asked, answer in own]
+    if len(found) < count:
+        source = file or "kvserve (without --fewshot-file)"
+        raise ConfigError(f"--num-fewshot: {source} has {len(found)} for {name}, not {count}")
+    return "".join(f"{_ASKED}{asked}\nAnswer: {answer}\n\n" for asked, answer in found)
 
 
 def read_benchmark(
@@ -57,23 +86,14 @@ def read_benchmark(
     max_new_tokens: int | None,
     tokenizer: Tokenizer,
     longest: int,
+    before: str = "",
 ) -> TaskPrompts:
     """The first ``count`` lines of a JSON Lines file, or all of a shorter one.
 
-    ``longest``: the model's limit in tokens, for prompt and answer together.
+    ``longest``: the model's limit in tokens, for prompt and answer together. ``before``:
+    ``exemplars``, which every prompt begins with.
     """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"--benchmark: cannot read {path}: {error.strerror}") from None
-    samples = []
-    for number, line in enumerate(lines[:count], start=1):
-        try:
-            samples.append(_sample(name, json.loads(line)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--benchmark: {path}: line {number} is not of format {name} ({error!r})"
-            ) from None
+    samples = _read_lines(name, path, count, lambda line: _sample(name, line, before))
     if not samples:
         raise ConfigError(f"--benchmark: {path} is empty")
     if len({sample.task for sample in samples}) > 1:
@@ -87,29 +107,60 @@ def read_benchmark(
             note = (
                 f"{path.stem}: {cut} of {len(whole)} texts lost their middle to fit {room} tokens"
             )
-    return TaskPrompts(samples, tokenizer, limit, _grade, score_name="score", note=note)
+    fits = longest if max_new_tokens is None else None
+    return TaskPrompts(samples, tokenizer, limit, _grade, "score", note, fits)
 
 
-def _sample(name: str, line: Mapping[str, Any]) -> PublishedSample:
+_Read = TypeVar("_Read")
+
+
+def _read_lines(
+    name: str,
+    path: Path,
+    count: int,
+    read: Callable[[Mapping[str, Any]], _Read],
+    flag: str = "--benchmark",
+) -> list[_Read]:
+    """What ``read`` makes of the first ``count`` lines of a file."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines[:count], start=1):
+        try:
+            found.append(read(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{flag}: {path}: line {number} is not of format {name} ({error!r})"
+            ) from None
+    return found
+
+
+def _sample(name: str, line: Mapping[str, Any], before: str) -> PublishedSample:
     task = str(line["dataset"]).removesuffix("_e") if name == "longbench" else name
     if task in _CHINESE:
         raise ValueError(f"{task} is Chinese, and grading it needs a word segmenter: not built")
     if task not in _ROWS:
         raise ValueError(f"{task} is none of {', '.join(each for each in _ROWS if each in _LONG)}")
     row = _ROWS[task]
-    fields = line if name != "math" or "problem" in line else {"problem": line["question"]}
+    fields = line if row.score is not _boxed else {"problem": _question(line)}
     finals = tuple(str(answer) for answer in row.answers(line))
     if not finals:
         raise ValueError("answers is empty" if name == "longbench" else "outputs is empty")
     prompt = row.prompt.format_map(fields).strip()
-    return PublishedSample(
-        task, (prompt,), finals[:1], finals, tuple(line.get("all_classes") or ())
-    )
+    if before:
+        assert row.solved is not None
+        prompt = f"{before}{_ASKED}{_question(line)}\nAnswer:"
+    classes = tuple(line.get("all_classes") or ())
+    return PublishedSample(task, (prompt,), finals[:1], finals, classes, before and f"\n{_ASKED}")
 
 
 def _grade(sample: Sample, outputs: Sequence[str]) -> Grade:
     assert isinstance(sample, PublishedSample)
     row, said = _ROWS[sample.task], outputs[0]
+    if sample.until:
+        said = said.partition(sample.until)[0]
     if row.first_line:
         said = said.lstrip("\n").partition("\n")[0]
     scores = [row.score(said, final, sample.classes) for final in sample.finals]
@@ -244,6 +295,25 @@ def _listed(line: Mapping[str, Any]) -> Sequence[str]:
     return list(line["answers"])
 
 
+def _question(line: Mapping[str, Any]) -> str:
+    """AIME's and AMC's files call it question, MATH's problem."""
+    return str(line["problem"] if "problem" in line else line["question"]).strip()
+
+
+def _solved_sums(line: Mapping[str, Any]) -> tuple[str, str]:
+    """GSM8K's answers without the marks of its calculator."""
+    steps, _, final = re.sub(r"<<.*?>>", "", line["answer"]).rpartition("####")
+    return line["question"].strip(), f"{steps.strip()} The answer is {final.strip()}."
+
+
+def _solved_maths(line: Mapping[str, Any]) -> tuple[str, str]:
+    if last_boxed(line["solution"]) is None:
+        raise ValueError("no \\boxed{} in solution")
+    return _question(line), line["solution"].strip()
+
+
+_ASKED = "Question: "
+"""In front of a problem that solved ones stand in front of; a model may go on with another one."""
 _STEPS = "\n\nThink step by step, and "
 _QUESTION = (
     "{context}\n\nAnswer the question from the text above, in as few words as you can and without "
@@ -279,22 +349,28 @@ _LONG = {
     "lcc": Format(_CODE, _listed, _code_line, 64),
     "repobench-p": Format(_CODE, _listed, _code_line, 64),
 }
+_MATHS = Format(
+    "{problem}" + _STEPS + "put the final answer into \\boxed{{}}.",
+    lambda line: [line["answer"]],
+    _boxed,
+    16_384,
+    solved=_solved_maths,
+)
 _ROWS = {
     "gsm8k": Format(
-        "{question}" + _STEPS + "end with: The answer is NUMBER.", _after_hashes, _last_number, 512
+        "{question}" + _STEPS + "end with: The answer is NUMBER.",
+        *(_after_hashes, _last_number, 2048),
+        solved=_solved_sums,
     ),
-    "math": Format(
-        "{problem}" + _STEPS + "put the final answer into \\boxed{{}}.",
-        lambda line: [line["answer"]],
-        _boxed,
-        2048,
-    ),
+    "math": _MATHS,
+    "aime": replace(_MATHS, max_new_tokens=32_768),
     "ruler": Format("{input}", lambda line: list(line["outputs"]), _contained, 128, every=True),
     **_LONG,
 }
 FORMATS = {
     "gsm8k": "question, answer with ####",
-    "math": "problem, answer: MATH-500, AIME, AMC",
+    "math": "problem, answer: MATH-500, AMC",
+    "aime": "as math, and answers of twice the length",
     "ruler": "input, outputs: RULER and needle files",
     "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
 }

@@ -91,7 +91,7 @@ class TaskPrompts:
     """Samples of a task. Each turn is a chat request that contains the engine's earlier answers.
 
     ``score_name``: the name of the grades' ``score``; ``note``: what a reader of the results has to
-    know.
+    know; ``longest``: tokens of a first prompt and its answer together.
     """
 
     samples: Sequence[Sample]
@@ -100,6 +100,7 @@ class TaskPrompts:
     grader: Callable[[Sample, Sequence[str]], Grade]
     score_name: str = "correct_prefix"
     note: str = ""
+    longest: int | None = None
     ignore_eos = False
     arrivals = ()
 
@@ -107,7 +108,10 @@ class TaskPrompts:
         return len(self.samples)
 
     def max_tokens(self, index: int) -> int:
-        return self.limit
+        if self.longest is None:
+            return self.limit
+        room = self.longest - len(self.prompt(index, []) or [])
+        return max(1, min(self.limit, room))
 
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         if len(answers) == len(self.samples[index].turns):

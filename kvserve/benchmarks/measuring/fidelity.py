@@ -18,7 +18,6 @@ from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.newest_group import NewestGroup
-from kvserve.scheduler.messages.output import SchedulerOutput
 
 LogProbs = dict[int, Tensor]
 """By text: what the full cache says of each token after the prompt, float32 [n, V]."""
@@ -62,7 +61,7 @@ class Fidelity:
     right: Tensor
     """Whether the likeliest token is the text's."""
     held: list[tuple[int, float, float]] = field(default_factory=list)
-    """Of each chunk: tokens, and bytes held on average while they are decoded and at the end."""
+    """Of each chunk: tokens, bytes held at its end, and how many more of them each token takes."""
     events: int = 0
 
     def facts_found(self, text: Text) -> list[bool]:
@@ -78,8 +77,10 @@ class Fidelity:
 
     def bytes_at_end(self, text: Text) -> float:
         """Bytes held when the text's last token is computed."""
-        counts = np.cumsum([count for count, *_ in self.held])
-        return self.held[int(np.searchsorted(counts, text.num_text))][2]
+        ends = np.cumsum([count for count, *_ in self.held])
+        chunk = int(np.searchsorted(ends, text.num_text))
+        _, held, growth = self.held[chunk]
+        return float(held - growth * (ends[chunk] - text.num_text))
 
 
 def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
@@ -117,11 +118,10 @@ def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
 
 
 def _mean_bytes(held: Sequence[tuple[int, float, float]], text: Text) -> float:
-    counts = np.array([count for count, *_ in held])
+    counts, at_end, growth = np.array(held).T
     ends = np.cumsum(counts)
-    low, high = text.later.start, text.later.stop
-    weights = np.clip(np.minimum(ends, high) - np.maximum(ends - counts, low), 0, None)
-    return float(np.average([mean for _, mean, _ in held], weights=weights))
+    low, high = np.clip([ends - counts, ends], text.later.start, text.later.stop)
+    return float(np.average(at_end - growth * (ends - (low + high) / 2), weights=high - low))
 
 
 def _compared(text: Text, full: Tensor, mine: Tensor, at: int = 0) -> Fidelity:
@@ -158,25 +158,26 @@ def _force(
     and logits. Returns what each held by chunk, and its events."""
     core = engine.core
     meter = _Meter(engine)
+    events: dict[int, int] = {}
 
     def scored(seq_id: int, start: int, logits: Tensor) -> None:
         skipped = max(0, texts[seq_id].num_prompt - start)
         if skipped < len(logits):
+            meter.note(seq_id, start + len(logits), len(logits) - skipped)
             on_scored(seq_id, start + skipped - texts[seq_id].num_prompt, logits[skipped:])
 
-    schedule = core.scheduler.schedule
     core.runner.on_scored = scored
-    core.scheduler.schedule = lambda: meter.noted(schedule())  # type: ignore[method-assign]
     try:
         for number, text in enumerate(texts):
             core.add(_sequence(number, text))
         while core.has_work:
-            for refused in core.step().refused:
+            outputs = core.step()
+            for refused in outputs.refused:
                 raise RuntimeError(f"{texts[refused.seq_id].name}: {refused.message}")
+            events |= {ended.seq_id: ended.details.compactions for ended in outputs.finished}
     finally:
         core.runner.on_scored = None
-        core.scheduler.schedule = schedule  # type: ignore[method-assign]
-    return {i: (meter.chunks[i], meter.events.get(i, 0)) for i in range(len(texts))}
+    return {i: (meter.chunks[i], events[i]) for i in range(len(texts))}
 
 
 def _sequence(number: int, text: Text) -> NewSequence:
@@ -201,7 +202,7 @@ def _sequence(number: int, text: Text) -> NewSequence:
 
 
 class _Meter:
-    """Notes after each step what the rows that computed a chunk hold."""
+    """Notes what sequences hold while a chunk of theirs is scored."""
 
     def __init__(self, engine: LLMEngine) -> None:
         core = engine.core
@@ -216,31 +217,23 @@ class _Meter:
             self._of_newest = each * newest.spec.window / 2
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
         self.chunks: dict[int, list[tuple[int, float, float]]] = {}
-        self.events: dict[int, int] = {}
 
-    def noted(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Bytes of blocks are those of the entries in them: a partial block counts as a part."""
+    def note(self, number: int, end: int, count: int) -> None:
+        """Of a text the ``count`` tokens before ``end`` are predicted, the last of them by
+        ``end - 1`` entries. Bytes of blocks are those of the entries in them: a partial block
+        counts as a part."""
         blocks, rows = self._scheduler.blocks, self._scheduler.rows
-        for task in output.compactions:
-            for number in task.seq_ids.tolist():
-                self.events[number] = self.events.get(number, 0) + 1
-        for row, length in zip(output.prefill.rows, output.prefill.lengths, strict=True):
-            seq = rows.owner(row)
-            computed = int(rows.num_computed[row])
-            entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
-            first = int(blocks.queries.logged_from([row])[0])
-            queries = max(0, computed - first)
-            kinds = blocks.held_by_kind(slice(row, row + 1))
-            others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log", "newest"))
-            end = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
-            end += self._of_newest
-            end += bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
-            growth = self._of_entry + (self._of_query if queries else 0.0)
-            counted = max(0, min(int(length), computed - seq.num_prompt_tokens))
-            self.chunks.setdefault(seq.seq_id, [])
-            if counted:
-                self.chunks[seq.seq_id].append((counted, end - growth * counted / 2, end))
-        return output
+        [seq] = self._sequences.known([number])
+        row, computed = seq.row, int(rows.num_computed[seq.row])
+        entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
+        queries = max(0, computed - int(blocks.queries.logged_from([row])[0]))
+        kinds = blocks.held_by_kind(slice(row, row + 1))
+        others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log", "newest"))
+        held = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
+        held += self._of_newest + bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
+        growth = self._of_entry + (self._of_query if queries else 0.0)
+        held -= growth * (computed - (end - 1))  # the chunk is longer than what is scored at once
+        self.chunks.setdefault(number, []).append((count, held, growth))
 
 
 # ---- texts -----------------------------------------------------------------------------------

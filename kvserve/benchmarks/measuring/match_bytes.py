@@ -1,4 +1,5 @@
-"""Finds the budget under which a policy holds a given number of bytes per sequence."""
+"""Finds the budget under which a policy holds a given number of bytes per sequence, or as many
+entries of each sequence as another policy did."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
+from kvserve.scheduler.triggers.trigger import WhenOver
 
 CLOSE = 0.005
 """A budget within this part of the bytes is taken."""
@@ -29,6 +31,25 @@ def target_of(text: str | None, policies: Sequence[PolicySpec]) -> PolicySpec | 
 def can_match(spec: PolicySpec) -> bool:
     """Whether a policy has a budget or a ratio to change."""
     return spec.has_field("budget") or spec.has_field("ratio")
+
+
+def bounds_sequence(spec: PolicySpec) -> bool:
+    """Whether a policy's budget is of a sequence; Kara's is of a window."""
+    return spec.has_field("budget") and not spec.has_field("buffer")
+
+
+def with_budget_of(spec: PolicySpec, held: int, num_prompt: int, most: int) -> PolicySpec:
+    """``spec`` with a budget of ``held`` entries, or the least that it allows above.
+
+    A prompt of ``num_prompt`` tokens that takes no part does not count. ``PolicyError`` if no
+    budget up to ``most`` is allowed.
+    """
+    trigger = _with(spec, most, by_ratio=False).trigger
+    if isinstance(trigger, WhenOver) and trigger.protect_prompt:
+        held -= num_prompt
+    sizes = range(max(1, held), most)
+    allowed = (size for size in sizes if _allowed(spec, size, by_ratio=False))
+    return _with(spec, next(allowed, most), by_ratio=False)
 
 
 def matched(

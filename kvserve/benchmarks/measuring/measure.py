@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import sqrt
 from typing import Any, Protocol
 
@@ -68,11 +69,16 @@ def play(
     title: str = "",
     show: bool = False,
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    settings: Callable[[int, int], Mapping[str, Any]] = lambda index, turn: {},
+    at_once: int | None = None,
 ) -> Played:
-    """Send all first turns at once, and each next turn as soon as the answer is there; greedy.
+    """Send all first turns at once (``at_once``: those of so many conversations, and another's as
+    one ends), and each next turn as soon as the answer is there.
 
-    Time runs from the first request to the last token. It includes reading the engine's figures
-    between steps, because a device whose steps overlap goes on working meanwhile. ``clock``: one of
+    Answers are greedy; ``settings`` has other sampling parameters of a conversation's turn. Time
+    runs from the first request to the last token. It includes reading the engine's figures between
+    steps, because a device whose steps overlap goes on working meanwhile. ``clock``: one of
     ``CLOCKS``.
     """
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
@@ -81,15 +87,18 @@ def play(
     def send_next(index: int) -> bool:
         prompt = workload.prompt(index, [turn.outputs[0].text for turn in turns[index]])
         if prompt is not None:
-            limit, ignore_eos = workload.max_tokens(index), workload.ignore_eos
-            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=ignore_eos)
-            engine.add_request(f"{index}.{len(turns[index])}", prompt, params)
+            turn = len(turns[index])
+            limits = {"max_tokens": workload.max_tokens(index), "ignore_eos": workload.ignore_eos}
+            params = SamplingParams(**{"temperature": 0.0, **limits, **settings(index, turn)})
+            engine.add_request(f"{index}.{turn}", prompt, params)
         return prompt is not None
+
+    waiting = iter(range(len(workload)))
 
     bar = progress(total=len(workload), desc=title, unit="request", hidden=not show)
     with bar:
         started = clock()
-        for index in range(len(workload)):
+        for index in islice(waiting, at_once):
             send_next(index)
         while engine.has_unfinished_requests:
             changed = engine.step()
@@ -98,7 +107,10 @@ def play(
                 if output.finished:
                     index = int(output.request_id.partition(".")[0])
                     turns[index].append(output)
-                    over += not send_next(index)
+                    if not send_next(index):
+                        over += 1
+                        for following in islice(waiting, 1):
+                            send_next(following)
             meter.record(changed, clock() - started, engine.stats())
             bar.update(over)
     return Played(turns, meter.figures(workload, turns, engine.stats()))
@@ -208,23 +220,39 @@ def _thinned(values: Sequence[float], count: int = 50) -> list[float]:
     return [round(float(part.mean()), 2) for part in parts]
 
 
-def accuracy(workload: Workload, answers: Sequence[Sequence[str]]) -> Figures:
-    """Exact match with its interval, and the mean score; empty where nothing is graded."""
+def accuracy(workload: Workload, answers: Sequence[Sequence[str]], each: int = 1) -> Figures:
+    """Exact match with its interval, and the mean score; empty where nothing is graded.
+
+    Each problem has ``each`` answers, which follow one another. If these are several, a problem
+    counts by their mean, and error and interval are over problems: answers to one say nothing about
+    others.
+    """
     grades = workload.grades(answers)
     if not grades:
         return {}
-    n, exact = len(grades), sum(grade.exact for grade in grades)
-    return {
-        "n": n,
-        "exact": exact,
-        "exact_match": exact / n,
-        "interval_95": wilson_interval(exact, n),
-        workload.score_name: sum(grade.score for grade in grades) / n,
+    exact = np.array([grade.exact for grade in grades], float).reshape(-1, each).mean(1)
+    figures: Figures = {
+        "n": len(exact),
+        "exact": sum(grade.exact for grade in grades),
+        "exact_match": float(exact.mean()),
+        "interval_95": wilson_interval(float(exact.sum()), len(exact)),
+        workload.score_name: sum(grade.score for grade in grades) / len(grades),
     }
+    if each > 1:
+        figures |= {"answers_each": each, "exact_match_error": standard_error(exact.tolist())}
+    return figures
 
 
-def wilson_interval(successes: int, n: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a proportion; the normal interval has no width at 0 and 1."""
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean, if there are several values."""
+    return float(np.std(values, ddof=1) / sqrt(len(values))) if len(values) > 1 else None
+
+
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion; the normal interval has no width at 0 and 1.
+
+    A success may be a part, which varies less than whole ones: then it is too wide.
+    """
     p, z2 = successes / n, _Z95**2
     centre, spread = p + z2 / (2 * n), _Z95 * sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     low, high = (centre - spread) / (1 + z2 / n), (centre + spread) / (1 + z2 / n)

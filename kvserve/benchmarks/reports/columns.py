@@ -43,6 +43,7 @@ _COLUMNS = {
         Column("itl p50 ms", "itl_p50_ms", ".1f"),
         Column("itl p99 ms", "itl_p99_ms", ".1f"),
         Column("exact match", "exact_match", ".3f"),
+        Column("±", "exact_match_error", ".3f"),
         Column("95% interval", "interval_95", lambda bounds: "{:.3f}–{:.3f}".format(*bounds)),
         Column("correct prefix", "correct_prefix", ".3f"),
         Column("score", "score", ".3f"),
@@ -57,6 +58,7 @@ _COLUMNS = {
         Column("facts found", "facts", ".2f"),
         Column("events", "events_per_text", ".1f"),
         Column("n", "n", "d"),
+        Column("answers each", "answers_each", "d"),
         Column("seed", "seed", "d"),
         Column(
             "events per request",

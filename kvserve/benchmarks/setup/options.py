@@ -270,7 +270,8 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
             except PolicyError as error:
                 args.fail(f"--retention: {error}")
     specs = list({spec.label: spec for spec in specs}.values())
-    if not getattr(args, "match_bytes", None):  # which finds the budgets that are left out
+    finds_budgets = ("match_bytes", "match_bytes_per_sequence")
+    if not any(getattr(args, name, None) for name in finds_budgets):
         check_complete(args, specs)
     return specs
 

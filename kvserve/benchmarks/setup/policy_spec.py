@@ -9,6 +9,7 @@ from typing import Any
 
 from kvserve.engine.policies.base import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,23 @@ class PolicySpec:
         """Whether the policy knows this field, set or not."""
         return name in field_names(policy_class(self.name))
 
+    @property
+    def trigger(self) -> Trigger:
+        """When the policy has events, on a model of some size."""
+        return make_policy(self.as_dict).for_model(num_layers=8, block_size=16).event_trigger
+
 
 def every_policy() -> list[PolicySpec]:
     """All policies that have events while decoding, in the form that has them, without budgets."""
     found = []
-    for name in policy_names():
-        if name in ("none", "dynamickv", "windowkv"):  # the last two act at a prompt's end alone
-            continue
-        spec = PolicySpec(name)
+    for spec in map(PolicySpec, policy_names()):
         if spec.has_field("trigger"):
             spec.fields["trigger"] = "threshold"
-        elif name == "streaming_llm":
+        elif spec.name == "streaming_llm":
             spec.fields["period"] = 32  # with 1, its paper's, every step is an event
-        found.append(spec)
+        given = spec.with_fields(budget=512) if spec.incomplete else spec
+        if not isinstance(given.trigger, Never | AtPrefillEnd):
+            found.append(spec)
     return found
 
 

@@ -105,6 +105,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """BPE of characters, and of bytes where there is no token; its merges follow from scores."""
+    from transformers.tokenization_utils_base import generate_merges
+
     family, scores = family_of(file), file.value("tokenizer.ggml.scores", np.ndarray, ())
     gemma = family.startswith("gemma")
     if gemma:  # runs of spaces are written as spaces, and the order is that of the tokens
@@ -115,20 +117,10 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
             f"has {len(scores)} scores (tokenizer.ggml.scores) of {len(tokens)} tokens"
         )
     vocab = {token: index for index, token in enumerate(tokens)}
-    pairs = []
-    for token, score in zip(tokens, scores, strict=True):
-        found = [
-            (left, right)
-            for cut in range(1, len(token))
-            if (left := token[:cut]) in vocab and (right := token[cut:]) in vocab
-        ]
-        found.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        pairs += [(float(score), len(left), len(right), (left, right)) for left, right in found]
-    pairs.sort(key=lambda pair: pair[:3], reverse=True)
     backend = Tokenizer(
         models.BPE(
             vocab,
-            [pair[3] for pair in pairs],
+            generate_merges(vocab, dict(zip(tokens, map(float, scores), strict=True))),
             unk_token=_named(file, "unknown", tokens),
             fuse_unk=True,
             byte_fallback=True,
