@@ -231,7 +231,7 @@ class NewRows:
     rounded_at: IntArray
 
 
-NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(6)))
+NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(7)))
 
 
 @dataclass(frozen=True, slots=True)
