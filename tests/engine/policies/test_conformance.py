@@ -71,7 +71,7 @@ EACH = matrix(
     CASES,
     all_of=[("llama", "model", "auto")],
     slow=[
-        *(("llama", "layer", "auto"), ("llama", "head", "int8")),
+        *(("llama", "layer", "auto"), ("llama", "head", "int8"), ("qwen3", "head", "k4v4")),
         *(("qwen3", "layer", "fp8"), ("qwen3", "model", "k8v4")),
     ],
 )
