@@ -271,11 +271,12 @@ def load_borrowed(
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
         try:
-            causal, found = AutoModelForCausalLM.from_pretrained(
+            read: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 **{"config": config, "local_files_only": True, "use_safetensors": True, **how},
                 output_loading_info=True,
             )
+            causal, found = read
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--model: transformers cannot read the checkpoint in {directory}: {error}"

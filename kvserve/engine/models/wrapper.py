@@ -34,7 +34,7 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    kind = raw.get("model_type")
+    kind = str(raw.get("model_type"))
     if architecture in VARIANTS or kind not in CONFIG_MAPPING:
         return None
     try:

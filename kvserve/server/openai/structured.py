@@ -145,7 +145,8 @@ class _Grammars:
         if wanted.kind == "json_object":
             return self.schema('{"type": "object"}')
         if wanted.kind == "regex":
-            pattern = re.sub(r"\\.|/", lambda m: m[0].replace("/", r"\/"), wanted.value)
+            # A slash may be escaped already.
+            pattern = re.sub(r"\\.|/", lambda m: m[0] if m[0][-1] != "/" else r"\/", wanted.value)
             return self._add(lark_grammar="start: /" + pattern.replace("\n", r"\n") + "/")
         if wanted.kind == "choice":
             options = " | ".join(map(_quoted, json.loads(wanted.value)))

@@ -30,6 +30,9 @@ _Found = Generator[Json | None, None, bool]
 
 _HEAD_MOST = 1024
 """Characters in which a call's name and the beginning of its arguments must come to stream."""
+_MOST_WRONG = 64
+"""Marks without a call behind them after which no call is looked for: each may have been followed
+to the end of the text."""
 _ARGUMENTS = ("arguments", "parameters")
 _STRING = r'"(?P<{}>[^"\\]*)"'
 _BEFORE = r'\{\s*(?:"(?:type|id|index|tool_call_id)"\s*:\s*(?:"[^"\\]*"|\d+)\s*,\s*)*'
@@ -71,6 +74,7 @@ class ToolSplit:
         self._final = False
         self._begun = False
         """Whether there was content since the beginning, or since the last calls."""
+        self._wrong = 0
         self._deltas = self._read()
 
     def push(self, text: str, final: bool) -> list[Json]:
@@ -99,10 +103,11 @@ class ToolSplit:
                 if not first and not self._final:
                     yield None
                     continue
-            found = [(at, mark) for mark in syntax.opens if (at := text.find(mark)) >= 0]
+            opens = syntax.opens if self._wrong < _MOST_WRONG else ()
+            found = [(at, mark) for mark in opens if (at := text.find(mark)) >= 0]
             end = min(found)[0] if found else len(text)
             if not found and not self._final:
-                end -= max((opening(text, mark) for mark in syntax.opens), default=0)
+                end -= max((opening(text, mark) for mark in opens), default=0)
             yield from self._give(end)
             if found:
                 return len(min(found)[1])
@@ -124,7 +129,7 @@ class ToolSplit:
             again = next((mark for mark in syntax.opens if rest.startswith(mark)), None)
             if again is not None:
                 at += len(again)
-                opened = opened or at
+                opened = at  # no call comes of the marks before this one
                 continue
             begun = not rest or any(m != rest and m.startswith(rest) for m in syntax.all_marks)
             if begun and not (self._final and self._text):
@@ -136,6 +141,7 @@ class ToolSplit:
                     break
             else:
                 # It is content, with the mark before it; another mark may come behind that.
+                self._wrong += 1
                 yield from self._give(opened or min(at + 1, len(self._text)))
                 return
 

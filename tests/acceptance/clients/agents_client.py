@@ -44,7 +44,7 @@ class Sum(BaseModel):
     right: Literal[1, 2, 3]
 
 
-TOOLS = {"weather": Place, "add": Sum}
+TOOLS: dict[str, type[BaseModel]] = {"weather": Place, "add": Sum}
 
 
 def checked(calls: list[tuple[str, Any]]) -> list[Call]:

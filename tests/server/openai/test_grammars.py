@@ -150,6 +150,18 @@ def test_the_model_calls_or_answers_as_the_schema_says(served: Served, template:
     assert len(single["message"]["tool_calls"]) == 1 and single["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text"), [(r"a/b\/c", "a/b/c"), (r"a\\/b", "a\\/b"), ("a\nb", "a\nb"), ('a"', 'a"')]
+)
+def test_a_pattern_beside_tools_is_the_same_pattern(
+    served: Served, pattern: str, text: str
+) -> None:
+    """Kind: what is put into another text without that text's escapes."""
+    answer = served.chat(tools=[SHORT], structured_outputs={"regex": pattern},
+                         logit_bias=bias(served, "a"), max_tokens=20)  # fmt: skip
+    assert answer["message"]["content"] == text
+
+
 def test_a_format_that_is_not_known_says_so(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [SHORT]}
     options = {"tool_parser": "hermes"}
