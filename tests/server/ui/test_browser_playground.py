@@ -59,12 +59,15 @@ def test_the_slider_shows_what_was_held_after_each_event(live: Server, watched: 
     assert page.inner_text(".slider button") == "Play"
 
 
+GONE = ".tokens .token.gone"  # not those of the legend
+
+
 def test_remainders_are_shown_as_what_they_stand_for(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     ask(page, "Hello", 300)
     told = page.inner_text(".sums")
     assert "In each of 8 heads one more entry, the remainder, stands for" in told
-    assert page.locator(".token.gone.summed").count() == page.locator(".token.gone").count() > 0
+    assert page.locator(GONE + ".summed").count() == page.locator(GONE).count() > 0
     page.fill(".slider input", "1")
     assert not page.is_visible(".sums"), "nothing is dropped at the start"
 
@@ -229,7 +232,7 @@ def test_conversations_are_kept_in_the_browser(start_server: StartServer, watche
 
 LAST_IN_VIEW = """() => {
   const thread = document.getElementById("thread"), view = thread.getBoundingClientRect();
-  const { bottom } = [...document.querySelectorAll(".token")].at(-1).getBoundingClientRect();
+  const { bottom } = [...thread.querySelectorAll(".token")].at(-1).getBoundingClientRect();
   return thread.scrollTop > 200 && view.top < bottom && bottom < view.bottom;
 }"""
 
