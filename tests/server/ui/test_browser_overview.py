@@ -92,7 +92,12 @@ def crowd(server: Any, requests: int = 64, pool: int = 4000, **values: Any) -> d
     with server.http.stream("GET", "/v1/kv/events") as response:
         line = next(line for line in response.iter_lines() if line.startswith("data: "))
     event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-    one = {"policy": "kara", "logical_tokens": 900, "held_tokens": 300, "blocks": 20}
+    one: dict[str, Any] = {
+        "policy": "kara",
+        "logical_tokens": 900,
+        "held_tokens": 300,
+        "blocks": 20,
+    }
     one |= {"log_blocks": 4, "compactions": 3, "remainder_entries": 8} | values
     one["held_bytes"] = 1024 * one["blocks"]
     event["requests"] = [{"request_id": f"cmpl-{i:032x}", **one} for i in range(requests)]

@@ -36,6 +36,7 @@ export class Hero {
   show(event, { tokenBytes, policy }) {
     say($("with-name"), policy === "none" ? "As it is" : `With ${policy}`);
     if (!this.points.length) $("history").hidden = true;
+    say($("memory-to"), event.num_running ? "now" : "when the last one ended");
     if (!event.num_running) return this.tell(this.fullest, idle(this.fullest, event));
     const now = moment(event, tokenBytes);
     if (isFuller(now, this.fullest)) this.fullest = now;
@@ -51,7 +52,7 @@ export class Hero {
     const share = now?.without ? 1 - now.with / now.without : 0;
     // Without a log, more than the full cache is only the block that a request is about to fill.
     const shown = now && Math.round(100 * (now.log ? share : Math.max(0, share)));
-    say($("share"), now ? `${Math.abs(shown)} %` : "–");
+    say($("share"), now ? `${Math.abs(shown)} %` : "…");
     say($("share-of"), now ? words(shown, now) : "nothing to compare yet");
     const most = Math.max(now?.without ?? 0, now?.with ?? 0, 1);
     fill($("without-bar"), (now?.without ?? 0) / most);
