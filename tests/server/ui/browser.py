@@ -83,7 +83,7 @@ def ask(page: Any, text: str, tokens: int = 200) -> None:
 
 def shares(page: Any) -> list[tuple[float, float]]:
     """Of each answer, the share of dropped entries as the page counts, and as `usage` says."""
-    found = page.locator(".counts[data-usage]").evaluate_all(
+    found = page.locator(".answer[data-usage]").evaluate_all(
         "all => all.map(one => [Number(one.dataset.dropped), Number(one.dataset.usage)])"
     )
     return [(dropped, usage) for dropped, usage in found]

@@ -37,13 +37,13 @@ def test_what_is_written_is_text(start_server: StartServer, watched: Watched) ->
     script = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
     ask(page, f"SAY[{script}] {script}", 2000)
     assert script in page.inner_text(".said")
-    assert page.inner_text(".answer .tokens >> nth=1") == script
-    page.click(".answer button:has-text('Show formatted')")
+    assert page.inner_text(".answer .tokens") == script
+    page.click("#cache button:has-text('Show formatted')")
     assert page.inner_text(".answer .markdown").strip() == script
     page.click("#new")
     word = "w" * 10_000
     ask(page, f"SAY[{word}]", 12_000)
-    assert page.inner_text(".answer .tokens >> nth=1") == word
+    assert page.inner_text(".answer .tokens") == word
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     page.click("#new")
     page.evaluate("document.getElementById('prompt').value = 'a \\ud800 b'")
@@ -79,7 +79,7 @@ def test_the_keyboard_is_enough(live: Server, watched: Watched) -> None:
     page.keyboard.press("ArrowRight")
     assert page.is_visible("#view-playground") and not page.is_visible("#view-overview")
     ask(page, "Hello", 200)
-    page.focus(".answer .tokens >> nth=1")
+    page.focus(".answer .tokens")
     page.keyboard.press("End")
     assert "held by 100.0 %" in page.inner_text("#strip-text")
     page.keyboard.press("Home")
@@ -101,6 +101,8 @@ FOCUSED = "document.activeElement.id || document.activeElement.textContent.slice
 def test_tab_reaches_every_control(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     ask(page, "Hello", 200)
+    page.click("#tab-overview")
+    page.wait_for_selector("#nobody:not([hidden])")  # a row that leaves takes its button along
     for view in VIEWS:
         page.click(f"#tab-{view}")
         wanted, found = set(page.evaluate(REACHED)), set()

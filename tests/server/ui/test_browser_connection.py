@@ -11,10 +11,13 @@ import pytest
 from kvserve.config import EngineConfig
 from tests.server.conftest import MODEL, RunningServer, StartServer, run_server
 from tests.server.fake_engine import FakeEngine
-from tests.server.ui.browser import Watched, answered, send
+from tests.server.ui.browser import SIZES, Watched, answered, send
 from tests.server.ui.test_event_feed import STATS, VIEW
 
 pytestmark = pytest.mark.slow
+
+
+FILTER = "one => getComputedStyle(one).filter"
 
 
 def state(page: Any, wanted: str) -> None:
@@ -46,7 +49,7 @@ def test_another_model_on_the_same_port(watched: Watched) -> None:
     next(first, None)
     state(page, "down")
     assert "cannot be reached" in page.inner_text("#banner")
-    assert page.eval_on_selector("#bars", "one => getComputedStyle(one).filter") == "grayscale(1)"
+    assert page.eval_on_selector("#proof", FILTER) == "grayscale(1)"
     port = urlsplit(server.url).port or 0
     engine = FakeEngine(max_model_len=4096)
     second = run_server(engine, port=port, served_names=("org/second",))
@@ -57,7 +60,7 @@ def test_another_model_on_the_same_port(watched: Watched) -> None:
     send(page, "SAY[hi]")
     answered(page)
     assert page.inner_text(".answer .markdown").strip() == "hi"
-    assert page.eval_on_selector("#bars", "one => getComputedStyle(one).filter") == "none"
+    assert page.eval_on_selector("#proof", FILTER) == "none"
     next(second, None)
 
 
@@ -77,19 +80,49 @@ def test_what_is_offered_is_for_the_served_model(
     assert titles["org/any"] == ["A long answer", "A table"]
 
 
-def test_idle_figures_are_zero(start_server: StartServer, watched: Watched) -> None:
-    server = start_server()
-    server.engine.stats = replace(STATS, generation_tokens_total=0)
+@pytest.mark.parametrize("size", SIZES, ids=["desktop", "phone"])
+def test_without_a_connection_the_composer_is_there_and_nothing_is_dead(
+    watched: Watched, size: dict[str, int]
+) -> None:
+    watched.page.set_viewport_size(size)
+    running = run_server(FakeEngine())
+    server = next(running)
     page = watched.ready(server.url)
-    generated = page.locator("#charts .key.one output").first
-    for total in (5000, 10_000, 15_000):
-        page.wait_for_timeout(700)
-        server.engine.stats = replace(STATS, generation_tokens_total=total)
-    page.wait_for_function("one => one.textContent !== '0/s'", arg=generated.element_handle())
-    page.wait_for_function("one => one.textContent === '0/s'", arg=generated.element_handle())
-    server.engine.stats = replace(STATS, num_running=0, requests=(), steps_total=1)
-    running = page.locator("#charts .chart >> nth=1").locator("output").first
-    page.wait_for_function("one => one.textContent === '0'", arg=running.element_handle())
+    page.wait_for_selector("#try-it:not([disabled])")
+    next(running, None)
+    state(page, "down")
+    assert page.is_disabled("#try-it")
+    page.click("#tab-playground")
+    for what in ("#banner", "#prompt", "#send"):
+        box = page.locator(what).bounding_box()
+        assert box is not None and box["y"] + box["height"] <= size["height"], what
+    send(page, "SAY[hi]")
+    page.wait_for_selector(".answer .error")
+    assert page.inner_text(".answer .error") == "the server cannot be reached"
+    assert page.inner_text(".pace") == "", "no count of tokens that never came"
+    buttons = page.locator(".turn button >> visible=true").all_inner_texts()
+    assert buttons == ["Edit", "Regenerate", "none"]
+    assert not page.locator("#cache button >> visible=true").count()
+    port = urlsplit(server.url).port or 0
+    again = run_server(FakeEngine(), port=port)
+    next(again)
+    state(page, "live")
+    page.wait_for_selector("#try-it:not([disabled])", state="attached")
+    page.click(".turn button:text-is('Regenerate')")
+    answered(page)
+    assert page.inner_text(".answer .markdown").strip() == "hi"
+    next(again, None)
+
+
+def test_a_message_stays_where_no_server_has_been_seen(
+    start_server: StartServer, watched: Watched
+) -> None:
+    page = watched.open(start_server(ready=False).url)
+    state(page, "loading")
+    page.click("#tab-playground")
+    send(page, "SAY[hi]")
+    assert page.input_value("#prompt") == "SAY[hi]"
+    assert "Not connected yet" in page.inner_text("#editing")
 
 
 def test_figures_are_sums_over_those_who_run(start_server: StartServer, watched: Watched) -> None:
@@ -100,8 +133,8 @@ def test_figures_are_sums_over_those_who_run(start_server: StartServer, watched:
     page = watched.ready(server.url)
     page.wait_for_selector("#running button")
     assert "One request runs, remembering 90 tokens in the space of 40" in page.inner_text("h2")
-    assert page.inner_text("#without") == "90 tokens, 8.0 KiB"
-    assert page.inner_text("#with") == "40 tokens, 4.0 KiB"
+    assert page.inner_text("#without") == "8.0 KiB"
+    assert page.inner_text("#with") == "4.0 KiB"
     assert page.inner_text("#share") == "50 %"
     assert "5 of 10 blocks in use" in page.inner_text("#counts")
     row = page.inner_text("#running tr")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.real_server import Server
-from tests.server.ui.browser import PHONE, VIEWS, Watched, ask
+from tests.server.ui.browser import PHONE, VIEWS, Watched, answered, ask, send, setting
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,9 @@ CONTRAST = """([names, grounds]) => {
   })));
 }"""
 TEXT = ["--ink", "--quiet", "--accent", "--error", "--two"]
-MARKS = ["--edge", "--request", "--cached", "--logged", "--coded", "--held", "--good", "--wait"]
+GROUNDS = ["--ground", "--paper", "--panel"]
+MARKS = ["--edge", "--request", "--cached", "--logged", "--coded", "--held", "--fewer"]
+MARKS += ["--good", "--wait"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -45,13 +47,13 @@ def test_text_and_marks_stand_out(live: Server, watched: Watched, theme: str) ->
       const names = new RequestNames();
       return Array.from({ length: 64 }, (_, i) => names.colour(String(i)));
     }""")
-    text = page.evaluate(CONTRAST, [TEXT, ["--paper", "--panel"]])
+    text = page.evaluate(CONTRAST, [TEXT, GROUNDS])
     text |= page.evaluate(CONTRAST, [["--ink"], ["--held-text", "--dropped-text"]])
     text |= page.evaluate(CONTRAST, [["--on-accent"], ["--accent"]])
     assert {pair: ratio for pair, ratio in text.items() if ratio < 4.5} == {}
-    marks = page.evaluate(CONTRAST, [MARKS, ["--paper", "--panel"]])
-    marks |= page.evaluate(CONTRAST, [["--held"], ["--held-text", "--dropped-text"]])
-    marks |= page.evaluate(CONTRAST, [requests, ["--paper"]])
+    marks = page.evaluate(CONTRAST, [MARKS, GROUNDS])
+    marks |= page.evaluate(CONTRAST, [["--held", "--fewer"], ["--held-text", "--dropped-text"]])
+    marks |= page.evaluate(CONTRAST, [requests, ["--paper", "--free"]])
     assert {pair: ratio for pair, ratio in marks.items() if ratio < 3} == {}
 
 
@@ -110,20 +112,35 @@ def test_less_motion(live: Server, watched: Watched) -> None:
     page.emulate_media(reduced_motion="no-preference")
     assert page.evaluate(moving) > 0
     page.emulate_media(reduced_motion="reduce")
-    assert page.evaluate(moving) == 0
+    page.wait_for_function(f"({moving})() === 0")  # what had begun ends
 
 
 def test_a_phone_shows_figures_and_does_not_zoom(live: Server, watched: Watched) -> None:
     watched.page.set_viewport_size(PHONE)
     page = watched.ready(live.url)
+    header = page.locator("header").bounding_box()
+    assert header is not None and header["height"] < 64, "one row"
+    setting(page, max_tokens=3000, ignore_eos=True)
+    send(page, "Hello")
     page.click("#tab-overview")
-    page.click("#try-it")
     page.wait_for_selector("#running button")
     held = page.locator("#running td >> nth=1").bounding_box()
     assert held is not None and held["x"] < PHONE["width"] / 2, "ids push nothing out of view"
+    wide = page.eval_on_selector("#running-table", "one => [one.scrollWidth, one.clientWidth]")
+    assert wide[0] > wide[1], "the table scrolls inside of its card"
     for view in VIEWS:
         page.click(f"#tab-{view}")
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), view
+    page.click("#tab-playground")
+    page.click("#stop")
+    answered(page)
+    page.click("#open-cache")
+    assert page.is_visible("#cache .share") and not page.is_visible("#hello")
+    page.click("#open-cache")
+    assert not page.is_visible("#cache") and page.is_visible("#prompt")
+    page.click("#open-settings")
+    drawer = page.locator("#settings").bounding_box()
+    assert drawer == {"x": 0, "y": 0, **PHONE}, "all of the screen"
     small: list[Any] = (
         page.evaluate("""() => [...document.querySelectorAll('input, select, textarea')]
       .filter(one => parseFloat(getComputedStyle(one).fontSize) < 16).map(one => one.id)""")
@@ -134,7 +151,7 @@ def test_a_phone_shows_figures_and_does_not_zoom(live: Server, watched: Watched)
 def test_an_outline_leaves_with_the_pointer(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     ask(page, "Hello", 50)
-    page.locator(".answer .tokens >> nth=1").locator(".token >> nth=3").hover()
+    page.locator(".answer .tokens").locator(".token >> nth=3").hover()
     assert page.locator(".token.current").count() == 1 and page.is_visible("#strip")
     page.mouse.move(5, 5)
     assert page.locator(".token.current").count() == 0 and not page.is_visible("#strip")

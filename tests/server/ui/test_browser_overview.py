@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvserve.config import EngineConfig
 from tests.server.conftest import StartServer
 from tests.server.real_server import Server
 from tests.server.ui.browser import DESKTOP, PHONE, SIZES, Watched, send, setting
@@ -32,7 +33,7 @@ def test_try_it_compares_with_the_full_cache(live: Server, watched: Watched) -> 
     page.click("#try-it")
     page.wait_for_selector("#try-tokens:not([hidden])")
     none, kara = page.locator("#try-runs .quiet").all_inner_texts()
-    assert "for 525 of 525 tokens" in none and "tokens/s" in none
+    assert "for 525 of 525 tokens" in none
     assert "of 525 tokens" in kara and "for 525 of" not in kara
     widths = page.locator("#try-runs .bar span").evaluate_all(
         "all => all.map(one => parseFloat(one.style.width))"
@@ -42,8 +43,10 @@ def test_try_it_compares_with_the_full_cache(live: Server, watched: Watched) -> 
     assert "answer" in verdict and "% less memory" in verdict
     page.click("#try-tokens")
     assert page.locator("#view-playground .answers.two .tokens .token.some").count() > 50
+    assert page.inner_text(".answer.chosen .chip") == "kara"
+    assert kara.split(" for ")[1] in page.inner_text("#cache .counts"), "one count, wherever"
     page.click("#tab-overview")
-    page.wait_for_selector("#sentence:has-text('Nothing runs now. Of ')")
+    page.wait_for_selector("#sentence:has-text('Nothing runs now. At the fullest, 1 request')")
     watched.check()
 
 
@@ -75,68 +78,218 @@ def test_blocks_and_their_ghosts_while_requests_run(live: Server, watched: Watch
     watched.check()
 
 
-FEED = """async (given) => {
+TAKE = """async (event) => {
   const { take } = await import("/ui/app.js");
-  const long = [];
-  new PerformanceObserver((list) => long.push(...list.getEntries().map(({ duration }) => duration)))
-    .observe({ entryTypes: ["longtask"] });
-  const { event, seconds } = given;
-  let shown = 0;
-  await new Promise((done) => {
-    const timer = setInterval(() => {
-      event.time += 1 / 60;
-      for (const request of event.requests) request.logical_tokens += 1;
-      event.tokens_logical += 64;
-      // Blocks move from request to request, so that there are ghosts all the time.
-      const first = event.cells.runs.splice(0, 2);
-      event.cells.runs.push(...first);
-      take(structuredClone(event));
-      if (++shown >= 60 * seconds) { clearInterval(timer); done(); }
-    }, 1000 / 60);
-  });
-  return { long, shown };
+  take(event);
 }"""
 
 
-def crowd(server: Any, requests: int = 64, blocks: int = 4000) -> dict[str, Any]:
-    """An event with many requests, from one of the server's."""
+def crowd(server: Any, requests: int = 64, pool: int = 4000, **values: Any) -> dict[str, Any]:
+    """An event with so many requests of 900 tokens, from one of the server's; a block has 1 KiB.
+
+    ``values`` are those of each request.
+    """
     with server.http.stream("GET", "/v1/kv/events") as response:
         line = next(line for line in response.iter_lines() if line.startswith("data: "))
     event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-    event["requests"] = [
-        {
-            "request_id": f"cmpl-{i:032x}",
-            "policy": "kara",
-            "logical_tokens": 900,
-            "held_tokens": 300,
-            "blocks": 20,
-            "log_blocks": 4,
-            "compactions": 3,
-            "held_bytes": 80_000,
-            "remainder_entries": 8,
-        }
-        for i in range(requests)
-    ]
-    runs = [(4 + i % requests if i % 3 else 0, 5) for i in range(blocks // 5)]
+    one: dict[str, Any] = {
+        "policy": "kara",
+        "logical_tokens": 900,
+        "held_tokens": 300,
+        "blocks": 20,
+    }
+    one |= {"log_blocks": 4, "compactions": 3, "remainder_entries": 8} | values
+    one["held_bytes"] = 1024 * one["blocks"]
+    event["requests"] = [{"request_id": f"cmpl-{i:032x}", **one} for i in range(requests)]
+    runs = [(4 + i % requests if i % 3 else 0, 5) for i in range(pool // 5)]
     event["cells"] = {"blocks_per_cell": 1, "runs": [part for run in runs for part in run]}
-    event |= {"num_running": requests, "tokens_logical": 900 * requests, "tokens_held": 300 * 64}
-    return event
+    event |= {"blocks_total": pool, "blocks_free": 0, "bytes_total": 1024 * pool}
+    event |= {"num_running": requests, "tokens_logical": one["logical_tokens"] * requests}
+    return event | {"tokens_held": one["held_tokens"] * requests}
 
 
-@pytest.mark.parametrize("view", ["overview", "requests"])
-def test_sixty_updates_a_second_with_64_requests(
-    start_server: StartServer, watched: Watched, view: str
-) -> None:
+def tell(page: Any, event: dict[str, Any]) -> None:
+    """Give the page these figures, and let it draw them: its clock stands still otherwise."""
+    page.evaluate(TAKE, event)
+    page.clock.run_for(200)
+
+
+@pytest.fixture
+def stopped(start_server: StartServer, watched: Watched) -> tuple[Any, Any]:
+    """A server that does nothing, and a page whose clock goes only when it is told to."""
     server = start_server()
+    watched.page.clock.install(time=0)
     page = watched.ready(server.url)
-    page.click(f"#tab-{view}")
+    page.wait_for_selector("#since:has-text('Since')")  # the server's own event, the only one
+    page.clock.pause_at(3600)
+    return server, page
+
+
+def test_a_recording_plays_until_something_runs(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
+    page.clock.run_for(300)
+    page.wait_for_selector("#recorded:not([hidden])")
+    assert page.inner_text("#film") == "Pause"
+    shares = []
+    for _ in range(14):
+        page.clock.run_for(1000)
+        shares.append(int(page.inner_text("#share").removesuffix(" %")))
+    assert max(shares) > 40 and len(set(shares)) > 5, shares
+    assert page.inner_text("#film") == "Play again", "it ends by itself"
+    assert "3 chains of sums of kvserve/tiny-long under kara" in page.inner_text("#recorded")
+    assert page.inner_text("#nobody") == "Nothing runs.", "a recording is no request"
+    assert page.get_attribute("#cells", "aria-label").endswith("just released")
+    page.click("#film")
+    assert page.inner_text("#film") == "Pause"
+    tell(page, crowd(server, 2))
+    assert not page.is_visible("#recorded")
+    assert "2 requests run, remembering 1,800 tokens in the space of 600." in page.inner_text("h2")
+    tell(page, crowd(server, 2) | {"num_running": 0, "requests": []})
+    assert not page.is_visible("#recorded"), "what has run here is shown instead"
+
+
+def test_less_motion_shows_the_end_of_the_recording(
+    start_server: StartServer, watched: Watched
+) -> None:
+    watched.page.emulate_media(reduced_motion="reduce")
+    page = watched.ready(start_server().url)
+    page.wait_for_selector("#film:text-is('Play again')")
+    assert int(page.inner_text("#share").removesuffix(" %")) > 30
+
+
+def test_figures_say_what_they_are_of(stopped: tuple[Any, Any]) -> None:
+    """The full cache takes whole blocks too; a query log is told apart, where there is one."""
+    server, page = stopped
+    words = {}
+    cases: dict[str, dict[str, Any]] = {
+        "saved": {},
+        "logged": {"logical_tokens": 300, "blocks": 24, "compactions": 0},
+        "waiting": {"logical_tokens": 300, "blocks": 19, "log_blocks": 0, "compactions": 0},
+        "none": {"policy": "none", "logical_tokens": 300, "blocks": 20, "log_blocks": 0}
+        | {"compactions": 0, "remainder_entries": 0},
+    }
+    for name, values in cases.items():
+        tell(page, crowd(server, 3, **values))
+        words[name] = page.inner_text("#figure").replace("\n", " ")
+        bars = [page.inner_text("#with"), page.inner_text("#log-note")]
+        assert ("for the query log" in bars[1]) == (name in ("saved", "logged")), name
+        if name == "saved":
+            assert page.inner_text("#without") == "171.0 KiB" and bars[0] == "60.0 KiB"
+    assert words == {
+        "saved": "65 % less memory",
+        "logged": "26 % more memory, for the query log",
+        "waiting": "0 % less: nothing is compacted yet",
+        "none": "0 % less: policy none keeps everything",
+    }
+
+
+def test_idle_figures_are_of_the_fullest_moment(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
+    idle = crowd(server, 1) | {"num_running": 0, "requests": [], "tokens_evicted_total": 10**6}
+    for event in (crowd(server, 2), crowd(server, 5), crowd(server, 1, held_tokens=800), idle):
+        tell(page, event)
+    told = page.inner_text("#sentence")
+    assert told.endswith(
+        "At the fullest, 5 requests remembered 4,500 tokens in the space of 1,500."
+    )
+    assert page.inner_text("#without") == "285.0 KiB" and page.inner_text("#share") == "65 %"
+
+
+def test_one_compaction_is_one(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
+    tell(page, crowd(server) | {"compactions_total": 1, "blocks_released_total": 1})
+    assert page.inner_text("#since") == "Since the start 1 compaction has released 1 block."
+    tell(page, crowd(server) | {"compactions_total": 2, "blocks_released_total": 0})
+    assert page.inner_text("#since") == "Since the start 2 compactions have released 0 blocks."
+
+
+def test_charts_have_data_or_are_not_there(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
+    idle = crowd(server, 1) | {"num_running": 0, "num_waiting": 0, "requests": []}
+    totals = ["generation_tokens_total", "prompt_tokens_total", "preemptions_total", "swaps_total"]
+    idle |= dict.fromkeys(totals, 0)
+    tell(page, idle)
+    page.clock.run_for(1000)
+    assert page.locator("#charts .chart >> visible=true").count() == 0
+    tell(page, idle | {"generation_tokens_total": 5000})
+    page.clock.run_for(1000)
+    generated = page.locator("#charts .key.one output").first
+    assert generated.inner_text() == "5,000/s"
+    assert page.locator("#charts .chart >> visible=true").count() == 1
+    page.clock.run_for(1000)
+    assert generated.inner_text() == "0/s", "what nobody reports any more is zero"
+    page.clock.run_for(181_000)
+    assert page.locator("#charts .chart >> visible=true").count() == 0
+
+
+LOOK = """async (cells) => {
+  const { columnsFor } = await import("/ui/overview/block_map.js");
+  const canvas = document.getElementById("cells"), context = canvas.getContext("2d");
+  const step = canvas.clientWidth / columnsFor(100, canvas.clientWidth);
+  return Array.from({ length: cells }, (_, i) =>
+    [...context.getImageData(Math.round(i * step) + step / 2 - 1, 2, 1, 1).data].join());
+}"""
+MARKS = """() => [...document.querySelectorAll("#legend canvas")].map((canvas) => {
+  const middle = Math.floor(canvas.width / 2), context = canvas.getContext("2d");
+  return [...context.getImageData(middle, 2, 1, 1).data].join();
+})"""
+
+
+def test_the_map_is_whole_and_drawn_as_its_legend_says(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
+    event = crowd(server, 1)
+    event["cells"] = {"blocks_per_cell": 2, "runs": [4, 1, 1, 1, 2, 1, 3, 1, 0, 16_380]}
+    tell(page, event | {"blocks_total": 32_767})
+    assert "16,384 cells" in page.get_attribute("#cells", "aria-label")
+    assert "stands for 2 blocks and shows the first" in page.inner_text("#cell")
+    event["cells"] = {"blocks_per_cell": 1, "runs": [4, 1, 1, 1, 2, 1, 3, 1, 0, 96]}
+    tell(page, event | {"blocks_total": 100})
+    seen = page.evaluate(LOOK, 5)
+    request, _, cached, logged, coded, free = page.evaluate(MARKS)
+    assert seen[1:] == [cached, logged, coded, free], "the legend is drawn as the map is"
+    assert len({request, cached, logged, coded, free}) == 5
+
+
+def test_entries_in_fewer_bits_have_a_shade_of_their_own(
+    start_server: StartServer, watched: Watched
+) -> None:
+    config = EngineConfig.from_flat(model="kvserve/tiny", kv_cache_dtype="k8v4")
+    page = watched.ready(start_server(config=config, allow_kv_trace=True).url)
+    assert page.get_attribute("body", "data-bits") == "k8v4"
+    page.click("#tab-playground")
+    assert "held, in fewer bits (k8v4)" in page.inner_text("#token-legend")
+    other = watched.ready(start_server(allow_kv_trace=True).url)
+    assert other.get_attribute("body", "data-bits") is None
+    other.click("#tab-playground")
+    assert "fewer bits" not in other.inner_text("#token-legend")
+
+
+DRAWN = """() => {
+  window.drawn = 0;
+  const canvas = document.getElementById("cells"), own = canvas.getContext.bind(canvas);
+  canvas.getContext = (kind) => (window.drawn++, own(kind));
+  window.rows = 0;
+  new MutationObserver((all) => all.forEach(({ addedNodes, removedNodes }) => {
+    window.rows += addedNodes.length + removedNodes.length;
+  })).observe(document.getElementById("running"), { childList: true });
+}"""
+
+
+def test_sixty_updates_a_second_are_drawn_ten_times(stopped: tuple[Any, Any]) -> None:
+    server, page = stopped
     event = crowd(server)
-    page.evaluate(FEED, {"event": event, "seconds": 1})  # warm
-    found = [page.evaluate(FEED, {"event": event, "seconds": 2}) for _ in range(4)]
-    assert all(one["shown"] == 120 for one in found)
-    assert [] in [one["long"] for one in found], f"tasks of more than 50 ms: {found}"
-    if view == "overview":
-        page.wait_for_selector("#running tr >> nth=63")
+    tell(page, event)
+    page.evaluate(DRAWN)
+    for step in range(60):
+        event["cells"]["runs"] = event["cells"]["runs"][2:] + event["cells"]["runs"][:2]
+        event["tokens_logical"] += 64
+        page.evaluate(TAKE, event | {"time": event["time"] + step / 60})
+        page.clock.run_for(17)
+    page.clock.run_for(200)
+    assert 5 <= page.evaluate("window.drawn") <= 12
+    assert page.evaluate("window.rows") == 0, "rows stay as long as their requests run"
+    assert page.locator("#running tr").count() == 64
+    assert f"{event['tokens_logical']:,} tokens" in page.inner_text("#sentence")
 
 
 SHIFTS = """() => { window.shifts = 0;
@@ -156,9 +309,8 @@ def test_nothing_jumps_while_a_request_streams(
     setting(page, max_tokens=2500, ignore_eos=True)
     send(page, "Hello")
     page.click(f"#tab-{view}")
+    page.wait_for_selector(".answer .token >> nth=50", state="attached")
     page.wait_for_timeout(600)
     page.evaluate(SHIFTS)
-    page.wait_for_timeout(2500)
+    page.wait_for_selector(".answer .token >> nth=400", state="attached")
     assert page.evaluate("window.shifts") < 0.1
-    page.click("#tab-playground")
-    assert page.locator(".answer .token").count() > 100

@@ -30,6 +30,7 @@ function show(name) {
     tab.setAttribute("aria-selected", String(chosen));
     tab.tabIndex = chosen ? 0 : -1;
   }
+  document.body.dataset.view = name;
   if (location.hash !== `#${name}`) history.replaceState(null, "", `#${name}`);
   requests.redraw();
   overview.redraw();
@@ -54,12 +55,18 @@ let served = "";
 
 /** At every new connection: what is served may be another model, or the same one again. */
 async function serve({ info, policies }) {
-  overview.serve({ info });
-  const [model] = info.served_model_names, own = info.policy;
-  const now = JSON.stringify([model, info.max_model_len, info.kv_trace, own, policies]);
+  const [model] = info.served_model_names, own = info.policy, { dtype } = info.kv_cache;
+  const now = JSON.stringify([model, info.max_model_len, info.kv_trace, own, dtype, policies]);
+  overview.serve({ info }, now !== served);
   if (now === served) return;
   served = now;
-  say($("served"), `${model}, policy ${words(own.name, own.args)}, kvserve ${info.version}`);
+  say($("served-model"), model);
+  say($("served-policy"), own.name);
+  $("served-policy").hidden = false;
+  say($("serves"), `kvserve ${info.version} serves ${model} under ${words(own.name, own.args)}.`);
+  if (dtype === "auto") delete document.body.dataset.bits;
+  else document.body.dataset.bits = dtype;
+  say($("in-bits"), dtype === "auto" ? "" : `, in fewer bits (${dtype})`);
   const server = {
     model,
     own,
@@ -88,4 +95,5 @@ for (const view of VIEWS) {
 show(VIEWS.find((view) => location.hash === `#${view}`) ?? "overview");
 new Connection({
   onServer: (server) => serve(server).catch((error) => console.error(error)), onEvent: take,
+  onState: (live) => tryIt.connect(live),
 }).run();

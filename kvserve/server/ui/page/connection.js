@@ -14,9 +14,8 @@ const state = ({ code }) =>
 
 /** Reads the stream while the page can be seen, and the settings again at every new beginning. */
 export class Connection {
-  constructor({ onServer, onEvent }) {
-    this.onServer = onServer;
-    this.onEvent = onEvent;
+  constructor({ onServer, onEvent, onState }) {
+    Object.assign(this, { onServer, onEvent, onState });
     this.seen = null; // when the last figures came
     this.tell("connecting");
     setInterval(() => this.explain(), 1000);
@@ -58,6 +57,7 @@ export class Connection {
     this.state = name;
     document.body.dataset.link = name;
     say($("link-text"), STATES[name]);
+    this.onState(name === "live");
     this.explain();
   }
 

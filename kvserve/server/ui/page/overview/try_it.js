@@ -16,6 +16,7 @@ export class TryIt {
   /** `show` leads to the playground with what was answered. */
   constructor(playground, show) {
     this.playground = playground;
+    this.live = false;
     $("try-it").addEventListener("click", () => (this.abort ? this.abort.abort() : this.run()));
     $("try-tokens").addEventListener("click", () => show(this.example.prompt, this.answers));
   }
@@ -30,10 +31,20 @@ export class TryIt {
     // The longest one: it shrinks most.
     const [longest] = (await examplesOf(server)).sort((a, b) => b.max_tokens - a.max_tokens);
     this.example = longest && fitted(longest, server);
-    $("try-it").disabled = !(this.example && this.policy);
+    this.mend();
     if (!this.example || !this.policy) return;
     say($("try-what"), `${this.example.about}: asked twice, with the full cache (none) and then ` +
       `with one that shrinks (${this.policy.name}).`);
+  }
+
+  /** Whether the server can be asked. */
+  connect(live) {
+    this.live = live;
+    this.mend();
+  }
+
+  mend() {
+    $("try-it").disabled = !(this.example && this.policy && (this.live || this.abort));
   }
 
   /** One after the other, so that neither slows the other down. */
@@ -56,6 +67,7 @@ export class TryIt {
     } finally {
       this.abort = null;
       say($("try-it"), "Try it again");
+      this.mend();
     }
   }
 
@@ -77,9 +89,9 @@ export class TryIt {
       return say(words, answer.progress());
     }
     fill(bar, memory.held / Math.max(most, memory.held));
-    const kv = run.usage.kv_cache_details, { speed } = run;
+    const kv = run.usage.kv_cache_details;
     say(words, `${bytes(memory.held)} for ${count(kv.held_tokens)} of ` +
-      `${count(kv.logical_tokens)} tokens, ${count(speed ?? 0)} tokens/s`);
+      `${count(kv.logical_tokens)} tokens`);
   }
 
   judge() {

@@ -1,7 +1,7 @@
-// One answer on the screen: its text, formatted or by token, and what it cost.
+// One answer on the screen: its text, formatted or by token, and beside it what its cache holds.
 
 import { copy } from "../shared/clipboard.js";
-import { bytes, count, el, say } from "../shared/dom.js";
+import { bytes, count, el, fill, many, say } from "../shared/dom.js";
 import { HeldTokens } from "../tokens/held_tokens.js";
 import { TokenView } from "../tokens/token_view.js";
 import { Markdown } from "./markdown.js";
@@ -9,45 +9,74 @@ import { Run } from "./run.js";
 
 export class Answer {
   /** `policy` is what the request says, or nothing for the server's own. */
-  constructor(server, policy, showAs, onGrow = () => {}) {
+  constructor(server, policy, showAs, { onGrow = () => {}, onChoose = () => {} } = {}) {
     Object.assign(this, { server, policy, onGrow });
     this.run = new Run(server);
     this.held = new HeldTokens();
     this.view = new TokenView(this.held);
     this.formatted = new Markdown();
-    this.title = el("span", {}, this.name);
+    this.chip = el("button", {
+      class: "chip", type: "button", "aria-controls": "cache", "aria-pressed": "false",
+    }, this.name);
     this.pace = el("span", { class: "pace" });
-    this.counts = el("p", { class: "counts" });
-    this.other = el("button", { type: "button", onclick: () => this.show(this.hidden) });
-    const button = el("button", {
-      type: "button", onclick: () => copy(this.text).then((done) => say(button, done)),
-    }, "Copy");
-    // What comes at the end stands below, so that nothing moves while the text grows.
-    this.ended = el("div", { hidden: true }, this.counts, el("div", { class: "row" }, button, this.other));
-    this.element = el("section", { class: "answer", "aria-label": `Answer under ${this.name}` },
-      el("h3", {}, this.title, " ", this.pace), this.view.element, this.formatted.element, this.ended);
+    this.note = el("p", { class: "quiet", hidden: true });
+    this.element = el("section", {
+      class: "answer", "aria-label": `Answer under ${this.name}`,
+      onclick: () => onChoose(this), onfocusin: () => onChoose(this),
+    }, el("h3", {}, this.chip, this.pace), this.view.element, this.formatted.element, this.note);
+    this.panel = this.makePanel();
     this.show(server.kvTrace ? showAs : "text");
     this.other.hidden = !server.kvTrace;
   }
 
+  makePanel() {
+    this.share = el("strong");
+    this.shareOf = el("span");
+    this.figure = el("p", { class: "share", hidden: true }, this.share, this.shareOf);
+    this.bars = ["Full cache", "Held"].map((name) => {
+      const part = el("span"), words = el("output");
+      const bar = el("span", { class: name === "Held" ? "bar" : "bar without", "aria-hidden": "true" }, part);
+      return { part, words, all: [el("span", {}, name), bar, words] };
+    });
+    this.logPart = el("span", { class: "log" });
+    this.bars[1].part.after(this.logPart);
+    this.pair = el("div", { class: "pair", hidden: true }, ...this.bars.flatMap(({ all }) => all));
+    this.counts = el("p", { class: "counts quiet" });
+    this.other = el("button", { type: "button", onclick: () => this.show(this.hidden) });
+    this.copy = el("button", {
+      type: "button", onclick: () => copy(this.text).then((done) => say(this.copy, done)),
+    }, "Copy");
+    this.ended = el("div", { class: "row", hidden: true }, this.copy, this.other);
+    return el("div", {}, this.figure, this.pair, this.counts, this.view.panel, this.ended);
+  }
+
   /** An answer of an earlier visit: what is left of it is its text. */
-  static saved(server, { text, name, note }) {
-    const answer = new Answer({ ...server, kvTrace: false }, undefined, "text");
-    answer.savedName = name;
-    answer.title.textContent = name;
+  static saved(server, { text, name, note }, listeners) {
+    const answer = new Answer({ ...server, kvTrace: false, policyName: name }, undefined, "text", listeners);
     answer.ended.hidden = false;
     answer.run.text = text;
     answer.formatted.write(text);
-    say(answer.counts, note ?? "");
+    say(answer.counts, "Of an answer of an earlier visit only the text is kept.");
+    answer.remark(note);
     return answer;
   }
 
   get name() {
-    return this.savedName ?? this.policy?.name ?? this.server.policyName;
+    return this.policy?.name ?? this.server.policyName;
   }
 
   get text() {
     return this.run.text;
+  }
+
+  remark(text) {
+    this.note.hidden = !text;
+    say(this.note, text ?? "");
+  }
+
+  choose(chosen) {
+    this.element.classList.toggle("chosen", chosen);
+    this.chip.setAttribute("aria-pressed", String(chosen));
   }
 
   show(how) {
@@ -66,14 +95,11 @@ export class Answer {
         event: (event) => this.view.apply(event),
         text: (text, start, tokens) => this.grow(text, start, tokens),
       });
-      this.account(this.run.usage);
+      this.account(this.run.usage.kv_cache_details);
     } catch (error) {
       this.fail(error);
     }
-    say(this.pace, this.progress());
-    this.ended.hidden = false;
-    this.view.end(this.run.tokens, this.run.usage?.kv_cache_details.remainder_entries ?? 0);
-    if (this.hidden === "tokens") this.formatted.write(this.text, this.run.thought);
+    if (!this.failed) this.end();
     this.onGrow();
   }
 
@@ -83,44 +109,75 @@ export class Answer {
       this.frame = null;
       if (this.hidden === "tokens") this.formatted.writeSoon(this.text, this.run.thought);
       say(this.pace, this.progress());
+      if (!this.memory) this.tellSoFar();
       this.onGrow();
     });
   }
 
-  progress() {
-    const { ids, speed } = this.run;
-    return `${count(ids.length)} tokens` + (speed ? `, ${count(speed)} per second` : "");
+  end() {
+    const { run } = this, kv = run.usage?.kv_cache_details;
+    say(this.pace, this.progress());
+    this.ended.hidden = false;
+    this.view.end(kv?.logical_tokens ?? run.tokens, kv?.remainder_entries ?? 0);
+    if (this.hidden === "tokens") this.formatted.write(this.text, run.thought);
   }
 
-  /** The same in bytes: what is held at the end, the log of queries included, and all of it. */
+  progress() {
+    const { ids, speed } = this.run;
+    return many(ids.length, "token") + (speed ? `, ${count(speed)} per second` : "");
+  }
+
+  /** What is held at the end and what the full cache would be, in bytes; the log of queries is held. */
   get memory() {
     const kv = this.run.usage?.kv_cache_details;
     return kv && {
-      held: kv.held_bytes + kv.log_bytes, all: kv.logical_tokens * this.server.tokenBytes,
+      held: kv.held_bytes + kv.log_bytes, log: kv.log_bytes,
+      all: Math.max(kv.logical_tokens * this.server.tokenBytes, kv.compactions ? 0 : kv.held_bytes),
     };
   }
 
-  account(usage) {
-    const kv = usage.kv_cache_details, { held, all } = this.memory;
-    const parts = [
-      `Cache at the end: ${count(kv.held_tokens)} of ${count(kv.logical_tokens)} tokens, ${bytes(held)}` +
-        (kv.compactions ? ` instead of ${bytes(all)}` : ""),
-    ];
+  /** While the answer comes: what the trace says, the log of queries left out. */
+  tellSoFar() {
+    const { held, run, server } = this;
+    if (!held.lanes) return;
+    const tokens = held.entries(run.tokens) / held.lanes;
+    this.tell({ held: tokens * server.tokenBytes, log: 0, all: run.tokens * server.tokenBytes });
+    say(this.counts, `${count(tokens)} of ${count(run.tokens)} tokens so far, the query log left out.`);
+  }
+
+  tell({ held, log, all }) {
+    const most = Math.max(held, all, 1), percent = Math.round(100 * (1 - held / (all || 1)));
+    this.figure.hidden = this.pair.hidden = false;
+    say(this.share, `${Math.abs(percent)} %`);
+    say(this.shareOf, percent < 0 ? "more memory, for the query log" : "less memory");
+    const [full, kept] = this.bars;
+    fill(full.part, all / most);
+    fill(kept.part, (held - log) / most);
+    fill(this.logPart, log / most);
+    say(full.words, bytes(Math.round(all)));
+    say(kept.words, bytes(Math.round(held)));
+  }
+
+  account(kv) {
+    this.tell(this.memory);
+    const parts = [`${count(kv.held_tokens)} of ${count(kv.logical_tokens)} tokens at the end`];
     if (kv.compactions) {
-      parts.push(`${count(kv.compactions)} compactions released ${count(kv.blocks_released)} blocks`);
+      parts.push(`${many(kv.compactions, "compaction")} released ${many(kv.blocks_released, "block")}`);
     }
-    if (this.held.lanes) {
-      const lanes = this.held.lanes * kv.logical_tokens;
-      this.counts.dataset.dropped = String(1 - this.held.entries(kv.logical_tokens) / lanes);
-      this.counts.dataset.usage = String(1 - kv.held_entries / lanes);
-    }
+    if (kv.log_bytes) parts.push(`hatched: ${bytes(kv.log_bytes)} for the query log`);
     say(this.counts, `${parts.join("; ")}.`);
+    if (!this.held.lanes) return;
+    const lanes = this.held.lanes * kv.logical_tokens;
+    this.element.dataset.dropped = String(1 - this.held.entries(kv.logical_tokens) / lanes);
+    this.element.dataset.usage = String(1 - kv.held_entries / lanes);
   }
 
   fail(error) {
     this.stopped = error.name === "AbortError";
     this.failed = !this.text;
-    if (this.stopped) return say(this.counts, "Stopped.");
+    if (this.failed) say(this.counts, "No answer came.");
+    if (this.failed) this.view.element.hidden = true;
+    if (this.stopped) return this.remark("Stopped.");
     this.error = error;
     this.element.append(el("p", { class: "error", role: "alert" }, error.message));
   }

@@ -36,6 +36,7 @@ export class Playground {
       this.conversations.choose(Number(event.target.value));
       this.open(this.conversations.current);
     });
+    $("open-cache").addEventListener("click", () => this.openCache());
     const thread = $("thread");
     let before = 0;
     thread.addEventListener("scroll", () => {
@@ -52,6 +53,7 @@ export class Playground {
     this.server = server;
     this.settings.serve(server);
     $("trace-off").hidden = server.kvTrace;
+    $("token-legend").hidden = !server.kvTrace;
     this.open(this.conversations.current);
     this.offer(await examplesOf(server));
   }
@@ -63,7 +65,7 @@ export class Playground {
     say($("editing"), "");
     this.conversations.current = conversation;
     this.show(conversation.turns.map(({ text, answers }) =>
-      this.turn(text, answers.map((saved) => Answer.saved(this.server, saved)))));
+      this.turn(text, answers.map((saved) => Answer.saved(this.server, saved, this.listeners)))));
     this.list();
   }
 
@@ -73,7 +75,27 @@ export class Playground {
     $("hello").hidden = turns.length > 0;
     $("thread").replaceChildren(...hints, ...turns.map((turn) => turn.element));
     this.mend();
+    const last = turns.at(-1)?.answers ?? [];
+    this.choose(last.find(({ name }) => name !== "none") ?? last[0]);
     this.follow(true);
+  }
+
+  /** Whose cache is shown beside the conversation. */
+  choose(answer) {
+    if (answer === this.chosen) return;
+    this.chosen?.choose(false);
+    this.chosen = answer;
+    answer?.choose(true);
+    $("no-answer").hidden = Boolean(answer);
+    say($("cache-title"), answer ? `Cache under ${answer.name}` : "Cache");
+    $("cache-of").replaceChildren(...(answer ? [answer.panel] : []));
+  }
+
+  /** Where there is no room for both, the cache lies over the conversation until it is closed. */
+  openCache() {
+    const open = $("cache").classList.toggle("open");
+    $("open-cache").setAttribute("aria-expanded", String(open));
+    say($("open-cache"), open ? "Chat" : "Cache");
   }
 
   list() {
@@ -95,7 +117,11 @@ export class Playground {
   }
 
   answer(policy) {
-    return new Answer(this.server, policy, this.settings.showAs, () => this.follow());
+    return new Answer(this.server, policy, this.settings.showAs, this.listeners);
+  }
+
+  get listeners() {
+    return { onGrow: () => this.follow(), onChoose: (answer) => this.choose(answer) };
   }
 
   onKey(event) {
@@ -117,7 +143,8 @@ export class Playground {
 
   send() {
     const text = $("prompt").value;
-    if (!text.trim() || this.busy || !this.server) return;
+    if (!text.trim() || this.busy) return;
+    if (!this.server) return say($("editing"), "Not connected yet: the message stays here until it can be sent.");
     $("prompt").value = "";
     const from = this.editing ?? this.turns.length;
     this.editing = null;
@@ -153,6 +180,7 @@ export class Playground {
       this.setBusy(false);
     }
     turn.compare();
+    this.follow();
     for (const answer of answers) if (answer.run.id) this.onAnswer(answer);
   }
 
@@ -162,6 +190,7 @@ export class Playground {
     const turn = this.turn(text, answers);
     this.show([turn]);
     turn.compare();
+    this.follow(true);
     this.keep();
   }
 
@@ -191,7 +220,7 @@ export class Playground {
     if (!this.server) return;
     const { policies } = this.settings, { own } = this.server;
     const names = policies.map((policy) => policy?.name ?? words(own.name, own.args));
-    say($("asked-of"), `policy ${names.join(" and ")}`);
+    say($("asked-of"), names.join(" and "));
   }
 
   offer(examples) {

@@ -6,12 +6,12 @@ import { differences, verdict } from "./differences.js";
 export class Turn {
   constructor(text, answers, { onEdit, onAgain }) {
     Object.assign(this, { text, answers });
-    this.compared = el("p", { class: "counts verdict", role: "status", hidden: answers.length < 2 });
-    this.again = el("button", { type: "button", onclick: () => onAgain(this) }, "Regenerate");
+    this.compared = el("p", { class: "verdict", role: "status", hidden: answers.length < 2 });
+    this.again = el("button", { class: "plain", type: "button", onclick: () => onAgain(this) }, "Regenerate");
     this.element = el("article", { class: "turn" },
       el("div", { class: "said", tabindex: "0" }, text),
       el("div", { class: "row" },
-        el("button", { type: "button", onclick: () => onEdit(this) }, "Edit"), this.again),
+        el("button", { class: "plain", type: "button", onclick: () => onEdit(this) }, "Edit"), this.again),
       el("div", { class: answers.length > 1 ? "answers two" : "answers" },
         ...answers.map((answer) => answer.element)),
       this.compared);

@@ -40,6 +40,9 @@ export const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 export const count = (number) => whole.format(number);
 
+/** How many of something, in words: `many(1, "block")`. */
+export const many = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;
+
 /** `draw`, in an animation frame and at most every `pause` ms, however often it is asked for. */
 export function paced(draw, pause = 100) {
   let asked = false, last = -Infinity;

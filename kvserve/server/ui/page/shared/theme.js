@@ -14,7 +14,8 @@ export function useTheme(onChange) {
   const button = $("theme");
   const apply = (theme) => {
     document.documentElement.style.colorScheme = theme === "system" ? "" : theme;
-    button.textContent = `Theme: ${theme}`;
+    button.querySelector("span").textContent = theme;
+    button.setAttribute("aria-label", `Theme: ${theme}`);
   };
   let theme = localStorage.getItem(NAME) ?? "system";
   apply(theme);

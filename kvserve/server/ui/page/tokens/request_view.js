@@ -1,9 +1,16 @@
 // One request on a time line: what was held, by layer and head, when blocks came back, the log.
 
 import { Chart } from "../shared/chart.js";
-import { $, canvas2d, colour, count, el, paced, percent, say } from "../shared/dom.js";
+import { $, canvas2d, colour, count, el, many, paced, percent, say } from "../shared/dom.js";
 
 const MOST = 256;
+const GUTTER = 56, AXIS = 24; // pixels for the names of layers, and for the tokens below
+
+/** The distance of marks on an axis up to `most`: 1, 2 or 5 times a power of ten, five marks or so. */
+function ticks(most) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(most, 5) / 5));
+  return power * [1, 2, 5, 10].find((step) => (most / 5 <= step * power));
+}
 
 /** What is known of requests: samples of the stream, and traces of this page's own answers. */
 export class RequestView {
@@ -14,7 +21,7 @@ export class RequestView {
     this.redraw = paced(() => $("view-requests").hidden || this.draw());
     this.select = $("request");
     this.tokens = new Chart("Tokens", { read: "two", held: "one" });
-    this.blocks = new Chart("Blocks", { "all of it": "one", "for the query log": "two" });
+    this.blocks = new Chart("Blocks", { "all of it": "one", "query log": "log" });
     $("request-charts").append(this.tokens.element, this.blocks.element);
     this.select.addEventListener("change", () => this.choose(this.select.value));
   }
@@ -34,6 +41,7 @@ export class RequestView {
     const known = [...this.records.keys()].find((id) => id.startsWith(`${run.id}-`));
     const record = this.record(known ?? run.id, name);
     record.held = held;
+    record.tokens = run.usage?.kv_cache_details.logical_tokens ?? run.tokens;
     this.choose(record.id);
   }
 
@@ -77,45 +85,64 @@ export class RequestView {
     $("traced").hidden = !events.length;
     if (events.length && events !== this.drawn) {
       this.drawn = events;
-      this.drawLanes(record.held, events);
+      this.drawLanes(record.held, record.tokens);
       this.listEvents(record.held, events);
     }
   }
 
-  /** A column for each event, a row for each layer and head: the share of the tokens that is held. */
-  drawLanes(held, events) {
-    const height = Math.max(4, Math.min(16, Math.floor(360 / held.lanes)));
-    const [context, width] = canvas2d($("lanes"), height * held.lanes);
-    const step = width / events.length;
-    context.fillStyle = colour("held");
-    context.strokeStyle = colour("edge");
-    context.lineWidth = 0.5;
-    events.forEach((event, i) => {
-      event.held.forEach((tokens, lane) => {
-        const x = i * step, y = lane * height, wide = Math.max(1, step - 2);
-        context.fillRect(x, y, wide * (event.seen ? tokens / event.seen : 1), height - 1);
-        context.strokeRect(x + 0.25, y + 0.25, wide - 0.5, height - 1.5);
-      });
-    });
+  /** A row for each layer and KV head, a column for some tokens: how many of them are held at the end. */
+  drawLanes(held, tokens) {
+    const { lanes, heads, layers } = held, high = Math.max(1, Math.min(14, Math.floor(360 / lanes)));
+    const [context, width] = canvas2d($("lanes"), high * lanes + AXIS), wide = width - GUTTER;
+    context.font = "12px system-ui, sans-serif";
+    context.textBaseline = "middle";
+    for (let lane = 0; lane < lanes; lane++) {
+      context.fillStyle = colour("free");
+      context.fillRect(GUTTER, lane * high, wide, Math.max(1, high - 1));
+      context.fillStyle = colour("held");
+      for (let x = 0; x < wide; x++) {
+        const first = Math.floor((x * tokens) / wide), last = Math.max(first + 1, ((x + 1) * tokens) / wide);
+        let kept = 0, looked = 0;
+        for (let t = first; t < last; t += Math.ceil((last - first) / 4), looked++) kept += held.holds(lane, t);
+        context.globalAlpha = kept / looked;
+        if (kept) context.fillRect(GUTTER + x, lane * high, 1, Math.max(1, high - 1));
+      }
+      context.globalAlpha = 1;
+    }
+    context.fillStyle = colour("quiet");
+    const each = Math.ceil(16 / (high * heads)); // layers for a label
+    for (let layer = 0; layer < layers; layer += each) {
+      context.fillText(`layer ${layer + 1}`, 0, (layer + 0.5) * high * heads);
+    }
+    const step = ticks(tokens);
+    for (let t = 0; t <= tokens; t += step) {
+      context.textAlign = t ? "center" : "left";
+      context.fillText(count(t), GUTTER + (t / tokens) * (wide - 12), high * lanes + AXIS / 2);
+    }
+    say($("lanes-what"), `blue is held at the end; ${many(heads, "KV head")} a layer, tokens from left to right`);
     $("lanes").setAttribute("aria-label",
-      `${held.layers} layers x ${held.heads} KV heads after ${events.length} events`);
+      `${layers} layers x ${heads} KV heads, ${count(tokens)} tokens: ` +
+      `${percent(held.entries(tokens) / (lanes * tokens || 1))} of the entries are held`);
   }
 
   listEvents(held, events) {
     const began = events[0].time;
-    $("events").replaceChildren(...events.map((event) => {
+    // The first one only says that the cache is empty.
+    $("events").replaceChildren(...events.slice(1).map((event) => {
       const dropped = event.dropped.flat().map((runs) => length(runs));
       const share = event.held.map((tokens) => (event.seen ? tokens / event.seen : 1));
       const cells = [
         `${(event.time - began).toFixed(2)} s`, event.reason, count(event.seen),
         count(dropped.reduce((a, b) => a + b, 0)),
-        `${percent(Math.min(...share))} to ${percent(Math.max(...share))}`,
+        between(percent(Math.min(...share)), percent(Math.max(...share))),
         count(event.blocks_released), count(event.queries),
       ];
       return el("tr", {}, ...cells.map((text) => el("td", {}, text)));
     }));
   }
 }
+
+const between = (least, most) => (least === most ? least : `${least} to ${most}`);
 
 function length(runs) {
   let sum = 0;

@@ -1,6 +1,6 @@
-// A prompt and its answer by token, with a slider over the events: what was held after each.
+// An answer by token (`element`), and beside it (`panel`) its prompt and a slider over the events.
 
-import { count, el, percent, say } from "../shared/dom.js";
+import { count, el, many, percent, say } from "../shared/dom.js";
 import { HeldTokens } from "./held_tokens.js";
 import { TokenText } from "./token_text.js";
 
@@ -22,13 +22,14 @@ export class TokenView {
     this.what = el("output", { for: id });
     this.slider = el("div", { class: "slider", hidden: true }, this.play, this.range, this.what);
     this.sums = el("p", { class: "quiet sums", hidden: true });
-    this.element = el("div", {},
-      el("details", { class: "prompt" }, this.promptSize, this.prompt.element),
-      this.reply.element, this.slider, this.sums);
+    this.prompts = el("details", { hidden: true }, this.promptSize, this.prompt.element);
+    this.element = this.reply.element;
+    this.panel = el("div", {}, this.slider, this.sums, this.prompts);
   }
 
   setPrompt(texts) {
     texts.forEach((text, i) => this.prompt.add(text, i, 1));
+    this.prompts.hidden = false;
     say(this.promptSize, `Prompt, by token (${count(texts.length)} tokens)`);
   }
 
@@ -39,7 +40,7 @@ export class TokenView {
     this.reply.update(changed);
   }
 
-  /** The answer has ended with so many tokens; from now on its moments can be looked at again. */
+  /** The answer has ended, and so many tokens have entered the cache: the newest has not. */
   end(tokens, remainders) {
     this.tokens = tokens;
     this.remainders = remainders;
@@ -69,8 +70,8 @@ export class TokenView {
     const share = held.lanes && seen ? held.entries(seen) / (held.lanes * seen) : 1;
     const when = over ? "At the end" : `After event ${moment - 1} of ${events.length - 1}`;
     const { blocks_released: blocks } = over ? {} : events[moment - 1];
-    return `${when}: ${count(seen)} tokens read, ${count(seen * share)} held (${percent(share)})` +
-      (blocks ? `; ${count(blocks)} ${blocks === 1 ? "block" : "blocks"} released` : "");
+    return `${when}: ${count(seen)} tokens read, ${count(Math.ceil(seen * share - 1e-6))} held ` +
+      `(${percent(share)})` + (blocks ? `; ${many(blocks, "block")} released` : "");
   }
 
   /** What the one entry in each head stands for. */
