@@ -21,7 +21,7 @@ def test_a_walk_has_what_is_entered_and_who_called_it() -> None:
     assert 0 < walk.jumps < walk.calls
     with Walk() as other:
         EngineConfig.from_flat()
-    assert {code.co_name for code in other.without(walk).callers} == {"from_flat"}
+    assert {code.co_name for code in other.without(walk).callers} == {"from_flat", "take_known"}
 
 
 def test_the_field_is_found_in_every_form() -> None:

@@ -98,6 +98,7 @@ def test_the_command(bench: Bench, tmp_path: Path) -> None:
     assert all(row["facts"] == 0.0 for row in result["rows"]), "random weights know nothing"
 
 
+@pytest.mark.slow
 def test_every_policy_at_equal_bytes(bench: Bench) -> None:
     """Named bytes, held by all that can hold as few."""
     flags = ["--fidelity", "--text-len", "300", "--num-samples", "1", "--match-bytes", "45000"]

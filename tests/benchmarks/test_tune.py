@@ -15,6 +15,7 @@ from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import entry_format
 from kvserve.server.cli import commands as cli
+from tests.thinning import slow
 
 KARA = {"name": "kara", "window": 32, "buffer": 8, "ratio": 0.25, "period": 8}
 
@@ -30,8 +31,7 @@ def tune(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     [
         KARA,
         {"name": "snapkv", "trigger": "threshold", "budget": 24, "threshold": 40, "window": 4},
-        {"name": "streaming_llm", "budget": 48},
-        {"name": "none"},
+        *slow({"name": "streaming_llm", "budget": 48}, {"name": "none"}),
     ],
     ids=lambda policy: policy["name"],
 )

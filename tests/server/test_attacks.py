@@ -84,6 +84,7 @@ def test_a_long_list_of_log_probabilities_beside_a_stream(server: Server, stream
     assert not other.failures
 
 
+@pytest.mark.slow
 def test_streams_that_nobody_reads(server: Server) -> None:
     """They stayed for ever, with all that they had to say."""
     body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}

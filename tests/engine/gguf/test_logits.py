@@ -74,8 +74,14 @@ def test_stored_types_are_widened(tmp_path: Path) -> None:
     assert row[2] == "as stored; 6 matrices are widened: its parts have several forms"
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        *((1, kind) for kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0)),
+        (2, Kind.Q4_1),
+        *(pytest.param(2, kind, marks=pytest.mark.slow) for kind in (Kind.Q4_0, Kind.Q8_0)),
+    ],
+)
 def test_stored_types_are_held(kind: Kind, ranks: int, tmp_path: Path) -> None:
     """Matrices and an embedding that is the head too; queries and keys in another order."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

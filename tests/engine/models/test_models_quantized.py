@@ -33,6 +33,7 @@ from tests.quantized_checkpoints import (
     quantize,
     set_config,
 )
+from tests.thinning import slow
 
 TOKENS = 24
 PROMPTS = random_prompts([5, 40, 1])
@@ -95,7 +96,8 @@ def test_answers_are_those_of_the_dequantised_weights(
 
 
 @pytest.mark.parametrize(
-    "form", ["fp8 by channel", "awq", "awq, experts", "gptq, 8 bits, zeros", "pack, odd"]
+    "form",
+    ["awq, experts", "gptq, 8 bits, zeros", *slow("fp8 by channel", "awq", "pack, odd")],
 )
 def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     kind, config, changes, held_as = FORMS[form]
@@ -104,7 +106,7 @@ def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     assert row[1].startswith(held_as) and row[2].startswith("as stored")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["mixtral", *slow("llama")])
 def test_ranks_that_have_some_of_each_group(kind: str, tmp_path: Path) -> None:
     """Groups of 64 in any order: a rank brings its own together, and fills them up."""
     config = gptq(group_size=64, desc_act=True)
@@ -169,7 +171,9 @@ def test_quantised_and_grouped_by_kv_head(
 
 
 @pytest.mark.parametrize(
-    "config", [{**AWQ, "group_size": 128}, gptq(group_size=128, desc_act=True)], ids=["awq", "gptq"]
+    "config",
+    [*slow({**AWQ, "group_size": 128}), gptq(group_size=128, desc_act=True)],
+    ids=["awq", "gptq"],
 )
 def test_weights_take_their_bits(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import pytest
 from tests.checkpoints import write_checkpoint
 from tests.engine.policies import test_conformance as matrix
 from tests.engine.policies.cases import CASES, Case
+from tests.thinning import slow
 
 HERE = [
     case
@@ -24,7 +25,6 @@ CHECKS = [
     matrix.test_entries_are_copied_bit_for_bit,
     matrix.test_with_room_for_everything_nothing_changes,
     matrix.test_mates_chunks_and_blocks_do_not_matter,
-    matrix.test_guesses_do_not_matter,
     matrix.test_logits_are_those_of_dense_attention_over_the_kept_set,
     matrix.test_scores_are_those_of_the_true_queries_and_keys,
 ]
@@ -62,7 +62,11 @@ def lab(request: pytest.FixtureRequest, labs: Callable[..., matrix.Lab]) -> matr
     return labs(*request.param)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[5:])
+@pytest.mark.parametrize(
+    "check",
+    [*CHECKS, *slow(matrix.test_guesses_do_not_matter)],
+    ids=lambda check: check.__name__[5:],
+)
 @EACH
 def test_the_matrix(lab: matrix.Lab, case: Case, check: Callable[[matrix.Lab, Case], None]) -> None:
     check(lab, case)
