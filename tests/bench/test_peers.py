@@ -131,6 +131,7 @@ def test_outputs_of_other_lengths_are_no_result(
         compare(tmp_path, monkeypatch, "--contestants", "kvserve_cpu_model", "--disable-tqdm")
 
 
+@pytest.mark.slow
 def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--contestants", "kvserve_cpu_model", "--dtypes", "float32", "--repeat", "1")
     saved = compare(tmp_path, monkeypatch, *flags, "--input-len", "8", "--disable-tqdm")

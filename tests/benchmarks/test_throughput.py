@@ -169,6 +169,7 @@ def test_several_pools_and_limits(
     assert [path.name for path in folder.iterdir()] == ["throughput.png"]
 
 
+@pytest.mark.slow
 def test_second_names_are_choices_of_flags(bench: Bench) -> None:
     flags = ("--input-len", "8", "--output-len", "8", "--policy", "none", "--policy", KARA)
     status, saved = bench("bench latency", *flags, "--repeat", "2", "--num-warmups", "0")

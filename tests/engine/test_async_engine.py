@@ -88,6 +88,7 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
     assert engine.dead_error is None
 
 
+@pytest.mark.slow
 async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> None:
     await collect(engine, "a")
     assert engine.pool is None

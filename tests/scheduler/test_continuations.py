@@ -31,6 +31,7 @@ from tests.scheduler.traffic import (
     make_scheduler,
     policies_of,
 )
+from tests.thinning import slow
 
 KARA = 1
 """A window of 16 of which 4 open the next and 4 of the others stay, looked for every 4 steps."""
@@ -348,7 +349,7 @@ def test_what_off_costs() -> None:
     assert scheduler.blocks.num_cached > 0 and seq.resumed is None
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlaps", [*slow(False), True], ids=["plain", "overlapped"])
 def test_random_conversations(overlaps: bool) -> None:
     """As in test_traffic, where most requests go on from what others have left."""
     seen: Counter[str] = Counter()

@@ -21,7 +21,8 @@ from tests.waiting import until
 CLIENT = Path(__file__).with_name("crowd_client.py")
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [40, 500])
+@pytest.mark.slow
 async def test_a_crowd_comes_and_goes(count: int) -> None:
     config = EngineConfig.from_flat(model=MODEL, max_num_seqs=64, max_model_len=512)
     engine = AsyncEngine(config)

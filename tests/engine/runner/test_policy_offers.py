@@ -10,14 +10,14 @@ from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.datasets.tasks import make_samples
 from kvserve.engine.core.request_policies import offered_args
 from kvserve.engine.policies.registry import policy_names
-from tests.thinning import slow
 
 
 def engine(**settings: Any) -> LLM:
     return LLM("kvserve/tiny", max_num_seqs=2, num_gpu_blocks_override=2000, **settings)
 
 
-@pytest.mark.parametrize("layout", [*slow("model"), "head"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["model", "head"])
 def test_what_is_offered_runs_and_compacts(layout: str) -> None:
     llm = engine(kv_layout=layout)
     offers = llm.engine.core.info.offers

@@ -110,6 +110,7 @@ def test_draws_follow_the_distribution(llama_dir: Path, size: int) -> None:
     assert square < 18.48, "p < .01 with seven degrees of freedom"
 
 
+@pytest.mark.slow
 def test_a_grammar_beside_guesses() -> None:
     """The shipped model: who follows a grammar guesses nothing, and the others go on guessing."""
     wanted = StructuredOutput("regex", "[a-f]{2,6}=[0-9]{1,3}")

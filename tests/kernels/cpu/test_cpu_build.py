@@ -111,6 +111,7 @@ print(len(llm.generate("a", use_tqdm=False)))
 """
 
 
+@pytest.mark.slow
 def test_full_disks_leave_torch_and_the_table_says_so(tmp_path: Path) -> None:
     path = compiler_without_room(tmp_path, str(tmp_path))
     cache, others = tmp_path / "cache", {**os.environ, "HF_HUB_OFFLINE": "1"}

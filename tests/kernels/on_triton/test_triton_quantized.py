@@ -85,7 +85,9 @@ class Rows:
 
 
 @EACH
-@pytest.mark.parametrize(("tables", "dim"), [(1, 32), (1, 64), (2, 128)])
+@pytest.mark.parametrize(
+    ("tables", "dim"), [(1, 32), (2, 128), pytest.param(1, 64, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("lengths", [[1, 1], [9, 4]], ids=["decode", "chunks"])
 def test_attention(form: EntryFormat, tables: int, dim: int, lengths: list[int]) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16

@@ -164,6 +164,7 @@ def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(found[0], each) for found in (cuts, sums) for each in found)
 
 
+@pytest.mark.slow
 def test_equal_logits_are_kept_by_id() -> None:
     """Limits that fall among equals, zeros of both signs among them."""
     logits = torch.randint(-2, 3, (6, 200)).float()
