@@ -41,7 +41,8 @@ class WithLlamaCpp(Frontier):
 def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return measure_and_publish(WithLlamaCpp(parser.parse_args()), parser.parse_args())
+    args = parser.parse_args()
+    return measure_and_publish(WithLlamaCpp(args), args)
 
 
 if __name__ == "__main__":

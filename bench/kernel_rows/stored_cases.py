@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import elementwise
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.decode_inputs import (
     Chunks,
@@ -94,7 +94,12 @@ def share_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
 
 
 def attention_cases(
-    setting: Setting, kernel: str, inputs: tuple[Any, ...], parts: int | None, num_bytes: int
+    setting: Setting,
+    kernel: str,
+    inputs: tuple[Any, ...],
+    parts: int | None,
+    num_bytes: int,
+    newest: Newest | None = None,
 ) -> Iterator[Case]:
     """Attention, and beside it the shares that a log in 4 bits takes; in named parts without, too:
     so the prompts' part of a step has it, and other logs."""
@@ -102,13 +107,18 @@ def attention_cases(
     q = inputs[0]
     recent = torch.arange(len(q), device=q.device) % 7 + 1
     told = Shares(torch.empty(q.shape[:2], device=q.device), recent)
+    if newest is not None:
+        own = newest.chunks
+        assert own.first is not None
+        newest = newest._replace(recent=recent)
+        told = told._replace(recent=recent - (own.last - own.first + 1)[0])
 
     def attend(kernel: Callable[..., Tensor]) -> Tensor:
-        out = kernel(*inputs, shares=told, remainder=left)
+        out = kernel(*inputs, shares=told, remainder=left, newest=newest)
         return torch.cat([out, told.out[..., None].to(out.dtype)], dim=-1)
 
     def alone(kernel: Callable[..., Tensor]) -> Tensor:
-        return kernel(*inputs, remainder=left)
+        return kernel(*inputs, remainder=left, newest=newest)
 
     triton = partial(paged_attention_triton, num_splits=parts)
     yield _pair(kernel, attend, triton, paged_attention_torch, num_bytes)
@@ -172,11 +182,12 @@ def level_decodes(setting: Setting) -> Iterator[Case]:
     for name in forms_of(setting):
         blocks, _, _, _ = level_blocks(setting, name, tables)
         q, chunks = chunks_of(setting, 1)
+        chunks, newest = beside_newest(setting, name, chunks)
         inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
         yield Case(
             f"decode of {name}",
-            partial(paged_attention_triton, *inputs, remainder=left),
-            partial(paged_attention_torch, *inputs, remainder=left),
+            partial(paged_attention_triton, *inputs, remainder=left, newest=newest),
+            partial(paged_attention_torch, *inputs, remainder=left, newest=newest),
             entries * kv_heads * FORMATS[name].entry_bytes(dim) + 2 * q.nbytes,
             4 * q_heads * dim * entries,
         )
@@ -201,6 +212,27 @@ def level_blocks(
     return blocks, slots, key, value
 
 
+def beside_newest(
+    setting: Setting, name: str, chunks: QuerySegments
+) -> tuple[QuerySegments, Newest | None]:
+    """What tokens see of levels, and of the newest entries as an engine holds these for the form:
+    as they were computed, in blocks of as many bytes; half of a short context at most."""
+    layout, form = setting.layout, FORMATS[name]
+    if not form.newest:
+        return chunks, None
+    size = form.newest_tokens(layout.block_size, layout.head_dim, setting.dtype.itemsize)
+    window = min(form.newest, setting.context // 2)
+    columns = -(-setting.context // size)
+    count = setting.rows * layout.rows * columns
+    blocks = torch.randperm(count, device=setting.device).int() + 1
+    shape = 2, count + 1, size, layout.heads_per_block, layout.head_dim
+    first = chunks.last // window * window
+    own = chunks._replace(first=first, max_held=window + chunks.max_chunk)
+    table = blocks.view(setting.rows, layout.rows, columns)
+    keys, values = setting.random(*shape)
+    return chunks._replace(last=first - 1), Newest(keys, values, table, own)
+
+
 def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     """A cache of levels: stored, attended to, gathered, moved."""
     _, kv_heads, dim = SHAPES[setting.shape]
@@ -208,8 +240,10 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
     lanes = slots.expand(kv_heads, -1)[None]
     for kind, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)
+        chunks, newest = beside_newest(setting, name, chunks)
         inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
-        yield from attention_cases(setting, f"{kind} of {name}", inputs, parts, 2 * key.numel())
+        kernel, size = f"{kind} of {name}", 2 * key.numel()
+        yield from attention_cases(setting, kernel, inputs, parts, size, newest)
 
     def store(kernels: QuantizedKernels) -> Tensor:
         kernels.store(blocks, 0, slots, value, key)

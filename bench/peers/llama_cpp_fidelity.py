@@ -42,7 +42,6 @@ def main() -> int:
             kl[name].append(float((np.exp(full) * (full - found)).sum(-1).mean()))
     rows = [
         {
-            "title": "llama.cpp",
             "policy": "llama.cpp",
             "policy_args": {"name": "llama.cpp"},
             "kv_cache_dtype": name,
@@ -51,7 +50,7 @@ def main() -> int:
             "kl_error": float(np.std(values, ddof=1) / len(values) ** 0.5),
             "facts": None,
             "output_tok_s": None,
-            "speed": None,
+            "ratio_to_first": None,
             "frontier": "",
             "n": len(values),
         }

@@ -24,6 +24,7 @@ _INT4, _INT8, _E4M3 = range(3)
 WIDENED_ROWS = 129
 """From so many rows on, the whole weight is widened first. An H100's times for 64 and 256 rows of
 [28672, 4096], and its bandwidth, put the bound here; ``gpu_check --part choices`` times both."""
+_WIDENED_AT_ONCE = 2**27  # weights: 256 MiB in 16 bits
 
 
 def linear_levels_triton(x: Tensor, weight: Levels, bias: Tensor | None = None) -> Tensor:
@@ -31,8 +32,22 @@ def linear_levels_triton(x: Tensor, weight: Levels, bias: Tensor | None = None) 
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not x.dtype):
         raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} does not fit")
     if len(x) >= WIDENED_ROWS and not weight.form.rounds:
-        return F.linear(x, widen_triton(weight, x.dtype), bias)
+        return _multiply_widened(x, weight, bias)
     return _multiply(x, weight, bias, None)
+
+
+def _multiply_widened(x: Tensor, weight: Levels, bias: Tensor | None) -> Tensor:
+    """By torch's product; a weight as large as a head is widened part by part."""
+    outputs, width = weight.shape
+    rows = max(1, _WIDENED_AT_ONCE // width)
+    if outputs <= rows:
+        return F.linear(x, widen_triton(weight, x.dtype), bias)
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    for start in range(0, outputs, rows):
+        part = slice(start, start + rows)
+        wide = widen_triton(weight[part], x.dtype)
+        out[:, part] = F.linear(x, wide, None if bias is None else bias[part])
+    return out
 
 
 def widen_triton(weight: Levels, dtype: torch.dtype) -> Tensor:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_frontier
-from kvserve.benchmarks.reports.policy_names import short_names
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
@@ -31,15 +31,9 @@ AS_COMPUTED = (
     *(f"{name}:trigger=threshold" for name in ("snapkv", "chunkkv", "keydiff")),
 )
 """Policies that are measured once, each with the budget that holds the bytes of Kara's default."""
-COLUMNS = (
-    Column("", "title", left=True),
-    Column("entries in", "kv_cache_dtype", left=True),
-    Column("bytes / full", "of_full", ".2f"),
-    Column("KL", "kl", ".4f"),
-    Column("+-", "kl_error", ".4f"),
-    Column("facts", "facts", ".2f"),
-    Column("output tok/s", "output_tok_s", ",.0f"),
-    Column("/ none", "speed", ".2f"),
+_COLUMNS = (
+    *columns("policy", "kv_cache_dtype", "of_full", "kl", "kl_error", "facts"),
+    *columns("output_tok_s", "ratio_to_first", "n"),
     Column("nothing smaller is closer", "frontier", left=True),
 )
 
@@ -131,28 +125,21 @@ class Frontier:
         settings |= {"text": args.text and str(args.text), "commands": self._commands}
         drawn = args.save_plots and self.rows
         plots = plot_frontier(self.rows, args.save_plots) if drawn else []
-        return Report("frontier", about, COLUMNS, self.rows, settings, self.notes, plots=plots)
+        return Report("frontier", about, _COLUMNS, self.rows, settings, self.notes, plots=plots)
 
 
 def joined(found: Sequence[Row], speeds: Sequence[Row]) -> list[Row]:
     """Fidelity and speed of the same policies and forms, and whether no other row holds fewer bytes
-    and is closer to the full cache."""
-    names = short_names(row["policy_args"] for row in found)
-    rates = {
-        (row["policy"], row.get("kv_cache_dtype") or "auto"): row["output_tok_s"] for row in speeds
-    }
-    base = rates["none", "auto"]
-    kept = [
-        *("policy", "policy_args", "kv_cache_dtype", "mean_held_bytes", "of_full"),
-        *("kl", "kl_error", "nll_lost", "nll_lost_error", "facts", "same", "n"),
-    ]
+    and is closer to the full cache. A ratio is to the full cache of the same run."""
+    by_setting = {(row["policy"], row.get("kv_cache_dtype") or "auto"): row for row in speeds}
     rows: list[Row] = []
     for row in found:
-        rate = rates[row["policy"], row["kv_cache_dtype"]]
+        speed = by_setting[row["policy"], row["kv_cache_dtype"]]
         beaten = any(each["of_full"] <= row["of_full"] and each["kl"] < row["kl"] for each in found)
         rows.append(
-            {"title": names[row["policy"]], **{name: row[name] for name in kept}}
-            | {"output_tok_s": rate, "speed": rate / base, "frontier": "" if beaten else "yes"}
+            {name: value for name, value in row.items() if name != "curve"}
+            | {name: speed[name] for name in ("output_tok_s", "ratio_to_first")}
+            | {"frontier": "" if beaten else "yes"}
         )
     return rows
 
@@ -165,13 +152,13 @@ def chosen(
     fit = [
         row
         for row in rows
-        if row["speed"]
+        if row["ratio_to_first"]
         and (kl is None or row["kl"] <= kl)
         and (of_full is None or row["of_full"] <= of_full)
-        and (speed is None or row["speed"] >= speed)
+        and (speed is None or row["ratio_to_first"] >= speed)
     ]
     if kl is not None:
-        return max(fit, key=lambda row: row["speed"], default=None)
+        return max(fit, key=lambda row: row["ratio_to_first"], default=None)
     return min(fit, key=lambda row: row["kl"], default=None)
 
 

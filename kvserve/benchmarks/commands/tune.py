@@ -137,10 +137,9 @@ def _choose(file: Path, kl: float | None, most: float | None, speed: float | Non
         raise ConfigError(f"--frontier: {file} is no result of `kvserve bench frontier`") from None
     if row is None:
         raise ConfigError("nothing that was measured is within these bounds; loosen one")
-    facts = (
-        f"KL {row['kl']:.4f}, {row['of_full']:.2f} of the full cache's bytes, {row['speed']:.2f} "
-    )
-    facts += f"times its output tokens per second ({document['device']['name']})"
+    size, times = row["of_full"], row["ratio_to_first"]
+    facts = f"KL {row['kl']:.4f}, {size:.2f} of the full cache's bytes, {times:.2f} times its "
+    facts += f"output tokens per second ({document['device']['name']})"
     sys.stdout.write("\n".join([*about, facts, "", flags(row)]) + "\n")
     return 0
 

@@ -116,7 +116,7 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
     those than which nothing smaller is closer."""
     figure, axes = panels(["", ""], height=5.0)
     looks = _looks(row["kv_cache_dtype"] for row in rows)
-    sides = ("of_full", "bytes held"), ("speed", "output tok/s on a quarter pool")
+    sides = ("of_full", "bytes held"), ("ratio_to_first", "output tok/s on a quarter pool")
     for panel, (key, label) in zip(axes, sides, strict=True):
         shown = [row for row in rows if row[key] is not None and row["kl"] > 0]
         for dtype, look in looks.items():
@@ -125,7 +125,7 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
             panel.plot(*points, label=dtype, **look | {"linestyle": "none"})
         for row in shown:
             beside: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points"}
-            panel.annotate(row["title"], (row[key], row["kl"]), fontsize=7, **beside)
+            panel.annotate(row["policy"], (row[key], row["kl"]), fontsize=7, **beside)
         panel.set(xlabel=f"{label}, of the full cache's", yscale="log")
     best = sorted((row["of_full"], row["kl"]) for row in rows if row["frontier"] and row["kl"] > 0)
     axes[0].plot(*zip(*best, strict=True), color="#999999", zorder=0)

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     configure_logging(settings.log_level)
     # Logged before the imports below: loading torch alone takes seconds.
     logger.info("kvserve %s starts with %s (pid %d)", __version__, config.model.model, os.getpid())
+    if "VLLM_API_KEY" in os.environ and not (settings.api_key or settings.api_key_file):
+        logger.warning("VLLM_API_KEY is not read: anybody may ask; set KVSERVE_API_KEY")
     signal.signal(signal.SIGTERM, _leave)
     from kvserve.server.cli.runner import serve
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels import weight_levels_triton
 from kvserve.kernels.weight_levels import expert_linear_levels, linear_levels
 from kvserve.kernels.weight_levels_triton import (
     WIDENED_ROWS,
@@ -38,13 +39,18 @@ def test_products(device: str, form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_whole_weight_is_widened_for_many_rows(device: str, form: str) -> None:
+def test_the_whole_weight_is_widened_for_many_rows(
+    device: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for outputs, width, ordered in ((70, 90, True), (33, 160, False)):
         weight = random_levels(FORMS[form], outputs, width, ordered=ordered)
         numbers = weight.numbers(slice(None))
         torch.testing.assert_close(widen_triton(weight, torch.float32), numbers, rtol=1e-6, atol=0)
-        x = torch.randn(WIDENED_ROWS, width)
-        assert_alike(linear_levels_triton(x, weight), linear_levels(x, weight))
+        x, bias = torch.randn(WIDENED_ROWS, width), torch.randn(outputs)
+        expected = linear_levels(x, weight, bias)
+        for at_once in (2**27, 32 * width):
+            monkeypatch.setattr(weight_levels_triton, "_WIDENED_AT_ONCE", at_once)
+            assert_alike(linear_levels_triton(x, weight, bias), expected)
 
 
 @pytest.mark.parametrize("form", ["Q4_1", "4 bits and zeros", "FP8", "W8A8"])
