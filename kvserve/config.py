@@ -313,7 +313,11 @@ class ParallelConfig:
 class CompressionConfig:
     """Which policy compresses the cache, and which policies requests may choose."""
 
-    policy: str = setting("none", "KV cache policy; `kvserve policies` lists them")
+    policy: str = setting(
+        "none",
+        "KV cache policy; `kvserve policies` lists them; auto: the fastest setting within "
+        "--policy.kl (0.05) that `kvserve bench frontier` has measured of the model",
+    )
     policy_args: Mapping[str, Any] = setting(
         {}, "fields of the policy as JSON, as in '{\"window\": 128}'; same as --policy.window 128"
     )
@@ -331,6 +335,8 @@ class CompressionConfig:
         "directory or hub id of a sequence classifier that tells windowkv with task auto the task "
         "of a prompt; label 0 is localization",
     )
+    policy_reason: str = ""
+    """Why it is this policy, for the start-up table."""
 
     def checks(self) -> Checks:
         listed = self.allow_request_policy == "listed"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.commands.frontier import joined
+from kvserve.benchmarks.commands.frontier import joined, usual_file
 from kvserve.server.cli import commands as cli
+from kvserve.server.cli import serve
+from kvserve.server.settings.args import Parser, UsageError, gather_dotted
+from kvserve.server.settings.reading import read_settings
 
 _POINTS = {  # policy, dtype: bytes, KL, tok/s
     ("none", "auto"): (1.0, 0.0, 100.0),
@@ -80,6 +84,44 @@ def test_nothing_within_the_bounds(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text(json.dumps({"rows": rows(), "about": [], "device": {"name": "a CPU"}}))
     assert cli.run(["tune", "--frontier", str(file), "--kl", "0.0001", "--bytes", "0.1"]) == 1
     assert "nothing that was measured" in capsys.readouterr().err
+
+
+def settings_of(*argv: str) -> tuple[str, dict[str, Any], str, str]:
+    parser = Parser()
+    serve.add_arguments(parser)
+    config, _ = read_settings(parser.parse(gather_dotted(argv)))
+    found = config.compression
+    dtype = config.cache.kv_cache_dtype
+    return found.policy, dict(found.policy_args), dtype, found.policy_reason
+
+
+def test_auto_takes_the_fastest_setting_that_was_measured_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    document = {"rows": rows(), "about": [], "device": {"name": "a CPU"}}
+    for file in (usual_file("./models/mine"), tmp_path / "other.json"):
+        assert file is not None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(document))
+    auto = "--model", "./models/mine", "--policy", "auto"
+    said = "chosen by auto for a KL of at most 0.05: KL 0.0500, 0.31 of the full cache's bytes, "
+    said += "1.90 times its output tokens per second (a CPU)"
+    assert settings_of(*auto) == ("none", {}, "k4v4", said)
+    more = settings_of(*auto, "--policy.kl", "0.2")
+    assert more[:3] == ("kara", {"ratio": 0.3}, "k8v4")
+    assert settings_of(*auto, "--kv-cache-dtype", "k8v4")[2] == "k8v4"
+    other = "--policy", "auto", "--policy.frontier", str(tmp_path / "other.json")
+    assert settings_of(*other)[2] == "k4v4"
+    for argv, message in (
+        (("--policy", "auto"), "kvserve bench frontier --model kvserve/tiny` does"),
+        ((*auto, "--policy.lk", "1"), "--policy.lk: auto has kl and frontier alone"),
+        ((*auto, "--policy.kl", "0"), "--policy.kl must be a number above 0, not 0"),
+        ((*auto, "--policy.kl", "0.001", "--kv-cache-dtype", "k4v4"), "within these bounds"),
+        ((*auto, "--policy.frontier", "absent.json"), "absent.json: No such file"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            settings_of(*argv)
 
 
 @pytest.mark.slow

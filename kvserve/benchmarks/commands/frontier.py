@@ -3,17 +3,19 @@
 `kvserve eval --fidelity` on a text and `kvserve bench throughput` on a pool of a quarter of the
 demand, one after the other, each in a process of its own; here their rows are joined. Rows are the
 full cache in fewer bits, policies that drop, and both. `kvserve tune --frontier FILE --kl X`
-chooses one of them.
+chooses one of them; `kvserve --policy auto` does at its start, from the file that this command
+saves for the model if none is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,12 @@ from kvserve.benchmarks.reports.plots import plot_frontier
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.folders import cache_folder
 from kvserve.log import ConfigError
+from kvserve.setting_values import did_you_mean
 
+AUTO_KL = 0.05
+"""How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
 DTYPES = ("auto", "k8v4", "k4v4")
 IN_EVERY_FORM = ("none", "kara", "kara:ratio=0.3", "kara:ratio=0.5")
 AS_COMPUTED = (
@@ -67,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
+    if args.save_result is None and (file := usual_file(args.model)) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        args.save_result = file
     return measure_and_publish(Frontier(args), args)
 
 
@@ -144,22 +153,75 @@ def joined(found: Sequence[Row], speeds: Sequence[Row]) -> list[Row]:
     return rows
 
 
+def usual_file(model: str) -> Path | None:
+    """Where a model's frontier is saved if no file is named; ``None`` without a home."""
+    folder, name = cache_folder(), re.sub(r"[^\w.-]+", "-", str(model)).strip("-")
+    return folder and folder / "frontiers" / f"{name}.json"
+
+
 def chosen(
-    rows: Sequence[Row], kl: float | None, of_full: float | None, speed: float | None
-) -> Row | None:
-    """The row within these bounds: the fastest if ``kl`` is one, else the closest to the full
-    cache; ``None`` if there is none."""
-    fit = [
-        row
-        for row in rows
-        if row["ratio_to_first"]
-        and (kl is None or row["kl"] <= kl)
-        and (of_full is None or row["of_full"] <= of_full)
-        and (speed is None or row["ratio_to_first"] >= speed)
-    ]
-    if kl is not None:
-        return max(fit, key=lambda row: row["ratio_to_first"], default=None)
-    return min(fit, key=lambda row: row["kl"], default=None)
+    file: Path,
+    kl: float | None = None,
+    of_full: float | None = None,
+    speed: float | None = None,
+    dtype: str | None = None,
+) -> tuple[Row, list[str]]:
+    """The row of a saved frontier within these bounds: the fastest if ``kl`` is one, else the
+    closest to the full cache; and lines that say what was measured. ``ConfigError`` if there is
+    none, or if the file is no frontier."""
+    try:
+        document = json.loads(file.read_text())
+        fit = [
+            row
+            for row in document["rows"]
+            if row["ratio_to_first"]
+            and (kl is None or row["kl"] <= kl)
+            and (of_full is None or row["of_full"] <= of_full)
+            and (speed is None or row["ratio_to_first"] >= speed)
+            and (dtype is None or row["kv_cache_dtype"] == dtype)
+        ]
+        about, machine = document["about"], document["device"]["name"]
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is no result of `kvserve bench frontier`") from None
+    if not fit:
+        raise ConfigError("nothing that was measured is within these bounds; loosen one")
+    row = min(fit, key=lambda row: row["kl"] if kl is None else -row["ratio_to_first"])
+    facts = f"KL {row['kl']:.4f}, {row['of_full']:.2f} of the full cache's bytes, "
+    facts += f"{row['ratio_to_first']:.2f} times its output tokens per second ({machine})"
+    return row, [*about, facts]
+
+
+def automatic(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """What the model's frontier says instead of a ``policy`` that is ``auto`` in flat settings,
+    and why, in a sentence.
+
+    ``policy_args`` may have ``kl`` and ``frontier`` (a file). A type of cache that is given is
+    kept. Raises ``ConfigError``, above all if nothing was measured.
+    """
+    args = dict(values.get("policy_args", {}))
+    kl, named = args.pop("kl", AUTO_KL), args.pop("frontier", None)
+    for name in args:
+        close = did_you_mean(name, ("kl", "frontier"))
+        raise ConfigError(f"--policy.{name}: auto has kl and frontier alone{close}")
+    if isinstance(kl, bool) or not isinstance(kl, int | float) or kl <= 0:
+        raise ConfigError(f"--policy.kl must be a number above 0, not {kl!r}")
+    file = Path(named) if isinstance(named, str) else usual_file(model)
+    if file is None or not (named or file.exists()):
+        raise ConfigError(
+            f"--policy auto chooses from what was measured of {model}, and nothing was: "
+            f"`kvserve bench frontier --model {model}` does, in an hour or so for a small model"
+        )
+    dtype = values.get("kv_cache_dtype")
+    try:
+        row, facts = chosen(file, kl, dtype=dtype)
+    except ConfigError as error:
+        raise ConfigError(f"--policy auto: {error}") from None
+    fields = dict(row["policy_args"])
+    setting = {"policy": fields.pop("name"), "policy_args": fields}
+    setting["kv_cache_dtype"] = row["kv_cache_dtype"]
+    return setting, f"chosen by auto for a KL of at most {kl:g}: {facts[-1]}"
 
 
 def flags(row: Row) -> str:

@@ -9,7 +9,6 @@ With ``--frontier`` it chooses from what `kvserve bench frontier` has measured o
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,19 +127,10 @@ def run(args: argparse.Namespace) -> int:
 def _choose(file: Path, kl: float | None, most: float | None, speed: float | None) -> int:
     """Print the measured setting within the bounds."""
     try:
-        document = json.loads(file.read_text())
-        rows, about = document["rows"], document["about"]
-        row = chosen(rows, kl, most, speed)
-    except OSError as error:
-        raise ConfigError(f"--frontier: {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"--frontier: {file} is no result of `kvserve bench frontier`") from None
-    if row is None:
-        raise ConfigError("nothing that was measured is within these bounds; loosen one")
-    size, times = row["of_full"], row["ratio_to_first"]
-    facts = f"KL {row['kl']:.4f}, {size:.2f} of the full cache's bytes, {times:.2f} times its "
-    facts += f"output tokens per second ({document['device']['name']})"
-    sys.stdout.write("\n".join([*about, facts, "", flags(row)]) + "\n")
+        row, facts = chosen(file, kl, most, speed)
+    except ConfigError as error:
+        raise ConfigError(f"--frontier: {error}") from None
+    sys.stdout.write("\n".join([*facts, "", flags(row)]) + "\n")
     return 0
 
 

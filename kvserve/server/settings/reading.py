@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from kvserve.config import SECTIONS, EngineConfig
+from kvserve.config import SECTIONS, EngineConfig, ModelConfig
 from kvserve.log import ConfigError
 from kvserve.server.settings.args import ENV_PREFIX, Flag, UsageError, flags_of, read_names, resolve
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -49,9 +50,17 @@ def _flags() -> list[Flag]:
 
 
 def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
+    reason = ""
+    if values.get("policy") == "auto":
+        from kvserve.benchmarks.commands.frontier import automatic
+
+        setting, reason = automatic(values.get("model", ModelConfig().model), values)
+        values = {**values, **setting}
     server = {flag.name for flag in flags_of(ServeSettings)}
+    config = EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server})
+    compression = replace(config.compression, policy_reason=reason)
     return (
-        EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server}),
+        replace(config, compression=compression),
         ServeSettings(**{k: _plain(v) for k, v in values.items() if k in server}),
     )
 
