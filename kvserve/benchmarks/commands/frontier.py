@@ -31,7 +31,7 @@ from kvserve.setting_values import did_you_mean
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
 DTYPES = ("auto", "k8v4", "k4v4")
-IN_EVERY_FORM = ("none", "kara", "kara:ratio=0.3", "kara:ratio=0.5")
+IN_EVERY_FORM = ("none", "kara", "kara:ratio=0.1", "kara:ratio=0.5")
 AS_COMPUTED = (
     "streaming_llm:period=32",
     *(f"{name}:trigger=threshold" for name in ("snapkv", "chunkkv", "keydiff")),

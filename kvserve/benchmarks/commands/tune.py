@@ -52,7 +52,7 @@ _WIDENED = (
     "AWQ, GPTQ, compressed-tensors, FP8, Q4_0, Q4_1 and Q8_0 are held in their bits; other GGUF "
     "types and gpt-oss's experts are widened: for them take --quantization 16"
 )
-_ROWS = (PolicySpec("kara"), *(PolicySpec("kara", {"ratio": ratio}) for ratio in (0.3, 0.5)))
+_ROWS = (PolicySpec("kara"), *(PolicySpec("kara", {"ratio": ratio}) for ratio in (0.1, 0.5)))
 _COLUMNS = (
     Column("policy", "policy", left=True),
     Column("cache held in", "kv_cache_dtype", left=True),
@@ -94,7 +94,7 @@ example:
     )
     words = f"how keys and values are stored (default: {' '.join(_DTYPES)})"
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_CACHE_DTYPES, help=words)
-    words = "a row beside none (default: kara, and Kara with ratios of 0.3 and 0.5)"
+    words = "a row beside none (default: kara, and Kara with ratios of 0.1 and 0.5)"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
     group = parser.add_argument_group("a setting from a measurement of your model, without a card")
     words = "what `kvserve bench frontier --save-result FILE` has saved"

@@ -24,7 +24,7 @@ from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.trigger import Trigger
 
 _LEAST_QUERIES = 8
-_USUAL_KEEP = 32
+_USUAL_RATIO = 0.3
 _MOST_IN_THE_PAPER = 30
 _PAPER: dict[str, object] = {
     "window": 768,
@@ -71,8 +71,7 @@ class Kara(Policy):
     )
     ratio: float | str | None = common.kept_ratio(
         None,
-        "r: fraction of the window - buffer older tokens that is kept (default: what 32 entries "
-        "are, but at least 0.1 and at most 0.3)",
+        "r: fraction of the window - buffer older tokens that is kept (default: 0.3)",
     )
     budget: int | None = argument(
         None,
@@ -187,11 +186,8 @@ class Kara(Policy):
         """N: entries kept of the window - buffer compressible ones (Eq. 5)."""
         if self.budget is not None:
             return self.budget - self.buffer
-        older = self.window - self.buffer
-        if self.ratio is None:  # small windows keep more: what is looked up has to be among it
-            least, most = ceil(older / 10), ceil(older * 3 / 10)
-            return max(least, min(most, _USUAL_KEEP))
-        return ceil(exact_ratio(self.ratio, "ratio") * older)
+        ratio = _USUAL_RATIO if self.ratio is None else self.ratio
+        return ceil(exact_ratio(ratio, "ratio") * (self.window - self.buffer))
 
     @property
     def alpha(self) -> int:

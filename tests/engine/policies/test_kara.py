@@ -17,7 +17,7 @@ from kvserve.scheduler.triggers.periodic import EngineWide
     [
         ({"window": 256, "ratio": 0.2}, 192, 39),
         ({"window": 384, "buffer": 32, "ratio": 0.2}, 352, 71),
-        ({}, 384, 39),
+        ({}, 384, 116),
         ({"window": 512, "buffer": 64, "ratio": 0.4, "chunk_budget": 32}, 448, 180),
         ({"window": 768, "buffer": 32, "budget": 257}, 736, 225),
         ({"window": 400, "buffer": 0, "ratio": 0.07}, 400, 28),  # 29 in binary floats
