@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import stat
 from dataclasses import replace
@@ -207,9 +208,10 @@ def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
 @pytest.mark.parametrize("form", ["auto", "int8"])
 def test_the_reason_names_the_instructions(form: str) -> None:
     reason = select_backend("cpu", replace(NEEDS, form=form)).reason
-    cpu = levels.of_this_cpu()
-    assert ("compiled (AVX-512" in reason) == ("x86-64-v4" in cpu), reason
-    assert ("compiled (AVX" in reason) == ("x86-64-v3" in cpu), reason
+    assert re.match(r"compiled \(\w", reason), reason
+    cpu = levels.of_this_cpu()  # it may have more than the library was compiled for
+    assert "AVX-512" not in reason or "x86-64-v4" in cpu, reason
+    assert "AVX" not in reason or "x86-64-v3" in cpu, reason
 
 
 def test_the_startup_table_names_the_reason(llama_dir: Path) -> None:
