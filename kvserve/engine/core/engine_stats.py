@@ -20,7 +20,8 @@ from kvserve.outputs import (
 )
 from kvserve.scheduler.messages.continuation import MISSES
 from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 
 
@@ -44,7 +45,7 @@ class EngineCounts:
         """Count a step; returns its compactions, each with its sequence."""
         self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
         self.num_tokens += output.num_tokens
-        tasks = *output.compactions, *output.pruned
+        tasks = *output.events.compactions, *output.pruned
         return [event for task in tasks for event in self._add(task)]
 
     def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
@@ -53,7 +54,7 @@ class EngineCounts:
         self.draft_tokens += drafts.num_guessed
         self.accepted_tokens += int(confirmed.counts.sum()) - len(confirmed.counts)
 
-    def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
+    def _add(self, task: Events) -> list[tuple[int, Compaction]]:
         reason, layout = "pressure" if task.early else "due", self._scheduler.layout
         key = self._runner.policies[task.policy_id].name, reason
         size, compacts = layout.block_size, task.compacts

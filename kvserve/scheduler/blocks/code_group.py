@@ -18,7 +18,7 @@ from kvserve.scheduler.blocks.block_table import BlockTable, Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CodeBlocks
+from kvserve.scheduler.messages.event import CodeBlocks
 from kvserve.scheduler.row_schema import per_group
 
 SLOT_BYTES = 16

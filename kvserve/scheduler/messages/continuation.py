@@ -20,6 +20,10 @@ one does, but the tokens generated after it differ. ``POLICY``: one fits, but ha
 policy or the request cannot resume. ``MEMORY``: there was no room to resume."""
 
 
+NO_PLACE = -1
+"""The place of a row that has nothing beside its blocks."""
+
+
 class Turn(NamedTuple):
     """A turn after the first: it begins at position ``start``, its prompt ends at ``end``."""
 
@@ -79,8 +83,8 @@ class SavedRow:
     """What a row holds, group by group; that of keys and values comes first."""
 
     groups: tuple[GroupRow, ...]
-    remainder: int
-    """Where its remainder lies (``remainder_places``)."""
+    remainder: int = NO_PLACE
+    """Where its remainder lies (``swap_memory``)."""
 
     @property
     def kv_lens(self) -> IntArray:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import (
     NO_CHUNKS,
     NO_ROWS,
-    CompactionTask,
     NewRequest,
     NewRows,
     PrefillBatch,
@@ -81,7 +81,9 @@ class Admission:
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks.blocks_alone(target, log_from)
         columns = self._prefixes.cached(seq, limit)
-        if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
+        if parked:
+            columns = self._swap.shared(columns)
+        elif not self.chunk_length(seq, len(columns) * self._size, target, budget):
             return False
         pool = self._blocks.pool
         shared = columns[columns > 0]
@@ -188,7 +190,7 @@ class CaughtUp:
 
     admitted: NewRows
     prefill: PrefillBatch
-    pruned: tuple[CompactionTask, ...]
+    pruned: tuple[Events, ...]
     rows: IntArray
     """Of ``prefill``, then of ``pruned``."""
     sampled: IntArray
@@ -315,7 +317,7 @@ class PrefillChunks:
         self._prefixes.publish_chunk(row, length)
         return length
 
-    def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
+    def _take_pruned(self, chunks: list[Chunk]) -> tuple[Events, ...]:
         """Remove prompts that are pruned as they are computed from ``chunks``; return tasks."""
         rows, tasks = self._rows, []
         for chunk in chunks.copy():

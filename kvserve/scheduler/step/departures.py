@@ -97,7 +97,9 @@ class Departures:
 
     def _send_back(self, seq: Sequence) -> None:
         """Send a sequence back to the queue, with what it holds in host memory if that pays."""
-        leaves = self._rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
+        leaves = self._rows.compactions[seq.row] and all(
+            group.can_leave(seq.row) for group in self._blocks.groups
+        )
         if leaves and self._swap.park(seq):
             self.num_swaps += 1
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
