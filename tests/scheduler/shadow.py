@@ -210,7 +210,8 @@ class ShadowRunner:
     def _check_held(self, row: int) -> None:
         """What a row is said to hold is the number of blocks that it names."""
         blocks = self.scheduler.blocks
-        named = np.concatenate([group.save(row).named for group in blocks.groups])
+        tables = [table for group in blocks.groups for table in group.tables]
+        named = np.concatenate([table.row_entries(row)[0] for table in tables])
         assert blocks.held(row + 1)[row] == len(np.unique(named))
 
     def _check_further(self, row: int) -> None:

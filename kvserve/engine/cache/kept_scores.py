@@ -25,10 +25,8 @@ class KeptScores:
         """Memory that they take."""
         return self._scores.nbytes
 
-    def first(self, count: int) -> Tensor | None:
-        """[rows, L, Hkv, count] for a policy that keeps so many, if any."""
-        if not count:
-            return None
+    def first(self, count: int) -> Tensor:
+        """[rows, L, Hkv, count] for a policy that keeps so many."""
         if self._scores.numel() == 0 or self._scores.shape[-1] < count:
             wider = torch.zeros((*self._lanes, count), device=self._device)
             if self._scores.numel():

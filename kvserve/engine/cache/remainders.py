@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.events.add_remainders import add_remainders
+from kvserve.kernels.events import add_remainders
 from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import NO_PLACE

@@ -73,17 +73,45 @@ class Compressor:
         ``kept_scores [rows, L, Hkv, m]`` are the scores that the policy's ``kept_scores`` entries
         of every row had at its last event; they are updated in place.
         """
-        plan, layout = task.plan, self._cache.layout
+        scope, plan = self.observer.scope(policy), task.plan
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
-            windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            places, left = self._select(
-                part, windows, policy, block_tables, log_tables, kept_scores
-            )
-            kept = _by_event(part, places + _long(windows.entries, places)[..., None])
-            chosen = (part.plan.windows * part.plan.keep)[:, None, None]
-            moves = plan_moves(part, kept, chosen, layout)
-            left = None if left is None else _joined(part, left)
-            self._move(part, policy, moves, block_tables, left)
+            queries, keep = int(part.plan.num_queries[0]), int(part.plan.keep[0])
+            windows = Windows.of(part, policy.query_places(queries))
+            # If queries cover all entries, this is the first event: there are no earlier scores.
+            earlier = None if queries == windows.length else kept_scores
+            pieces: dict[int, list[Tensor]] = {}
+            fitted: dict[int, list[Remainder]] = {}
+            for some, at, scores, observed in self.observer.observe(
+                windows, policy, block_tables, log_tables, earlier
+            ):
+                chosen = policy.select(scores, windows.length, keep)
+                if scope.couples_heads:
+                    chosen, scores = self._own(chosen, scores)
+                if kept_scores is not None:
+                    rows = to_device(windows.rows[some], chosen.device)
+                    kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
+                if scope.fits:
+                    dropped = _not_in(chosen, windows.length) & observed.exist(windows.length)
+                    found = policy.remainder_of(observed, dropped)
+                    fitted.setdefault(some.start, []).append(found)
+                pieces.setdefault(some.start, []).append(chosen)
+            # Windows, each in pieces of a few layers, as one: places [E', L, Hkv, N].
+            places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
+            places = led(places, scope.where)
+            kept = places + to_device(windows.entries, places.device)[..., None]
+            left = None
+            if fitted:
+                joined = [
+                    [torch.cat(x, dim=1) for x in zip(*piece, strict=True)]
+                    for piece in fitted.values()
+                ]
+                left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+            if (part.plan.windows != 1).any():
+                kept = _by_event(part, kept)
+                left = None if left is None else _joined(part, left)
+            count = (part.plan.windows * part.plan.keep)[:, None, None]
+            moves = plan_moves(part, kept, count, self._cache.layout)
+            self._move(part, policy, moves, part.copy_start, block_tables, left)
 
     def observe(
         self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -100,7 +128,7 @@ class Compressor:
             events, uneven_lengths(events), events.plan.keep, events.plan.num_queries
         ):
             for some, chosen in self._choose(part, policy, block_tables, log_tables):
-                owners = _long(at[some], answer)
+                owners = to_device(at[some], answer.device)
                 if whole:
                     columns = chosen.entries[..., ::size] // size
                     answer[owners, ..., : columns.shape[-1]] = columns
@@ -124,9 +152,12 @@ class Compressor:
             if layers.stop < scope.count:
                 continue
             found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
-            indices, counts = self._own(policy, found.indices, found.counts)
+            indices, counts = found.indices, found.counts
+            if scope.couples_heads:
+                indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
-            entries = led(indices, scope.where) + _long(windows.entries[some], indices)[..., None]
+            entries = to_device(windows.entries[some], indices.device)[..., None]
+            entries = led(indices, scope.where) + entries
             left = None
             # Where a few layers are scored at a time, the mean is left.
             if scope.fits and len(scored) == 1:
@@ -151,101 +182,49 @@ class Compressor:
             left = None
             if len(fitted) == len(chosen):
                 left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
-            start = part.plan.region_start
-            counts = lanes_of(part.new_lens, self._cache.layout) - start[:, None, None]
-            if events.kind is not EventKind.BLOCKS:
-                plan = plan_moves(part, kept, counts, self._cache.layout)
-                self._move(part, policy, plan, block_tables, left)
-                continue
-            self.tell(part, kept, counts)
-            plan = MovePlan(kept, _long(start, kept), _long(counts, kept))
-            self._leave(part, policy, plan, start, block_tables, left)
+            layout, start = self._cache.layout, part.plan.region_start
+            counts = lanes_of(part.new_lens, layout) - start[:, None, None]
+            if events.kind is EventKind.BLOCKS:
+                plan = MovePlan.staying(kept, counts)
+            else:
+                plan, start = plan_moves(part, kept, counts, layout), part.copy_start
+            self._move(part, policy, plan, start, block_tables, left)
 
-    def tell(self, task: Events, kept: Tensor, counts: IntArray) -> None:
+    def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
         if self.on_moves is not None:
-            start = torch.zeros_like(kept[:, 0, 0, 0])
-            self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
+            self.on_moves(events, MovePlan.staying(kept, counts))
 
     def _move(
         self,
-        task: Events,
-        policy: Policy,
-        plan: MovePlan,
-        block_tables: Tensor,
-        left: Remainder | None = None,
-    ) -> None:
-        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops if it is fitted."""
-        if self.on_moves is not None:
-            self.on_moves(task, plan)
-        self._leave(task, policy, plan, task.copy_start, block_tables, left)
-        layout = self._cache.layout
-        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        # Slots after the event; entries behind the counts do not exist, and get slot 0.
-        ends = (task.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
-        tables = to_device(task.dst_blocks, plan.counts.device, torch.int32)
-        dst = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, plan.counts)
-        self._cache.entries.move(src, dst, runs=len(task.rows))
-
-    def _leave(
-        self,
-        task: Events,
+        events: Events,
         policy: Policy,
         plan: MovePlan,
         start: IntArray,
         block_tables: Tensor,
         left: Remainder | None,
     ) -> None:
-        """Add what a plan drops from the entries ``start [E]`` on to the rows' remainders."""
-        if policy.leaves == "off" or self._remainders is None:
+        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops from the entries
+        ``start [E]`` on if it is fitted."""
+        if self.on_moves is not None:
+            self.on_moves(events, plan)
+        if self._remainders is not None and self.observer.scope(policy).leaves:
+            if left is None:
+                left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
+            self._remainders.add(to_device(events.rows, plan.src.device), left)
+        if events.kind is EventKind.BLOCKS:
             return
-        more = left
-        if more is None:
-            more = _mean_of_dropped(self._cache, task, plan, start, block_tables)
-        self._remainders.add(_long(task.rows, plan.src), more)
+        layout = self._cache.layout
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        src = slots_of(block_tables, events.rows, plan.src, lanes, size)
+        # Slots after the event; entries behind the counts do not exist, and get slot 0.
+        ends = (events.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
+        tables = to_device(events.dst_blocks, plan.counts.device, torch.int32)
+        dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
+        self._cache.entries.move(src, dst, runs=len(events.rows))
 
-    def _select(
-        self,
-        task: Events,
-        windows: Windows,
-        policy: Policy,
-        block_tables: Tensor,
-        log_tables: Tensor,
-        kept_scores: Tensor | None,
-    ) -> tuple[Tensor, Remainder | None]:
-        """Kept places [E', L, Hkv, N] of every window of equal-shaped events, and what is left of
-        the others, [E', L, Hkv, ...], if a policy has fitted that."""
-        keep = int(task.plan.keep[0])
-        # If queries cover all entries, this is the first event, and there are no earlier scores.
-        first = int(task.plan.num_queries[0]) == windows.length
-        earlier = None if first else kept_scores
-        scope = self.observer.scope(policy)
-        parts: dict[int, list[Tensor]] = {}
-        left: dict[int, list[Remainder]] = {}
-        for some, at, scores, observed in self.observer.observe(
-            windows, policy, block_tables, log_tables, earlier
-        ):
-            chosen = policy.select(scores, windows.length, keep)
-            kept, scores = self._own(policy, chosen, scores)
-            if kept_scores is not None:
-                rows = _long(windows.rows[some], kept)
-                kept_scores[rows, at, ..., :keep] = scores.gather(-1, kept)
-            if scope.fits:
-                dropped = _not_in(kept, windows.length) & observed.exist(windows.length)
-                left.setdefault(some.start, []).append(policy.remainder_of(observed, dropped))
-            parts.setdefault(some.start, []).append(kept)
-        # Windows, each in parts of a few layers, as one.
-        places = led(torch.cat([torch.cat(part, dim=1) for part in parts.values()]), scope.where)
-        if not left:
-            return places, None
-        each = [[torch.cat(x, dim=1) for x in zip(*row, strict=True)] for row in left.values()]
-        return places, Remainder(*map(torch.cat, zip(*each, strict=True)))
-
-    def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
+    def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
-        if not policy.couples_heads:
-            return list(tensors)
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
@@ -265,8 +244,6 @@ def _by_event(task: Events, kept: Tensor) -> Tensor:
     """Kept entries of all windows, [E', L, Hkv, N, ...], joined by event: [E, L, Hkv, C, ...],
     padded."""
     windows = task.plan.windows
-    if (windows == 1).all():
-        return kept
     most = int(windows.max())
     padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
     event = np.repeat(np.arange(len(windows)), windows)
@@ -277,8 +254,6 @@ def _by_event(task: Events, kept: Tensor) -> Tensor:
 def _joined(task: Events, left: Remainder) -> Remainder:
     """What is left of each window, [E', L, Hkv, ...], as one for each event."""
     windows = task.plan.windows
-    if (windows == 1).all():
-        return left
     event = np.repeat(np.arange(len(windows)), windows)
     at = to_device(event, left.bias.device), to_device(ragged_arange(windows), left.bias.device)
     shape = len(windows), int(windows.max())
@@ -327,7 +302,3 @@ def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:
         kept = torch.where(place < counts[..., None], kept, length)
     dropped = torch.ones(*kept.shape[:-1], length + 1, dtype=torch.bool, device=kept.device)
     return dropped.scatter_(-1, kept, False)[..., :length]
-
-
-def _long(array: IntArray, like: Tensor) -> Tensor:
-    return to_device(array, like.device)

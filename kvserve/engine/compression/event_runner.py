@@ -63,30 +63,27 @@ class EventRunner:
         self._scored.append({})
         if not (scheduled.compactions or scheduled.observations):
             return [], None
-        watch = Stopwatch(self._batch.device)
-        for task in scheduled.compactions:
-            with _blaming(task.seq_ids):
-                self._carry_out(task, self._policies[task.policy_id], found)
-                self._batch.after_compaction(task)
-                self._batch.add_to_fingerprint(task.rows, self._group)
+        watch, batch, compressor = Stopwatch(self._batch.device), self._batch, self._compressor
+        for events in scheduled.compactions:
+            policy = self._policies[events.policy_id]
+            with _blaming(events.seq_ids):
+                if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
+                    kept = policy.kept_scores
+                    scores = batch.kept_scores.first(kept) if kept else None
+                    compressor.run(events, policy, batch.block_tables, batch.log_tables, scores)
+                elif events.kind is EventKind.CODED:
+                    self._coder.run(events, found)
+                else:
+                    compressor.run_observed(events, policy, found, batch.block_tables)
+                batch.after_compaction(events)
+                if self._group.size > 1:
+                    batch.add_to_fingerprint(events.rows, self._group)
         answers = []
         for events in scheduled.observations:
             with _blaming(events.seq_ids):
                 answers.append(self._score(events, self._policies[events.policy_id]))
         watch.stop()
         return answers, watch
-
-    def _carry_out(self, events: Events, policy: Policy, found: dict[int, Any]) -> None:
-        """Carry out events, with the tables from before them; ``found``: what those keep that an
-        earlier step has scored."""
-        batch = self._batch
-        if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
-            scores = batch.kept_scores.first(policy.kept_scores)
-            self._compressor.run(events, policy, batch.block_tables, batch.log_tables, scores)
-        elif events.kind is EventKind.CODED:
-            self._coder.run(events, found)
-        else:
-            self._compressor.run_observed(events, policy, found, batch.block_tables)
 
     def _score(self, events: Events, policy: Policy) -> Tensor:
         """What the host needs to know of the events (``EventKind``)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.events.moved_entries import moved_entries
+from kvserve.kernels.events import moved_entries
 from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
@@ -41,6 +41,11 @@ class MovePlan:
     src: Tensor
     copy_start: Tensor
     counts: Tensor
+
+    @classmethod
+    def staying(cls, src: Tensor, counts: IntArray) -> MovePlan:
+        """Entries that rows hold without any move; ``counts [E, L, Hkv]`` of them exist."""
+        return cls(src, torch.zeros_like(src[:, 0, 0, 0]), to_device(counts, src.device))
 
     @property
     def exists(self) -> Tensor:

@@ -18,7 +18,7 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.events.entry_slots import slots_of_entries
+from kvserve.kernels.events import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
@@ -26,7 +26,6 @@ from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 SCRATCH_BYTES = 256 * 1024 * 1024
 _SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
@@ -67,15 +66,15 @@ class Windows:
     def of(cls, task: Events, places: range) -> Windows:
         """The windows of events whose lanes have equal lengths."""
         plan, at = task.plan, np.asarray(places, np.int64)
-        positions = _window_starts(plan.query_start, plan)
+        event = np.repeat(np.arange(len(task.rows)), plan.windows)
+        first = ragged_arange(plan.windows) * plan.window_len[event]  # of an event's windows
         token_ids = None
         if task.token_ids is not None:
-            first = positions - np.repeat(plan.query_start, plan.windows)
-            event = np.repeat(np.arange(len(task.rows)), plan.windows)
             token_ids = task.token_ids[event[:, None], first[:, None] + at]
-        rows, starts = np.repeat(task.rows, plan.windows), _window_starts(plan.region_start, plan)
-        length = int(plan.window_len[0])
-        return cls(length, at, rows, starts[:, None, None], starts, positions, token_ids)
+        starts, length = plan.region_start[event] + first, int(plan.window_len[0])
+        positions = plan.query_start[event] + first
+        entries = starts[:, None, None]
+        return cls(length, at, task.rows[event], entries, starts, positions, token_ids)
 
     @classmethod
     def of_uneven(cls, task: Events, places: range, layout: KVLayout) -> Windows:
@@ -84,12 +83,6 @@ class Windows:
         length = int(uneven_lengths(task)[0])
         at, positions = np.asarray(places, np.int64), task.plan.query_start
         return cls(length, at, task.rows, held - length, begin, positions, None)
-
-    @property
-    def query_positions(self) -> IntArray:
-        """Logical positions of the queries: [E', Q]."""
-        positions: IntArray = self.positions[:, None] + self.places
-        return positions
 
     def part(self, at: slice) -> Windows:
         """The windows ``at`` alone."""
@@ -121,6 +114,10 @@ class Scope:
     fits: bool
     reads_values: bool
     leaves: bool
+    recomputes: bool
+    later_entries: int
+    couples_heads: bool
+    couples_layers: bool
 
 
 class Observer:
@@ -168,6 +165,10 @@ class Observer:
                 fits,
                 policy.reads_values or fits,
                 policy.leaves != "off" and self._remainders is not None,
+                reduction is not None,
+                policy.later_entries,
+                policy.couples_heads,
+                policy.couples_layers,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -196,17 +197,17 @@ class Observer:
         layer = vectors * (4 * layout.head_dim + _SLOT_BYTES) + kv_heads * length * _SCORE_BYTES
         each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
         step, count = max(1, self.scratch_bytes // each), scope.count
-        if each > self.scratch_bytes and not policy.couples_layers:
+        if each > self.scratch_bytes and not scope.couples_layers:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
-            part = windows.part(some)
+            part = windows if step >= len(windows.rows) else windows.part(some)
             recomputed = None
-            if policy.recomputed_reduction is not None:
+            if scope.recomputes:
                 assert part.token_ids is not None, "the trigger logs queries"
-                tokens = part.rows, part.token_ids, part.query_positions
-                entries = part.entries[:, 0] + part.places
-                recomputed = self._recomputer.queries(*tokens, entries, scope.query_heads)
+                positions = part.positions[:, None] + part.places
+                tokens = part.rows, part.token_ids, positions, part.entries[:, 0] + part.places
+                recomputed = self._recomputer.queries(*tokens, scope.query_heads)
             for first in range(0, scope.count, count):
                 at, own = slice(first, min(first + count, scope.count)), scope.leaders
                 if count < scope.count:
@@ -237,7 +238,7 @@ class Observer:
         lanes = layout.num_layers if layers is None else len(layers)
         if len(block_tables) > 1:
             block_tables = led(block_tables, at, 0)
-        places = np.arange(part.length + policy.later_entries)
+        places = np.arange(part.length + scope.later_entries)
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
@@ -248,7 +249,7 @@ class Observer:
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = led(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
-            log, positions = cache.query_log, part.query_positions[:, None, None]
+            log, positions = cache.query_log, (part.positions[:, None] + part.places)[:, None, None]
             logged = layout.num_layers, log.heads
             slots = slots_of(log_tables, part.rows, positions, logged, log.block_tokens)
             found = log.read(led(slots, at, 0), at)
@@ -274,7 +275,7 @@ class Observer:
             each = queries.shape[:-2]
             sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
-        how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
+        how = self._scale, scores, missing, gather, scope.later_entries, values, left, sinks
         if not policy.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
@@ -292,13 +293,6 @@ def uneven_lengths(task: Events) -> IntArray:
     """Entries in the longest lane of each event's region: [E]."""
     longest: IntArray = task.old_lens.max(axis=(0, 2)) - task.plan.region_start
     return longest
-
-
-def _window_starts(first: IntArray, plan: EvictionSpec) -> IntArray:
-    """The starts of all windows of all events: from ``first [E]`` on, ``window_len`` apart."""
-    strides = np.repeat(plan.window_len, plan.windows)
-    starts: IntArray = np.repeat(first, plan.windows) + ragged_arange(plan.windows) * strides
-    return starts
 
 
 def slots_of(

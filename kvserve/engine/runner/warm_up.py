@@ -86,7 +86,8 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
-    scores = runner.batch.kept_scores.first(policy.kept_scores)
+    kept = policy.kept_scores
+    scores = runner.batch.kept_scores.first(kept) if kept else None
     runner.compressor.run(task, policy, *tables, scores)
     if scores is not None:
         scores.zero_()

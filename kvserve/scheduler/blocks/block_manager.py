@@ -17,8 +17,8 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.entry_group import EntryGroup
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
 from kvserve.scheduler.blocks.token_group import LogGroup
@@ -38,14 +38,15 @@ class BlockManager:
         pool: BlockPool,
         max_rows: int,
         groups: tuple[CacheGroup, ...],
-        idle: IdleBlocks,
+        prefix_cache: PrefixCache | None = None,
+        continuations: Continuations | None = None,
         swapped: SwapMemory | None = None,
     ) -> None:
         entries, log = groups[:2]
         assert isinstance(entries, EntryGroup) and isinstance(log, LogGroup)
         self.layout = layout
         self.pool = pool
-        self.idle = idle
+        self.prefix_cache, self.continuations = prefix_cache, continuations
         self.swapped = SwapMemory(max_rows, 0) if swapped is None else swapped
         self.groups = groups
         self.kv, self.kv_lens = entries.tables[0], entries.kv_lens
@@ -91,13 +92,10 @@ class BlockManager:
     # ---- prefix cache ------------------------------------------------------------------------
 
     @property
-    def prefix_cache(self) -> PrefixCache | None:
-        return self.idle.prefixes
-
-    @property
     def num_cached(self) -> int:
         """Blocks that are only held for later sequences; they are evicted when needed."""
-        return self.idle.num_blocks
+        kept = 0 if self.continuations is None else self.continuations.num_evictable
+        return kept + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable)
 
     @property
     def headroom(self) -> int:
@@ -105,14 +103,44 @@ class BlockManager:
         return self.pool.num_free + self.num_cached
 
     def have_free(self, count: int, *, for_event: bool = False) -> bool:
-        """Whether ``count`` blocks are free; evicts what is held for later if needed."""
-        return count <= self.pool.num_free or self.idle.have_free(count, may_park=not for_event)
+        """Whether ``count`` blocks are free; evicts what is held for later if needed: of prefix
+        columns and continuations the least recently used first.
+
+        Evicted continuations may move to host memory unless the blocks are for an event: events
+        run before the step's swaps, and would write blocks whose contents are still to be moved.
+        """
+        if count <= self.pool.num_free:
+            return True
+        kept, prefixes = self.continuations, self.prefix_cache
+        # Continuations are left alone if all that is held for later would not be enough.
+        if kept is not None and count <= self.headroom:
+            while count > self.pool.num_free and (oldest := kept.oldest) is not None:
+                if prefixes is not None:
+                    prefixes.evict(count - self.pool.num_free, before=oldest.used)
+                if count > self.pool.num_free:
+                    kept.evict_oldest(may_park=not for_event)
+        if count > self.pool.num_free and prefixes is not None:
+            prefixes.evict(count - self.pool.num_free)
+        return count <= self.pool.num_free
+
+    def forget(self, blocks: IntArray) -> None:
+        """Drop whatever is held for later in ``blocks``, so that a row may write them."""
+        if self.continuations is not None:
+            self.continuations.forget(blocks)
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(blocks)
+
+    def clear_cached(self) -> None:
+        """Drop all that is only held for later sequences."""
+        if self.continuations is not None:
+            self.continuations.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, .]`` of the longest cached prefix that a row can begin with: all groups'
         blocks, side by side; 0 where it needs none."""
-        prefixes = self.idle.prefixes
-        found = [] if prefixes is None else prefixes.match(hashes)
+        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
         columns = np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
         most = -1
         while len(columns) != most:  # what one group shortens, another may have to shorten again
@@ -140,10 +168,10 @@ class BlockManager:
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
-        if self.idle.prefixes is not None:
+        if self.prefix_cache is not None:
             end = first + len(hashes)
             columns = [group.columns(row, first, end) for group in self._cached]
-            self.idle.prefixes.publish(hashes, np.concatenate(columns, axis=1))
+            self.prefix_cache.publish(hashes, np.concatenate(columns, axis=1))
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -189,9 +217,9 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
         others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
-        if self.idle.continuations is not None:
-            self.idle.continuations.check_integrity()
-            others.append(self.idle.continuations.held())
+        if self.continuations is not None:
+            self.continuations.check_integrity()
+            others.append(self.continuations.held())
         tables = [table.all_held() for group in self.groups for table in group.tables]
         held = np.concatenate([*tables, *others])
         assert (held > 0).all(), "a live table names the null block"

@@ -137,7 +137,7 @@ class CodeGroup(CacheGroup):
         named, _ = blocks.kv.row_entries(row)
         own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
         if not blocks.have_free(wanted - own, for_event=True):
-            blocks.idle.forget(named)
+            blocks.forget(named)
             own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
         return blocks.have_free(wanted - own, for_event=True)
 

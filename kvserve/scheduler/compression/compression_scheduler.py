@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -124,10 +124,11 @@ class CompressionScheduler:
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS
         if len(turns.rows):
             waiting = self._waiting()
-        if not any(self._rank(row) == self._blocked for row in waiting):
+        if self._blocked is not None and self._blocked not in map(self._rank, waiting):
             self._blocked = None  # that sequence was preempted, or has ended
         candidates = self._candidates(waiting)
-        self.open.close_scored()  # what cannot be scheduled now is scored again
+        if self.open:
+            self.open.close_scored()  # what cannot be scheduled now is scored again
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
     def compact_early(self, missing: int) -> tuple[Events, ...]:
@@ -150,10 +151,10 @@ class CompressionScheduler:
         freed = np.concatenate([np.zeros(0, int), *(each.sum(axis=(0, 2)) for each in columns)])
         order = (-freed).argsort(kind="stable")
         enough = int(np.searchsorted(freed[order].cumsum(), missing))
-        wanted = np.zeros(len(freed), bool)
-        wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
+        chosen = order[: enough + 1]
+        chosen = chosen[freed[chosen] > 0]
         before = self.compactions
-        scheduled = self._schedule(list(_some_of(candidates, wanted)), None)
+        scheduled = self._schedule(list(_some_of(candidates, chosen)), None)
         self.early_compactions += self.compactions - before
         return tuple(replace(events, early=True) for events in scheduled.compactions)
 
@@ -196,12 +197,14 @@ class CompressionScheduler:
     def _candidates(self, at: IntArray) -> list[Events]:
         """What events of rows ``at`` would do now, policy by policy; none of those being scored."""
         rows = self.rows
-        if self.open.scoring:
+        if self.open and self.open.scoring:
             at = at[[not self.open.is_scoring(rows.owner(row).seq_id) for row in at]]
         candidates = []
         for policy_id in np.unique(rows.policy_id[at]).tolist():
             due = self._due_events(policy_id, at[rows.policy_id[at] == policy_id])
-            scored = [self.open.scored(*each) for each in _named(due)]
+            scored: list[IntArray | None] = [None] * len(due.rows)
+            if self.open:
+                scored = [self.open.scored(*each) for each in _named(due)]
             candidates += self._handlers[due.kind].outcomes(due, self._triggers[policy_id], scored)
         return candidates
 
@@ -224,35 +227,35 @@ class CompressionScheduler:
         observations: list[Events] = []
         if not any(len(events.rows) for events in candidates):
             return ScheduledEvents()
-        order = self._order(candidates)
-        fits = np.ones(len(order), bool)
+        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
+        at = np.concatenate([events.rows for events in candidates])
+        order = np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
+        later = order[:0]
         if max_observed is not None:
-            queries = np.concatenate([_left_to_score(events) for events in candidates])
-            fits[order[1:]] = queries[order].cumsum()[1:] <= max_observed
-        for events in _some_of(candidates, fits):
-            best = events.part(self._order([events]))
+            queries = [  # whose attention each event still has to work out
+                events.plan.num_scored_queries * (not events.known or events.kind is EventKind.EVEN)
+                for events in candidates
+            ]
+            fits = np.concatenate(queries)[order].cumsum() <= max_observed
+            fits[0] = True
+            order, later = order[fits], order[~fits]
+        for best in _some_of(candidates, order):
             if not best.known:
                 observations.append(best)
                 self.open.start_scoring(best)
                 continue
             taken = self._handlers[best.kind].take_blocks(best)  # of as many, in order, as find any
-            row, first = best.rows[0], self._rank(best.rows[0])
+            row = best.rows[0]
             if taken is not None:
-                if self._blocked is not None and first <= self._blocked:
+                if self._blocked is not None and self._rank(row) <= self._blocked:
                     self._blocked = None
                 compactions.append(self._scheduled(*taken))
             elif self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
-                self._blocked = min(first, self._blocked or first)
-        if not (compactions or observations or fits.all()):
+                self._blocked = min(self._rank(row), self._blocked or self._rank(row))
+        if not (compactions or observations) and len(later):
             # The first events find no blocks; the others must not wait for them.
-            return self._schedule(list(_some_of(candidates, ~fits)), max_observed)
+            return self._schedule(list(_some_of(candidates, np.sort(later))), max_observed)
         return ScheduledEvents(NO_TURNS, tuple(compactions), tuple(observations))
-
-    def _order(self, candidates: list[Events]) -> IntArray:
-        """Indices of the events of all ``candidates``, in the order of scheduling."""
-        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
-        at = np.concatenate([events.rows for events in candidates])
-        return np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
 
     def _rank(self, row: int) -> tuple[int, int]:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
@@ -284,8 +287,7 @@ class CompressionScheduler:
         rows.compactions[at] += compacts
         rows.rounded_at[rounded] = rows.num_computed[rounded]
         self.compactions += int(np.count_nonzero(compacts))
-        nothing: Any = np.zeros(0, object)
-        return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=nothing)
+        return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=events.choices[:0])
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; return from where they log queries."""
@@ -336,16 +338,12 @@ def _named(events: Events) -> Iterator[tuple[int, int]]:
     return zip(events.seq_ids.tolist(), events.plan.query_start.tolist(), strict=True)
 
 
-def _left_to_score(events: Events) -> IntArray:
-    """Queries whose attention each event still has to work out."""
-    scored = events.known and events.kind is not EventKind.EVEN
-    return 0 * events.rows if scored else events.plan.num_scored_queries
-
-
-def _some_of(candidates: list[Events], mask: np.ndarray[Any, Any]) -> Iterator[Events]:
-    """The events that ``mask`` selects from all ``candidates``, in order; no empty groups."""
-    ends = np.cumsum([len(events.rows) for events in candidates])
-    for events, end in zip(candidates, ends, strict=True):
-        part = events.part(mask[end - len(events.rows) : end])
-        if len(part.rows):
-            yield part
+def _some_of(candidates: list[Events], at: IntArray) -> Iterator[Events]:
+    """Those with the numbers ``at`` among the events of all ``candidates``, in this order; no empty
+    groups."""
+    first = 0
+    for events in candidates:
+        own = at[(at >= first) & (at < first + len(events.rows))] - first
+        if len(own):
+            yield events.part(own)
+        first += len(events.rows)

@@ -52,23 +52,23 @@ class HostEvenEvents:
         counts = np.maximum(ends.max(axis=(0, 2)) - first, 0)
         owner = np.repeat(np.arange(len(rows)), counts)
         column = np.repeat(first, counts) + ragged_arange(counts)
-        shared = kv.shared(rows[owner], column, ends[:, owner])
-        if not blocks.have_free(int(shared.sum()), for_event=True):
-            # Blocks that only a row and a cache name are writable once the cache drops them.
-            blocks.idle.forget(kv.blocks[:, rows[owner], :, column].ravel())
-            shared = kv.shared(rows[owner], column, ends[:, owner])
-        wanted = np.bincount(owner, weights=shared.sum(axis=(1, 2)), minlength=len(rows)).cumsum()
-        count = int(np.searchsorted(wanted, blocks.pool.num_free, side="right"))
-        if not count:
-            return None
-        done, mine = events.part(slice(count)), owner < count
-        owner, column = owner[mine], column[mine]
-        replaced = kv.replace_shared(rows[owner], column, ends[:, owner])
-        copy_start = start[:count].copy()
-        np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
-        blocks.kv_lens[:, done.rows] = done.new_lens
-        released = kv.truncate(done.rows, ends[:, :count])
-        return replace(done, copy_start=copy_start), released
+        copy_start, shared = start.copy(), kv.shared(rows[owner], column, ends[:, owner])
+        if shared.any():
+            if not blocks.have_free(int(shared.sum()), for_event=True):
+                # Blocks that only a row and a cache name are writable once the cache drops them.
+                blocks.forget(kv.blocks[:, rows[owner], :, column].ravel())
+                shared = kv.shared(rows[owner], column, ends[:, owner])
+            missing = np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)).cumsum()
+            count = int(np.searchsorted(missing, blocks.pool.num_free, side="right"))
+            if not count:
+                return None
+            events, mine = events.part(slice(count)), owner < count
+            owner, column, copy_start = owner[mine], column[mine], copy_start[:count]
+            replaced = kv.replace_shared(rows[owner], column, ends[:, owner])
+            np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
+        blocks.kv_lens[:, events.rows] = events.new_lens
+        released = kv.truncate(events.rows, ends[:, : len(events.rows)])
+        return replace(events, copy_start=copy_start), released
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """When rows ``at`` are due next, if their trigger says ``due``."""

@@ -66,17 +66,6 @@ class GroupRow:
     tables: tuple[SavedTable, ...]
     fields: dict[str, IntArray]
 
-    @property
-    def named(self) -> IntArray:
-        """Every block, once per reference."""
-        return np.concatenate([table.named for table in self.tables])
-
-    def renamed(self, blocks: IntArray) -> GroupRow:
-        """The same in other blocks, given in the order of ``named``."""
-        ends = np.cumsum([table.named.size for table in self.tables])[:-1]
-        parts = zip(self.tables, np.split(blocks, ends), strict=True)
-        return replace(self, tables=tuple(table.renamed(part) for table, part in parts))
-
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
@@ -94,13 +83,18 @@ class SavedRow:
     @property
     def named(self) -> IntArray:
         """Every block, once per reference."""
-        return np.concatenate([group.named for group in self.groups])
+        return np.concatenate([table.named for group in self.groups for table in group.tables])
 
     def renamed(self, blocks: IntArray) -> SavedRow:
         """The same row in other blocks, given in the order of ``named``."""
-        ends = np.cumsum([group.named.size for group in self.groups])[:-1]
-        parts = zip(self.groups, np.split(blocks, ends), strict=True)
-        return replace(self, groups=tuple(group.renamed(part) for group, part in parts))
+        groups = []
+        for group in self.groups:
+            tables = []
+            for table in group.tables:
+                own, blocks = np.split(blocks, [table.named.size])
+                tables.append(table.renamed(own))
+            groups.append(replace(group, tables=tuple(tables)))
+        return replace(self, groups=tuple(groups))
 
 
 class Place(NamedTuple):

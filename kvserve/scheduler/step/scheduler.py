@@ -18,7 +18,6 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
@@ -61,8 +60,8 @@ class Scheduler:
         prefix_cache = PrefixCache(self.pool) if settings.prefix_caching else None
         logged, further = settings.log_block_tokens, settings.further_groups
         groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
-        idle = IdleBlocks(self.pool, prefix_cache, store)
-        self.blocks = BlockManager(layout, self.pool, most_rows, groups, idle, swapped)
+        later = prefix_cache, store, swapped
+        self.blocks = BlockManager(layout, self.pool, most_rows, groups, *later)
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed)
