@@ -225,26 +225,22 @@ class InputBatch(RowArrays):
         tokens = size if starts is None else int(starts[-1])
         slots = torch.zeros(groups, heads, tokens, dtype=torch.int64, device=self.device)
         positions = slots.new_zeros(tokens)
-        return self._with_nothing(
-            ForwardBatch(
-                positions=positions,
-                prompt_lens=self.prompt_lens[:size] if starts is None else positions + 1,
-                slots=slots,
-                query_slots=torch.zeros_like(slots) if logs_queries else None,
-                last=torch.full_like(slots, -1),
-                tables=self.block_tables,
-                rows=np.arange(size),
-                starts=np.arange(size + 1) if starts is None else starts,
-                columns=np.full(size, columns),
-                recent=positions + 1 if logs_queries else None,
-                remainders=self.remainders,
-                further=self._null_slots(tokens),
-                **self._of_groups(),
-            )
+        lanes = [group.tables[0].shape for group in self._writers]
+        batch = ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[:size] if starts is None else positions + 1,
+            slots=slots,
+            query_slots=torch.zeros_like(slots) if logs_queries else None,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.arange(size),
+            starts=np.arange(size + 1) if starts is None else starts,
+            columns=np.full(size, columns),
+            recent=positions + 1 if logs_queries else None,
+            remainders=self.remainders,
+            further=tuple(slots.new_zeros(lane[0], lane[2], tokens) for lane in lanes),
+            **self._of_groups(),
         )
-
-    def _with_nothing(self, batch: ForwardBatch) -> ForwardBatch:
-        """``batch`` whose tokens see nothing in tables of other groups, either."""
         batch = batch if self._windows is None else self._windows.nothing_of(batch)
         return batch if self._newest is None else self._newest.nothing_of(batch)
 
@@ -342,12 +338,6 @@ class InputBatch(RowArrays):
     def _further_slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Where each writing group stores the tokens at ``positions [T]`` of ``rows [T]``."""
         return tuple(group.slots(rows, positions) for group in self._writers)
-
-    def _null_slots(self, tokens: int) -> tuple[Tensor, ...]:
-        """The same in the null block."""
-        lanes = [group.tables[0].shape for group in self._writers]
-        shapes = [(shape[0], shape[2], tokens) for shape in lanes]
-        return tuple(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         order = np.arange(len(self.last_token))

@@ -106,9 +106,11 @@ class CacheGroup(RowArrays):
         return columns
 
     def adopt(self, row: int, columns: IntArray) -> None:
-        """Begin an empty row with shared ``columns [n, LG * R]``."""
-        (table,) = self.tables
-        table.adopt(row, columns.reshape(len(columns), *table.lanes))
+        """Begin an empty row with shared ``columns [n, LG * R]``; block 0 stands for none."""
+        (table,), needed = self.tables, columns[(columns > 0).any(axis=1)]
+        first = len(columns) - len(needed)
+        table.start(row, first)
+        table.adopt(row, needed.reshape(len(needed), *table.lanes), first)
 
     def begin_at(self, row: int, position: int) -> None:
         """Begin an empty row behind a cached prefix that brings none of this group's blocks."""

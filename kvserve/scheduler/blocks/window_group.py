@@ -66,11 +66,6 @@ class WindowGroup(TokenGroup):
         usable[: int(seen[len(usable)])] = 0
         return usable
 
-    def adopt(self, row: int, columns: IntArray) -> None:
-        first = int(self._first_column(np.array(len(columns) * self.block_tokens)))
-        self._table.start(row, first)
-        self._table.adopt(row, columns[first:].reshape(-1, *self._table.lanes), first)
-
     # ---- rows that leave, and come back ------------------------------------------------------
 
     def resumes_from(self, row: int) -> int:

@@ -25,7 +25,6 @@ from kvserve.scheduler.messages.continuation import (
 )
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.saved_rows import SavedRows
-from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
 
@@ -49,13 +48,10 @@ class Conversations:
     """Moves rows to the ``store`` of continuations and back. A sequence that resumes one takes over
     its history: if it loses its cache, it is computed again with all events and turns of that."""
 
-    def __init__(
-        self, rows: RowTable, blocks: BlockManager, prefixes: Prefixes, store: Continuations
-    ) -> None:
+    def __init__(self, rows: RowTable, blocks: BlockManager, store: Continuations) -> None:
         self.store = store
         self._rows = rows
         self._blocks = blocks
-        self._prefixes = prefixes
         self._saved = SavedRows(blocks)
         self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
 
@@ -74,7 +70,7 @@ class Conversations:
         last = seq.events[-1] if seq.events else 0
         least = max(group.resumes_from(row) for group in self._blocks.groups)
         floor = max(seq.num_prompt_tokens, last, least)
-        hashes = [seq.cache_seed, *self._prefixes.hashes(seq, tokens, seq.column_hashes)]
+        hashes = [seq.cache_seed, *rows.hashes(seq, tokens, seq.column_hashes)]
 
         def place(end: int) -> Place:
             return Place(hashes[end // size], end // size * size)
@@ -171,7 +167,7 @@ class Conversations:
         """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
         asked, changes, found = self._known
         if (asked, changes) != (seq.seq_id, self.store.changes):
-            hashes = self._prefixes.hashes(seq, seq.token_ids, seq.column_hashes)
+            hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
             keys = seq.cache_seed, *hashes
             found = self.store.find(seq.token_ids, keys, seq.continues_as)
             self._known = seq.seq_id, self.store.changes, found

@@ -45,8 +45,7 @@ class Admission:
 
     def __init__(self, parts: Parts, settings: SchedulerSettings) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
-        self._prefixes, self._swap = parts.prefixes, parts.swap
-        self._conversations = parts.conversations
+        self._swap, self._conversations = parts.swap, parts.conversations
         self._reserve = settings.admission_reserve
         self._chunked = settings.chunked_prefill
         self._size = parts.blocks.layout.block_size
@@ -80,7 +79,8 @@ class Admission:
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks.blocks_alone(target, log_from)
-        columns = self._prefixes.cached(seq, limit)
+        hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
+        columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
         if parked:
             columns = self._swap.shared(columns)
         elif not self.chunk_length(seq, len(columns) * self._size, target, budget):
@@ -215,8 +215,7 @@ class PrefillChunks:
         settings: SchedulerSettings,
     ) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
-        self._prefixes, self._waiting = parts.prefixes, parts.waiting
-        self._admission = admission
+        self._waiting, self._admission = parts.waiting, admission
         self._departures = departures
         self._max_tokens = settings.max_num_batched_tokens
         self._max_prefill = settings.max_prefill_tokens or settings.max_num_batched_tokens
@@ -314,7 +313,10 @@ class PrefillChunks:
         ):
             return 0
         self._blocks.grow(at, new, rows.num_computed[at])
-        self._prefixes.publish_chunk(row, length)
+        # Sequences admitted after it find its columns, and may read them in the same step: a layer
+        # stores all its new entries before it attends.
+        seq, end = rows.owner(row), int(rows.num_computed[row]) + length
+        rows.publish(seq, min(end, seq.num_prompt_tokens))
         return length
 
     def _take_pruned(self, chunks: list[Chunk]) -> tuple[Events, ...]:

@@ -27,7 +27,6 @@ from kvserve.scheduler.messages.output import ScheduledEvents, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.offload.conversations import Conversations
 from kvserve.scheduler.offload.saved_rows import SwapSpace
-from kvserve.scheduler.rows.prefixes import Prefixes
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
@@ -68,12 +67,9 @@ class Scheduler:
         self.swap = SwapSpace(rows, self.blocks, store)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
-        prefixes = Prefixes(rows, self.blocks)
-        self.conversations = (
-            None if store is None else Conversations(rows, self.blocks, prefixes, store)
-        )
+        self.conversations = None if store is None else Conversations(rows, self.blocks, store)
         away = self.swap, self.conversations
-        parts = Parts(rows, self.blocks, self.events, prefixes, self.waiting, *away)
+        parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
