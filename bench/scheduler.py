@@ -25,8 +25,7 @@ from kvserve.benchmarks.reports.report import Column, Report, measure_and_publis
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.event import EventKind, KeptCounts
-from kvserve.scheduler.messages.output import ObservationTask
+from kvserve.scheduler.messages.event import EventKind, Events
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -78,9 +77,9 @@ def add(scheduler: Scheduler, seq_id: int, prompt: int, output: int, policy: str
     scheduler.add(Sequence(seq_id, tokens, prompt, prompt + output, (), 0, trigger, kind))
 
 
-def kept_counts(task: ObservationTask, rng: np.random.Generator) -> KeptCounts:
+def kept_counts(task: Events, rng: np.random.Generator) -> np.ndarray:
     """Random counts that observed events keep, around their plan's."""
-    return KeptCounts(rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32))
+    return rng.integers(1, 2 * task.plan.keep[:, None], task.old_lens.shape, np.int32)
 
 
 def advance(scheduler: Scheduler, steps: int) -> np.ndarray:
@@ -91,7 +90,7 @@ def advance(scheduler: Scheduler, steps: int) -> np.ndarray:
         output = scheduler.schedule()
         scheduled = time.perf_counter()
         tokens = np.zeros(len(output.sampled), np.int32)
-        counts = [kept_counts(task, rng) for task in output.observations]
+        counts = [kept_counts(task, rng) for task in output.events.observations]
         sampled = time.perf_counter()
         scheduler.update(output, tokens, counts)
         seconds[step] = scheduled - started, time.perf_counter() - sampled

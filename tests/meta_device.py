@@ -38,8 +38,7 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from kvserve.outputs import KVTraceEvent
-from kvserve.scheduler.messages.event import answer
-from kvserve.scheduler.messages.output import ObservationTask
+from kvserve.scheduler.messages.event import Events
 from tests.checkpoints import write_checkpoint
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
@@ -70,7 +69,7 @@ def note_moves(tracer: KVTracer, moves: list[TracedMove]) -> list[tuple[int, KVT
 def collect(step: LaunchedStep) -> ModelRunnerOutput:
     """Some tokens, and counts for policies that choose them: nothing can be read back."""
     tokens = 0 if step.sampled is None else len(step.sampled.token_ids)
-    scores = [answer(kind, np.full(kept.shape, 4, np.int32)) for kind, kept in step.events]
+    scores = [np.full(kept.shape, 4, np.int32) for kept in step.events]
     return ModelRunnerOutput(np.full(tokens, 5, np.int32), None, scores, [], 0.0)
 
 
@@ -124,7 +123,7 @@ def no_likenesses(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Cover:
         return Cover(torch.zeros_like(there.long()), torch.zeros_like(there.long()), entries[-1])
 
-    def codebook(self: Coder, task: ObservationTask, tables: tuple[Tensor, ...]) -> Codebook:
+    def codebook(self: Coder, task: Events, tables: tuple[Tensor, ...]) -> Codebook:
         counts = self._by_lane(tables[5], task.rows)
         none = counts.new_zeros(*counts.shape, 0)
         vectors = self._store.vectors.new_zeros(*none.shape, self._store.vectors.shape[-1])

@@ -44,7 +44,7 @@ class Watch:
         return len(self.found) == len(self._seen)
 
     def _watched(self, output: SchedulerOutput) -> Any:
-        kind = "event" if output.compactions else "decode"
+        kind = "event" if output.events.compactions else "decode"
         alone = output.num_tokens == output.num_decoding > 0
         self._seen[kind] += alone
         if not alone or self._seen[kind] != _SKIPPED + 1:
@@ -76,7 +76,7 @@ class Watch:
         times.sort(key=lambda row: -row[2])
         self.found[kind] = {
             "rows": output.num_decoding,
-            "events": sum(len(task.rows) for task in output.compactions),
+            "events": sum(len(task.rows) for task in output.events.compactions),
             "microseconds": sum(time for *_, time in times),
             "kernels": [
                 {"name": name, "calls": calls, "microseconds": time}

@@ -62,26 +62,26 @@ class KVLayout:
     holds_entries: bool = True
     """Whether these layers are of the kind that sees all tokens; else rows hold nothing in them."""
 
-    @property
+    @cached_property
     def layer_groups(self) -> int:
         """LG: groups of layers that share tables."""
         return 1 if self.granularity is Granularity.MODEL else self.num_layers
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """R: rows (tables) a sequence has in each layer group."""
         return self.num_kv_heads if self.granularity is Granularity.HEAD else 1
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """G: KV groups of one sequence, each with its own length."""
         return self.layer_groups * self.rows
 
-    @property
+    @cached_property
     def layers_per_block(self) -> int:
         return self.num_layers // self.layer_groups
 
-    @property
+    @cached_property
     def heads_per_block(self) -> int:
         return self.num_kv_heads // self.rows
 

@@ -21,7 +21,9 @@ from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.quantized_entries import places_of
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 
@@ -102,7 +104,8 @@ class Recorder:
         for a, b in output.row_swaps:
             self._owner[a], self._owner[b] = self._owner.get(b, -1), self._owner.get(a, -1)
         layout = self._runner.cache.layout
-        back = {task.row for task in output.swap_ins}
+        moves = () if output.moves is None else output.moves.ins
+        back = {move.row for move in moves if move.place != NO_PLACE}
         for seq in output.admitted.requests:
             self._owner[seq.row] = seq.seq_id
             if seq.row in back:
@@ -131,7 +134,7 @@ class Recorder:
 
     def _on_run(
         self,
-        task: CompactionTask,
+        task: Events,
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
@@ -158,7 +161,7 @@ class Recorder:
             record = self.records[self._owner[int(task.rows[e])]]
             record.copied.append(same and torch.equal(after[..., start:, :], moved))
 
-    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+    def _on_moves(self, task: Events, plan: MovePlan) -> None:
         """One group of equal-shaped events; its choices were made since the last group."""
         scores, kept = (torch.cat(parts) for parts in zip(*self._choices, strict=True))
         self._choices.clear()

@@ -177,7 +177,7 @@ def test_32_prompts_of_nearly_the_whole_pool(llama_dir: Path, swap_space: int) -
     launch = core.runner.launch
 
     def moves_on(output: SchedulerOutput) -> LaunchedStep:
-        assert output.num_tokens or output.swap_ins or not core.scheduler.has_work
+        assert output.num_tokens or output.moves or not core.scheduler.has_work
         return launch(output)
 
     core.runner.launch = moves_on  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from kvserve.kernels.cpu import fitted_remainder as cpu_fit
 from kvserve.kernels.cpu import remainder as cpu_remainder
 from kvserve.kernels.cpu import window_scores as cpu_scores
 from kvserve.kernels.cpu.paged_attention import paged_attention
-from kvserve.kernels.events.add_remainders import add_remainders, add_remainders_torch
+from kvserve.kernels.events import add_remainders, add_remainders_torch
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, merged

@@ -19,19 +19,12 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.blocks.newest_group import NewestGroup
-from kvserve.scheduler.blocks.remainder_places import num_places
+from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
-from kvserve.scheduler.messages.continuation import Continuation, Resumption
-from kvserve.scheduler.messages.event import EventKind, Scores, answer
-from kvserve.scheduler.messages.output import (
-    NO_PLACE,
-    CompactionTask,
-    ObservationTask,
-    RemainderMoves,
-    SchedulerOutput,
-    TableUpdate,
-)
+from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
+from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler
@@ -94,7 +87,7 @@ class ShadowRunner:
         self.compactions: Counter[int] = Counter()
         """Those of the events that change something, by sequence."""
         self.before: dict[int, list[tuple[int, int]]] = {}
-        self.scores: list[Scores] = []
+        self.scores: list[IntArray] = []
         """What the events that the last step observed will keep."""
         self._published: dict[bytes, list[int]] = {}
         self.left: dict[Continuation, LeftRow] = {}
@@ -109,11 +102,12 @@ class ShadowRunner:
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
         self.ahead[:] = 0
-        self.log_from[output.turns.rows] = output.turns.log_from
-        self._check_sources(output.compactions)
-        for task in output.compactions:
+        events, moves = output.events, output.moves
+        self.log_from[events.turns.rows] = events.turns.log_from
+        self._check_sources(events.compactions)
+        for task in events.compactions:
             self._compact(task)
-        self.scores = [answer(task.kind, self._observe(task)) for task in output.observations]
+        self.scores = [self._observe(task) for task in events.observations]
         for a, b in output.row_swaps:
             for array in (self.owner, self.computed, self.log_from, self.last_token):
                 array[a], array[b] = array[b], array[a]
@@ -125,12 +119,14 @@ class ShadowRunner:
             self.tables[:, [a, b]] = self.tables[:, [b, a]]
             for tables in (self.log_tables, *self.further_tables):
                 tables[:, [a, b]] = tables[:, [b, a]]
-        self._swap(output)
-        self._move_remainders(output.remainder_saves)
+        if moves is not None:
+            self._swap(moves)
+            self._move_remainders(moves.outs, back=False)
         for new in output.admitted.requests:
             self.remainders[new.row] = 0
         self._admit(output)
-        self._move_remainders(output.remainder_loads)
+        if moves is not None:
+            self._move_remainders(moves.ins, back=True)
         self.resuming.clear()
         _scatter(self.tables, output.table_updates[0])
         _scatter(self.log_tables, output.table_updates[1])
@@ -203,15 +199,20 @@ class ShadowRunner:
             now = [self.memory[int(b), i] for b in blocks for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
 
-    def _move_remainders(self, moves: RemainderMoves) -> None:
-        found = [self.remainders[source] for source in moves.source]
-        for to, remainder in zip(moves.to, found, strict=True):
+    def _move_remainders(self, moves: tuple[RowMove, ...], *, back: bool) -> None:
+        pairs = [
+            (m.row, m.remainder)[:: -1 if back else 1] for m in moves if m.remainder != NO_PLACE
+        ]
+        found = [self.remainders[source] for source, _ in pairs]
+        for (_, to), remainder in zip(pairs, found, strict=True):
             self.remainders[to] = remainder
 
     def _check_held(self, row: int) -> None:
         """What a row is said to hold is the number of blocks that it names."""
         blocks = self.scheduler.blocks
-        assert blocks.held(row + 1)[row] == len(np.unique(blocks.named(row)))
+        tables = [table for group in blocks.groups for table in group.tables]
+        named = np.concatenate([table.row_entries(row)[0] for table in tables])
+        assert blocks.held(row + 1)[row] == len(np.unique(named))
 
     def _check_further(self, row: int) -> None:
         """A further group holds something of every token so far, or of those that the next sees."""
@@ -253,7 +254,7 @@ class ShadowRunner:
             assert self.code_memory[int(block), i % codes.vectors_per_block] == ("vector", i)
         assert self.scheduler.blocks.kv.first[at] == coded // self.size
 
-    def _observe_codes(self, task: ObservationTask) -> IntArray:
+    def _observe_codes(self, task: Events) -> IntArray:
         """Entries kept, or coded in addition, and a number of vectors up to the worst case."""
         codes, found = self.codes, np.zeros((*task.old_lens.shape, 2), np.int32)
         assert codes is not None
@@ -270,7 +271,7 @@ class ShadowRunner:
                 found[lane[0], e, lane[1]] = entries, held[-1] % (2 * new + 1)
         return found
 
-    def _code(self, task: CompactionTask, e: int, row: int, lane: Lane) -> None:
+    def _code(self, task: Events, e: int, row: int, lane: Lane) -> None:
         """Write codes, and a row that begins afresh."""
         codes, tables, at = task.codes, self.codes, (lane[0], e, lane[1])
         assert codes is not None and tables is not None
@@ -293,7 +294,8 @@ class ShadowRunner:
 
     def _admit(self, output: SchedulerOutput) -> None:
         new = output.admitted
-        rows = [task for task in output.swap_ins if task.place != NO_PLACE]
+        moves = () if output.moves is None else output.moves.ins
+        rows = [move for move in moves if move.place != NO_PLACE]
         back = {task.row: self.parked.pop(task.place) for task in rows}
         for i, seq in enumerate(new.requests):
             self.owner[seq.row] = seq.seq_id
@@ -315,21 +317,21 @@ class ShadowRunner:
             self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
             self.compactions[seq.seq_id] = 0
 
-    def _swap(self, output: SchedulerOutput) -> None:
+    def _swap(self, moves: RowMoves) -> None:
         """Blocks to host memory and back; every content, of entries and of logged queries."""
-        for place in output.discarded:
+        for place in moves.discarded:
             del self.parked[place]
-        for task in output.swap_outs:
+        for task in moves.outs:
             if task.place != NO_PLACE:
                 row = task.row
                 self.parked[task.place] = self.held[row], self.loggers[row], self.lost[row]
                 self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self.host[host] = self._contents(device)
-        copied = [self._contents(block) for block in output.copies.sources]
-        for block, contents in zip(output.copies.copies, copied, strict=True):
+        copied = [self._contents(block) for block in moves.copies.sources]
+        for block, contents in zip(moves.copies.copies, copied, strict=True):
             self._put(block, contents)
-        for task in output.swap_ins:
+        for task in moves.ins:
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self._put(device, self.host[host])
 
@@ -410,7 +412,7 @@ class ShadowRunner:
                     self.log_memory[query_slot] = (self._logger(row, position), position)
             self.computed[row] += 1
 
-    def _prune(self, task: CompactionTask) -> None:
+    def _prune(self, task: Events) -> None:
         """A whole prompt, of which each lane stores the newest tokens."""
         (row,), (count,) = task.rows.tolist(), task.old_lens.max(axis=(0, 2)).tolist()
         assert task.token_ids is not None and not self.computed[row]
@@ -422,7 +424,7 @@ class ShadowRunner:
             self._store(row, [token], [lane for lane in self.lanes if left <= kept[lane]])
         self._note_event(row, 1, bool(task.compacts[0]))
 
-    def _observe(self, task: ObservationTask) -> IntArray:
+    def _observe(self, task: Events) -> IntArray:
         """Counts that depend on what each lane holds, near what the plan says."""
         if task.kind is EventKind.CODED:
             return self._observe_codes(task)
@@ -435,7 +437,7 @@ class ShadowRunner:
                 counts[lane[0], e, lane[1]] = self._count(task, e, lane)
         return counts
 
-    def _observe_blocks(self, task: ObservationTask) -> IntArray:
+    def _observe_blocks(self, task: Events) -> IntArray:
         """Kept columns: as many as the plan's entries fill, which ones differs by lane."""
         most = int(-(-task.plan.keep.max() // self.size))
         columns = np.full((*task.old_lens.shape, most), -1)
@@ -446,7 +448,7 @@ class ShadowRunner:
                 columns[lane[0], e, lane[1], : len(found)] = found
         return columns
 
-    def _columns(self, task: ObservationTask, e: int, lane: Lane) -> list[int]:
+    def _columns(self, task: Events, e: int, lane: Lane) -> list[int]:
         """Whole blocks by their last content, then the partial one."""
         held = self.held[task.rows[e]][lane]
         whole, tail = divmod(len(held), self.size)
@@ -454,12 +456,12 @@ class ShadowRunner:
         ranked = sorted(range(whole), key=lambda column: held[(column + 1) * self.size - 1])
         return sorted(ranked[:count]) + [whole] * (tail > 0)
 
-    def _count(self, task: ObservationTask, e: int, lane: Lane) -> int:
+    def _count(self, task: Events, e: int, lane: Lane) -> int:
         held = self.held[task.rows[e]][lane]
         keep = int(task.plan.keep[e]) + held[-1] % 5 - 2
         return min(max(keep, 1), len(held) - int(task.plan.region_start[e]))
 
-    def _check_sources(self, tasks: tuple[CompactionTask, ...]) -> None:
+    def _check_sources(self, tasks: tuple[Events, ...]) -> None:
         """No event writes a block that another has yet to read: those of a task run side by side,
         one task after the other. (An event may write what it reads itself.)"""
         events = [(i, e, task) for i, task in enumerate(tasks) for e in range(len(task.rows))]
@@ -471,7 +473,7 @@ class ShadowRunner:
                 both = written & read if later else set()
                 assert not both, f"an event writes {both}, which another is still to read"
 
-    def _read_by(self, task: CompactionTask, e: int) -> set[int]:
+    def _read_by(self, task: Events, e: int) -> set[int]:
         """Blocks that an event reads: entries from its region on, and logged queries. What becomes
         codes has been read when it was observed."""
         if task.codes is not None:
@@ -489,7 +491,7 @@ class ShadowRunner:
             read += self.tables[group, row, table, columns].tolist()
         return set(read) - {0}
 
-    def _written_by(self, task: CompactionTask, e: int) -> set[int]:
+    def _written_by(self, task: Events, e: int) -> set[int]:
         """Blocks that an event writes."""
         if task.kind is EventKind.BLOCKS:
             return set()
@@ -514,7 +516,7 @@ class ShadowRunner:
             written += task.dst_blocks[at][there][: columns - first].tolist()
         return set(written) - {0}
 
-    def _compact(self, task: CompactionTask) -> None:
+    def _compact(self, task: Events) -> None:
         plan = task.plan
         for e, row in enumerate(task.rows):
             self._check_queries(task, e)
@@ -555,7 +557,7 @@ class ShadowRunner:
         again = before[: len(events)]
         assert events[: len(again)] == again, "a recomputation did not replay its events"
 
-    def _check_queries(self, task: ObservationTask, e: int) -> None:
+    def _check_queries(self, task: Events, e: int) -> None:
         """The queries that score an event's windows are in the log, if this trigger logs them."""
         row, plan = task.rows[e], task.plan
         if self.log_from[row] == NOT_LOGGING:

@@ -342,7 +342,7 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
 def test_what_off_costs() -> None:
     """Without the flag there is nothing to ask."""
     scheduler: Scheduler = make_scheduler()
-    assert scheduler.conversations is None and scheduler.blocks.idle.continuations is None
+    assert scheduler.conversations is None and scheduler.blocks.continuations is None
     seq = replace(Talks().sequence(range(2, 32), 20), seq_id=1)
     scheduler.add(seq)
     drain(scheduler, ShadowRunner(scheduler))

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from kvserve.scheduler.messages.event import (
-    CodeCounts,
-    EventKind,
-    KeptColumns,
-    KeptCounts,
-    answer,
-)
 from kvserve.scheduler.step.recovery import newest_of, start_over
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import LAYOUTS, drain, make_scheduler, make_sequence
-
-
-def test_an_answer_has_the_type_of_its_kind() -> None:
-    found = np.arange(24).reshape(1, 2, 3, 4)
-    assert isinstance(answer(EventKind.UNEVEN, found[..., 0]), KeptCounts)
-    assert isinstance(answer(EventKind.PRUNED, found[..., 0]), KeptCounts)
-    columns, codes = (answer(kind, found) for kind in (EventKind.BLOCKS, EventKind.CODED))
-    assert isinstance(columns, KeptColumns) and columns.columns is found
-    assert isinstance(codes, CodeCounts)
-    assert (codes.entries == found[..., 0]).all() and (codes.vectors == found[..., 1]).all()
 
 
 def test_an_event_is_scored_and_then_carried_out() -> None:
@@ -35,13 +16,13 @@ def test_an_event_is_scored_and_then_carried_out() -> None:
         output = scheduler.schedule()
         if not events.scoring:
             scheduler.update(output, shadow.run(output), shadow.scores)
-    assert events.is_scoring(0) and output.observations and not output.num_tokens
+    assert events.is_scoring(0) and output.events.observations and not output.num_tokens
     scheduler.update(output, shadow.run(output), shadow.scores)
-    (task,) = output.observations
+    (task,) = output.events.observations
     start = int(task.plan.query_start[0])
     assert events.scored(0, start) is not None and events.scored(0, start + 1) is None
     output = scheduler.schedule()
-    assert output.compactions and events.scored(0, start) is None
+    assert output.events.compactions and events.scored(0, start) is None
     scheduler.update(output, shadow.run(output), shadow.scores)
     assert not len(events)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.compression.candidates import ScheduledEvents
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.output import ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
@@ -57,7 +57,7 @@ def test_a_step_observes_what_its_budget_allows_and_most_freed_goes_first() -> N
     taken = []
     for _ in range(3):
         output = scheduler.schedule()
-        (task,) = output.compactions
+        (task,) = output.events.compactions
         taken.append((shadow.owner[task.rows].tolist(), task.plan.windows.tolist()))
         waiting = 3 - len(taken)
         assert output.num_decoding == 3 - waiting, "who waits for an event sits the step out"
@@ -201,7 +201,7 @@ def test_two_sequences_keep_their_own_blocks_in_one_step() -> None:
     for _ in range(2):
         step(scheduler, shadow)
     output = scheduler.schedule()
-    (task,) = output.compactions
+    (task,) = output.events.compactions
     assert len(task.rows) == 2
     scheduler.update(output, shadow.run(output), shadow.scores)
     assert len(drain(scheduler, shadow)) == 2

@@ -179,11 +179,11 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
     monkeypatch.setattr(scheduler.rows, "promote_ready", preempt_once)
     while scheduler.has_work:
         output = scheduler.schedule()
-        taken = [int(shadow.owner[row]) for task in output.compactions for row in task.rows]
+        taken = [int(shadow.owner[row]) for task in output.events.compactions for row in task.rows]
         scheduler.update(output, shadow.run(output))
         scheduler.check_integrity()
         steps.append(taken)
-        assert all(task.plan.region_start[0] % 4 == 0 for task in output.compactions)
+        assert all(task.plan.region_start[0] % 4 == 0 for task in output.events.compactions)
     first = next(i for i, taken in enumerate(steps) if taken)
     assert steps[first] == [0, 1] and steps[first + 5] == [2, 3]
     assert scheduler.num_preemptions == 1 and before

@@ -16,7 +16,7 @@ from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed
-from kvserve.scheduler.messages.event import EventKind, Scores
+from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
@@ -174,7 +174,9 @@ class Loop:
         self.shadow = shadow
         self.overlaps = overlaps
         self.num_guessed = self.num_right = 0
-        self._in_flight: list[tuple[SchedulerOutput, IntArray, list[Scores], Confirmed | None]] = []
+        self._in_flight: list[
+            tuple[SchedulerOutput, IntArray, list[IntArray], Confirmed | None]
+        ] = []
 
     def step(self) -> tuple[SchedulerOutput, list[Sequence]]:
         """Schedule a step; what it computes, and who has ended since."""
@@ -214,7 +216,7 @@ class Loop:
 
 def _observed(output: SchedulerOutput) -> set[int]:
     """Sequences that a step observes."""
-    return {seq_id for task in output.observations for seq_id in task.seq_ids.tolist()}
+    return {seq_id for task in output.events.observations for seq_id in task.seq_ids.tolist()}
 
 
 def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
@@ -229,7 +231,7 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
 
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
-    scheduler.blocks.idle.clear()
+    scheduler.blocks.clear_cached()
     assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
     assert scheduler.pool.num_free == scheduler.pool.capacity
 

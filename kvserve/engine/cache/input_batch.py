@@ -8,7 +8,6 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,21 +19,22 @@ from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.newest_rows import NewestRows
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup
-from kvserve.engine.cache.step_buffers import fill_buffers, step_buffers
 from kvserve.engine.cache.window_rows import WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.decode_inputs import Chunks, FillInputs, RowTables, decode_inputs
+from kvserve.kernels.decode_inputs import (
+    Chunks,
+    DecodeInputs,
+    FillInputs,
+    RowTables,
+    decode_inputs,
+)
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Drafts
-from kvserve.scheduler.messages.output import (
-    BegunTurns,
-    CompactionTask,
-    NewRequest,
-    SchedulerOutput,
-)
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import BegunTurns, NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 
@@ -99,10 +99,11 @@ class InputBatch(RowArrays):
         """Swap rows, set up new ones, update the tables. Compactions have run before."""
         if output.row_swaps:
             self._swap(output.row_swaps)
-        if output.discarded or output.swap_outs or output.swap_ins:
-            self.kept_scores.swap(output)
-        if self.remainders is not None and len(output.remainder_saves.source):
-            self.remainders.carry_out(output.remainder_saves)
+        moves = output.moves
+        if moves is not None:
+            self.kept_scores.swap(moves)
+            if self.remainders is not None:
+                self.remainders.swap(moves.outs, back=False)
         new = output.admitted
         if new.requests:
             rows = self._long([request.row for request in new.requests])
@@ -112,8 +113,8 @@ class InputBatch(RowArrays):
             if self.remainders is not None:
                 self.remainders.begin(rows)
             self.sampling.set_rows(new.requests)
-        if self.remainders is not None and len(output.remainder_loads.source):
-            self.remainders.carry_out(output.remainder_loads)
+        if moves is not None and self.remainders is not None:
+            self.remainders.swap(moves.ins, back=True)
         for table, update in zip(self._tables, output.table_updates, strict=True):
             if len(update.indices) and self.device == "cpu":  # torch takes longer for a few numbers
                 table.view(-1).numpy()[update.indices] = update.blocks
@@ -135,7 +136,7 @@ class InputBatch(RowArrays):
                 found.append(request.seq_id)
         return found
 
-    def after_compaction(self, task: CompactionTask) -> None:
+    def after_compaction(self, task: Events) -> None:
         """Set the rows' lengths to those that ``task`` leaves."""
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
@@ -217,41 +218,35 @@ class InputBatch(RowArrays):
         self, size: int, logs_queries: bool, starts: IntArray | None = None
     ) -> ForwardBatch:
         """Buffers for one token of each of the first ``size`` rows, or for chunks that begin at
-        ``starts [size + 1]``. ``update_graph_inputs`` fills them; rows may be as long as the tables
-        allow."""
-        rows = self.block_tables, self.prompt_lens
-        batch = step_buffers(*rows, size, starts, logs_queries=logs_queries)
-        further = self._null_slots(len(batch.positions))
-        groups = self._of_groups()
-        batch = replace(batch, remainders=self.remainders, further=further, **groups)
-        return self._with_nothing(batch)
-
-    def _with_nothing(self, batch: ForwardBatch) -> ForwardBatch:
-        """``batch`` whose tokens see nothing in tables of other groups, either."""
+        ``starts [size + 1]``: tokens see nothing, and are stored in the null block. The buffers'
+        addresses never change; ``update_graph_inputs`` fills them anew for a step that is captured
+        or recorded. Rows may be as long as the tables allow."""
+        groups, _, heads, columns = self.block_tables.shape
+        tokens = size if starts is None else int(starts[-1])
+        slots = torch.zeros(groups, heads, tokens, dtype=torch.int64, device=self.device)
+        positions = slots.new_zeros(tokens)
+        lanes = [group.tables[0].shape for group in self._writers]
+        batch = ForwardBatch(
+            positions=positions,
+            prompt_lens=self.prompt_lens[:size] if starts is None else positions + 1,
+            slots=slots,
+            query_slots=torch.zeros_like(slots) if logs_queries else None,
+            last=torch.full_like(slots, -1),
+            tables=self.block_tables,
+            rows=np.arange(size),
+            starts=np.arange(size + 1) if starts is None else starts,
+            columns=np.full(size, columns),
+            recent=positions + 1 if logs_queries else None,
+            remainders=self.remainders,
+            further=tuple(slots.new_zeros(lane[0], lane[2], tokens) for lane in lanes),
+            **self._of_groups(),
+        )
         batch = batch if self._windows is None else self._windows.nothing_of(batch)
         return batch if self._newest is None else self._newest.nothing_of(batch)
 
     def padding(self, tokens: int) -> ForwardBatch:
         """A chunk of ``tokens`` tokens that see no entries and are stored in the null block."""
-        lanes = self.layout.layer_groups, self.layout.rows, tokens
-        slots = torch.zeros(lanes, dtype=torch.int64, device=self.device)
-        zeros = torch.zeros(tokens, dtype=torch.int64, device=self.device)
-        batch = ForwardBatch(
-            positions=zeros,
-            prompt_lens=zeros + 1,
-            slots=slots,
-            query_slots=slots,
-            last=torch.full_like(slots, -1),
-            tables=self.block_tables,
-            rows=np.zeros(1, np.int32),
-            starts=np.array([0, tokens]),
-            columns=np.array([self.block_tables.shape[3]]),
-            recent=zeros + 1,
-            remainders=self.remainders,
-            further=self._null_slots(tokens),
-            **self._of_groups(),
-        )
-        return self._with_nothing(batch)
+        return self.decoding(1, True, np.array([0, tokens]))
 
     def update_graph_inputs(
         self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None = None
@@ -262,8 +257,11 @@ class InputBatch(RowArrays):
         those that are not real, see no entries and are stored in the null block: those rows may be
         of sequences that this step skips.
         """
-        rows = self._where, self.prompt_lens
-        fill_buffers(batch, self._decode_inputs, *rows, count, chunks)
+        logged = batch.query_slots, batch.recent
+        inputs = DecodeInputs(batch.positions, batch.slots, batch.last, *logged, chunks)
+        self._decode_inputs(self._where, inputs, count)
+        if chunks is not None:
+            torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
         if self._windows is not None or self._writers:
             self._update_groups(batch, count, chunks)
         return self.last_token[: len(batch.rows)]
@@ -282,7 +280,7 @@ class InputBatch(RowArrays):
         for buffer, slots in zip(batch.further, new, strict=True):
             buffer.copy_(torch.where(real, slots, 0))
 
-    def build_full_prompt(self, task: CompactionTask, logs_queries: bool) -> ForwardBatch:
+    def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
         others = [group for group in self._writers if group is not self._newest]
         assert not others, "layers that drop tokens write nothing of them"
@@ -340,12 +338,6 @@ class InputBatch(RowArrays):
     def _further_slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Where each writing group stores the tokens at ``positions [T]`` of ``rows [T]``."""
         return tuple(group.slots(rows, positions) for group in self._writers)
-
-    def _null_slots(self, tokens: int) -> tuple[Tensor, ...]:
-        """The same in the null block."""
-        lanes = [group.tables[0].shape for group in self._writers]
-        shapes = [(shape[0], shape[2], tokens) for shape in lanes]
-        return tuple(torch.zeros(shape, dtype=torch.int64, device=self.device) for shape in shapes)
 
     def _swap(self, swaps: tuple[tuple[int, int], ...]) -> None:
         order = np.arange(len(self.last_token))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import NO_PLACE, SchedulerOutput
+from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.output import RowMoves
 
 
 class KeptScores:
@@ -24,10 +25,8 @@ class KeptScores:
         """Memory that they take."""
         return self._scores.nbytes
 
-    def first(self, count: int) -> Tensor | None:
-        """[rows, L, Hkv, count] for a policy that keeps so many, if any."""
-        if not count:
-            return None
+    def first(self, count: int) -> Tensor:
+        """[rows, L, Hkv, count] for a policy that keeps so many."""
         if self._scores.numel() == 0 or self._scores.shape[-1] < count:
             wider = torch.zeros((*self._lanes, count), device=self._device)
             if self._scores.numel():
@@ -45,15 +44,15 @@ class KeptScores:
         if self._scores.numel():
             self._scores[to] = self._scores[source]
 
-    def swap(self, output: SchedulerOutput) -> None:
+    def swap(self, moves: RowMoves) -> None:
         """Swap scores to host memory and back with their rows; drop those discarded."""
-        for place in output.discarded:
+        for place in moves.discarded:
             self._parked.pop(place, None)  # not there if the step that parked it failed
         if self._scores.numel():
-            for task in output.swap_outs:
+            for task in moves.outs:
                 if task.place != NO_PLACE:
                     self._parked[task.place] = self._scores[task.row].cpu()
-        for task in output.swap_ins:
+        for task in moves.ins:
             scores = self._parked.pop(task.place, None)
             if scores is not None and self._scores.numel():
                 # Meanwhile other policies may have widened the tensor.

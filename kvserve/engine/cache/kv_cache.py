@@ -34,7 +34,7 @@ from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout, LayerKinds
-from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, SwapTask
+from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
@@ -142,29 +142,24 @@ class KVCache:
             group, place = self._where(layer)
             self.query_log.store(place, batch.query_slots[group], q, shares)
 
-    def swap(
-        self,
-        outs: tuple[SwapTask, ...],
-        ins: tuple[SwapTask, ...],
-        copies: BlockCopies = NO_COPIES,
-    ) -> None:
+    def swap(self, moves: RowMoves) -> None:
         """Swap blocks out to host memory, copy blocks on the device, then swap blocks in.
 
         Blocks of logged queries are treated as all others.
         """
-        for task in outs:
+        for task in moves.outs:
             for device, host, staged in self._blocks(task):
                 staged.copy_(self.kv[device])
                 self.host[host] = staged
-        if len(copies.sources):
-            sources = to_device(copies.sources, self.kv.device)
-            self.kv[to_device(copies.copies, self.kv.device)] = self.kv[sources]
-        for task in ins:
+        if len(moves.copies.sources):
+            sources = to_device(moves.copies.sources, self.kv.device)
+            self.kv[to_device(moves.copies.copies, self.kv.device)] = self.kv[sources]
+        for task in moves.ins:
             for device, host, staged in self._blocks(task):
                 torch.index_select(self.host, 0, host, out=staged)
                 self.kv[device] = staged.to(self.kv.device)
 
-    def _blocks(self, task: SwapTask) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _blocks(self, task: RowMove) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield device blocks, host blocks and staging memory, as many blocks as it takes at once.
 
         The staging memory is reused each time, so copies from and to it have to be synchronous.

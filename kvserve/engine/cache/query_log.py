@@ -67,17 +67,11 @@ class QueryLog:
         self, blocks: Queries, form: LogForm, store_queries: StoreQueries, int4: Int4Kernels
     ) -> None:
         self.blocks, self.form = blocks, form
-        self._store_queries, self._int4 = store_queries, int4
-
-    @property
-    def block_tokens(self) -> int:
+        self.block_tokens: int = blocks.shape[2]
         """Tokens whose queries one block holds."""
-        return self.blocks.shape[2]
-
-    @property
-    def heads(self) -> int:
+        self.heads = form.heads
         """Vectors that a token logs."""
-        return self.form.heads
+        self._store_queries, self._int4 = store_queries, int4
 
     @property
     def holds_shares(self) -> bool:

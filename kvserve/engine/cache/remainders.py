@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.events.add_remainders import add_remainders
+from kvserve.kernels.events import add_remainders
 from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import RemainderMoves
+from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.output import RowMove
 
 
 def remainder_bytes(layout: KVLayout) -> int:
@@ -75,7 +77,9 @@ class Remainders:
         for part in self.whole:
             part[:, to] = part[:, source]
 
-    def carry_out(self, moves: RemainderMoves) -> None:
-        """Copy remainders between rows and places, one of ``moves`` after the other's end."""
-        device = self.whole.bias.device
-        self.move(to_device(moves.to, device), to_device(moves.source, device))
+    def swap(self, moves: Iterable[RowMove], *, back: bool) -> None:
+        """Copy remainders from rows to their places, or ``back``."""
+        pairs = [(move.row, move.remainder) for move in moves if move.remainder != NO_PLACE]
+        if pairs:
+            rows, places = to_device(np.array(pairs).T, self.whole.bias.device)
+            self.move(rows, places) if back else self.move(places, rows)

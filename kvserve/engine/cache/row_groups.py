@@ -17,7 +17,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CompactionTask
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.row_schema import RowArrays
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class RowGroup(RowArrays):
             table[:, to] = table[:, source]
         self.move_rows(to, source)
 
-    def after_compaction(self, task: CompactionTask, rows: Tensor) -> None:
+    def after_compaction(self, task: Events, rows: Tensor) -> None:
         """Set what ``task`` leaves of ``rows``."""
 
     def of_batch(self) -> dict[str, Any]:

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvserve.engine.attention.coded_rows import CodeTables
-from kvserve.engine.cache.code_store import CodeStore
+from kvserve.engine.cache.code_rows import CodeStore
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
-from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.compression.windows import slots_of
+from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.compression.observer import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.event import Events
 
 _SCRATCH_BYTES = 256 * 1024 * 1024
 _HALF_MAX = torch.finfo(torch.float16).max
@@ -73,10 +73,10 @@ class Coder:
         self._compressor = compressor
 
     def observe(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+        self, task: Events, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, dict[int, tuple[Found, int]]]:
         """For each lane, how many entries it keeps (or newly codes), and how many new vectors these
-        need: ``[LG, E, R, 2]``.
+        need: ``[E, L, Hkv, 2]``.
 
         The second result says, by sequence, what its batch of events found, and where in that
         batch the sequence is.
@@ -95,9 +95,9 @@ class Coder:
             by_sequence |= {seq: (found, e) for e, seq in enumerate(part.seq_ids.tolist())}
             where = to_device(at, device)
             result[where] = torch.stack([kept, vectors], dim=-1)
-        return groups_of(result, self._cache.layout), by_sequence
+        return result, by_sequence
 
-    def run(self, task: CompactionTask, found: dict[int, tuple[Found, int]]) -> None:
+    def run(self, task: Events, found: dict[int, tuple[Found, int]]) -> None:
         """Write codes and, for first events, the raw entries."""
         by_batch: dict[int, list[int]] = {}
         for e, seq in enumerate(task.seq_ids.tolist()):
@@ -110,16 +110,17 @@ class Coder:
             self._write(part, batch)
 
     def _kept(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+        self, task: Events, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For first events: kept entries [E, L, H, N], how many, and how many can be coded."""
         lens, kept = self._compressor.observe(task, policy, tables.kv, tables.log)
-        entries = _padded([kept[seq].entries for seq in task.seq_ids.tolist()])
+        chosen = [kept[seq] for seq in task.seq_ids.tolist()]
+        entries = _padded([selection.entries[i] for selection, i in chosen])
         size = self._cache.layout.block_size
         return entries, lens, lens // size * size
 
     def _tail(
-        self, task: ObservationTask, policy: SpindleKV, tables: CodeTables
+        self, task: Events, policy: SpindleKV, tables: CodeTables
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For later events: the oldest raw entries of coded lanes, in whole blocks."""
         coded = self._by_lane(tables.coded, task.rows)
@@ -136,7 +137,7 @@ class Coder:
 
     def _encode(
         self,
-        task: ObservationTask,
+        task: Events,
         policy: SpindleKV,
         entries: Tensor,
         coded: Tensor,
@@ -196,7 +197,7 @@ class Coder:
         at = entry_rows(self._cache.kv, slots).unflatten(2, (len(rows), -1)).permute(2, 0, 1, 3)
         return self._store.vectors[at], self._store.vectors[at + layout.block_size]
 
-    def _codebook(self, task: ObservationTask, tables: CodeTables) -> Codebook:
+    def _codebook(self, task: Events, tables: CodeTables) -> Codebook:
         """The lanes' codebooks so far. Slots tell which vectors are keys, and their positions."""
         store, layout = self._store, self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
@@ -221,13 +222,13 @@ class Coder:
         position.scatter_(-1, ref, slots.position - slots.distance)
         return Codebook(vectors, counts, of_key[..., :last], position[..., :last])
 
-    def _tell(self, task: CompactionTask, found: Found) -> None:
+    def _tell(self, task: Events, found: Found) -> None:
         """Tell tracers what rows hold after their first event; until then entry is position."""
         if task.plan.window_len[0]:
             counts = lanes_of(task.new_lens, self._cache.layout)
             self._compressor.tell(task, found.slots.position, counts)
 
-    def _write(self, task: CompactionTask, found: Found) -> None:
+    def _write(self, task: Events, found: Found) -> None:
         codes, store, size = task.codes, self._store, self._cache.layout.block_size
         assert codes is not None
         device = store.vectors.device

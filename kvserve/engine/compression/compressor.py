@@ -17,20 +17,16 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.moves import (
     Kept,
-    KeptOfEvents,
+    KeptEntries,
     MovePlan,
-    SelectedWindows,
     lanes_of,
     plan_moves,
 )
-from kvserve.engine.compression.observer import Observer, led
-from kvserve.engine.compression.windows import (
+from kvserve.engine.compression.observer import (
+    Observer,
     Windows,
-    by_event,
-    by_shape,
-    joined,
-    mean_of_dropped,
-    not_in,
+    by_window,
+    led,
     slots_of,
     uneven_lengths,
 )
@@ -38,8 +34,8 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.kernels.remainder import Remainder
-from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.arrays import IntArray, ragged_arange
+from kvserve.scheduler.messages.event import EventKind, Events
 
 
 class Compressor:
@@ -52,7 +48,7 @@ class Compressor:
         group: RankGroup = ALONE,
         remainders: Remainders | None = None,
     ) -> None:
-        self.on_moves: Callable[[CompactionTask, MovePlan], None] | None = None
+        self.on_moves: Callable[[Events, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for tracers of positions."""
         self.observer = observer
         self._cache = cache
@@ -66,7 +62,7 @@ class Compressor:
 
     def run(
         self,
-        task: CompactionTask,
+        task: Events,
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
@@ -77,178 +73,232 @@ class Compressor:
         ``kept_scores [rows, L, Hkv, m]`` are the scores that the policy's ``kept_scores`` entries
         of every row had at its last event; they are updated in place.
         """
-        plan, layout = task.plan, self._cache.layout
-        for part, _ in by_shape(task, plan.window_len, plan.keep, plan.num_queries):
-            windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            found = self._select(part, windows, policy, block_tables, log_tables, kept_scores)
-            places = found.places
-            kept = by_event(part, places + _long(windows.entries, places)[..., None])
-            chosen = (part.plan.windows * part.plan.keep)[:, None, None]
-            left = None if found.left is None else joined(part, found.left)
-            moves = plan_moves(part, kept, chosen, layout)
-            self._move(part, policy, moves, block_tables, left)
-
-    def choices(
-        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
-    ) -> Iterator[KeptOfEvents]:
-        """What events with uneven counts will keep; events of equal shape run together."""
-        layout = self._cache.layout
-        sizes = uneven_lengths(task), task.plan.keep, task.plan.num_queries
-        for part, at in by_shape(task, *sizes):
-            places = policy.query_places(int(part.plan.num_queries[0]))
-            windows, length = Windows.of_uneven(part, places, layout), int(part.plan.keep[0])
-            leaders, where = self.observer.leaders(policy)
-            count, scored = len(leaders if leaders is not None else range(layout.num_layers)), []
-            for some, layers, scores, observed in self.observer.observe(
-                windows, policy, leaders, block_tables, log_tables
+        scope, plan = self.observer.scope(policy), task.plan
+        for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
+            queries, keep = int(part.plan.num_queries[0]), int(part.plan.keep[0])
+            windows = Windows.of(part, policy.query_places(queries))
+            # If queries cover all entries, this is the first event: there are no earlier scores.
+            earlier = None if queries == windows.length else kept_scores
+            pieces: dict[int, list[Tensor]] = {}
+            fitted: dict[int, list[Remainder]] = {}
+            for some, at, scores, observed in self.observer.observe(
+                windows, policy, block_tables, log_tables, earlier
             ):
-                scored.append(scores)
-                if layers.stop < count:
-                    continue
-                found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
-                indices, counts = self._own(policy, found.indices, found.counts)
-                self._group.add_to_fingerprint(counts)
-                entries = led(indices, where) + _long(windows.entries[some], indices)[..., None]
-                left = None
-                # Where a few layers are scored at a time, the mean is left.
-                if self.observer.fits(policy) and len(scored) == 1:
-                    dropped = not_in(indices, windows.length, counts)
-                    dropped &= observed.exist(windows.length)
-                    left = policy.remainder_of(observed, dropped)
-                scored.clear()
-                counts = led(counts, where)
-                yield KeptOfEvents(at[some], part.seq_ids[some], entries, counts, left)
+                chosen = policy.select(scores, windows.length, keep)
+                if scope.couples_heads:
+                    chosen, scores = self._own(chosen, scores)
+                if kept_scores is not None:
+                    rows = to_device(windows.rows[some], chosen.device)
+                    kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
+                if scope.fits:
+                    dropped = _not_in(chosen, windows.length) & observed.exist(windows.length)
+                    found = policy.remainder_of(observed, dropped)
+                    fitted.setdefault(some.start, []).append(found)
+                pieces.setdefault(some.start, []).append(chosen)
+            # Windows, each in pieces of a few layers, as one: places [E', L, Hkv, N].
+            places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
+            places = led(places, scope.where)
+            kept = places + to_device(windows.entries, places.device)[..., None]
+            left = None
+            if fitted:
+                joined = [
+                    [torch.cat(x, dim=1) for x in zip(*piece, strict=True)]
+                    for piece in fitted.values()
+                ]
+                left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+            if (part.plan.windows != 1).any():
+                kept = _by_event(part, kept)
+                left = None if left is None else _joined(part, left)
+            count = (part.plan.windows * part.plan.keep)[:, None, None]
+            moves = plan_moves(part, kept, count, self._cache.layout)
+            self._move(part, policy, moves, part.copy_start, block_tables, left)
 
     def observe(
-        self, task: ObservationTask, policy: Policy, block_tables: Tensor, log_tables: Tensor
+        self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor
     ) -> tuple[Tensor, dict[int, Kept]]:
-        """All ``choices``: counts [E, L, Hkv], and entries by sequence."""
-        layout, kept = self._cache.layout, dict[int, Kept]()
-        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
-        counts = torch.zeros(lanes, dtype=torch.int64, device=self._cache.kv.device)
-        for choice in self.choices(task, policy, block_tables, log_tables):
-            counts[_long(choice.events, counts)] = choice.counts
-            kept |= choice.by_sequence()
-        return counts, kept
+        """What events with uneven counts will keep, by lane and by sequence: counts [E, L, Hkv], or
+        columns [E, L, Hkv, K] of whole blocks, -1 behind the last. Events of equal shape run
+        together."""
+        layout, found = self._cache.layout, dict[int, Kept]()
+        lanes = len(events.rows), layout.num_layers, layout.num_kv_heads
+        size, whole = layout.block_size, events.kind is EventKind.BLOCKS
+        shape = (*lanes, int(-(-events.plan.keep.max() // size))) if whole else lanes
+        answer = torch.full(shape, -1, dtype=torch.int64, device=self._cache.kv.device)
+        for part, at in _by_shape(
+            events, uneven_lengths(events), events.plan.keep, events.plan.num_queries
+        ):
+            for some, chosen in self._choose(part, policy, block_tables, log_tables):
+                owners = to_device(at[some], answer.device)
+                if whole:
+                    columns = chosen.entries[..., ::size] // size
+                    answer[owners, ..., : columns.shape[-1]] = columns
+                else:
+                    answer[owners] = chosen.counts
+                found |= {seq: (chosen, i) for i, seq in enumerate(part.seq_ids[some].tolist())}
+        return answer, found
+
+    def _choose(
+        self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor
+    ) -> Iterator[tuple[slice, KeptEntries]]:
+        """What equal-shaped events with uneven counts keep, some at a time."""
+        layout, length = self._cache.layout, int(events.plan.keep[0])
+        places = policy.query_places(int(events.plan.num_queries[0]))
+        windows = Windows.of_uneven(events, places, layout)
+        scope, scored = self.observer.scope(policy), list[Tensor]()
+        for some, layers, scores, observed in self.observer.observe(
+            windows, policy, block_tables, log_tables
+        ):
+            scored.append(scores)
+            if layers.stop < scope.count:
+                continue
+            found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
+            indices, counts = found.indices, found.counts
+            if scope.couples_heads:
+                indices, counts = self._own(indices, counts)
+            self._group.add_to_fingerprint(counts)
+            entries = to_device(windows.entries[some], indices.device)[..., None]
+            entries = led(indices, scope.where) + entries
+            left = None
+            # Where a few layers are scored at a time, the mean is left.
+            if scope.fits and len(scored) == 1:
+                dropped = _not_in(indices, windows.length, counts) & observed.exist(windows.length)
+                left = policy.remainder_of(observed, dropped)
+            scored.clear()
+            yield some, KeptEntries(entries, led(counts, scope.where), left)
 
     def run_observed(
         self,
-        task: CompactionTask,
+        events: Events,
         policy: Policy,
         found: Mapping[int, Kept],
         block_tables: Tensor,
-        *,
-        in_place: bool = False,
     ) -> None:
-        """Carry out events with the entries that ``choices`` found in an earlier step; events that
-        keep whole blocks ``in_place`` move nothing."""
-        for part, kept, counts, left in self._of_observed(task, found):
-            if not in_place:
-                plan = plan_moves(part, kept, counts, self._cache.layout)
-                self._move(part, policy, plan, block_tables, left)
-                continue
-            self.tell(part, kept, counts)
-            start = part.plan.region_start
-            plan = MovePlan(kept, _long(start, kept), _long(counts, kept))
-            self._leave(part, policy, plan, start, block_tables, left)
-
-    def _of_observed(
-        self, task: CompactionTask, found: Mapping[int, Kept]
-    ) -> Iterator[tuple[CompactionTask, Tensor, IntArray, Remainder | None]]:
-        """Equal-shaped events, their kept entries [E', L, Hkv, C], how many of these exist, and
-        what is left of the others if that is fitted."""
-        for part, _ in by_shape(task, uneven_lengths(task)):
-            owners = [found[owner] for owner in part.seq_ids.tolist()]
-            kept = torch.stack([each.entries for each in owners])
-            fitted = [each.left for each in owners if each.left is not None]
+        """Carry out events with the entries that ``observe`` found in an earlier step; those that
+        keep whole blocks move nothing."""
+        for part, _ in _by_shape(events, uneven_lengths(events)):
+            chosen = [found[owner] for owner in part.seq_ids.tolist()]
+            kept = torch.stack([each.entries[i] for each, i in chosen])
+            fitted = [each.left.at(i) for each, i in chosen if each.left is not None]
             left = None
-            if len(fitted) == len(owners):
+            if len(fitted) == len(chosen):
                 left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
-            held = lanes_of(part.new_lens, self._cache.layout)
-            yield part, kept, held - part.plan.region_start[:, None, None], left
+            layout, start = self._cache.layout, part.plan.region_start
+            counts = lanes_of(part.new_lens, layout) - start[:, None, None]
+            if events.kind is EventKind.BLOCKS:
+                plan = MovePlan.staying(kept, counts)
+            else:
+                plan, start = plan_moves(part, kept, counts, layout), part.copy_start
+            self._move(part, policy, plan, start, block_tables, left)
 
-    def tell(self, task: CompactionTask, kept: Tensor, counts: IntArray) -> None:
+    def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
         if self.on_moves is not None:
-            start = torch.zeros_like(kept[:, 0, 0, 0])
-            self.on_moves(task, MovePlan(kept, start, _long(counts, kept)))
+            self.on_moves(events, MovePlan.staying(kept, counts))
 
     def _move(
         self,
-        task: CompactionTask,
-        policy: Policy,
-        plan: MovePlan,
-        block_tables: Tensor,
-        left: Remainder | None = None,
-    ) -> None:
-        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops if it is fitted."""
-        if self.on_moves is not None:
-            self.on_moves(task, plan)
-        self._leave(task, policy, plan, task.copy_start, block_tables, left)
-        layout = self._cache.layout
-        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        src = slots_of(block_tables, task.rows, plan.src, lanes, size)
-        # Slots after the event; entries behind the counts do not exist, and get slot 0.
-        ends = (task.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
-        tables = to_device(task.dst_blocks, plan.counts.device, torch.int32)
-        dst = slots_of(tables, np.arange(len(task.rows)), ends, lanes, size, plan.counts)
-        self._cache.entries.move(src, dst, runs=len(task.rows))
-
-    def _leave(
-        self,
-        task: CompactionTask,
+        events: Events,
         policy: Policy,
         plan: MovePlan,
         start: IntArray,
         block_tables: Tensor,
         left: Remainder | None,
     ) -> None:
-        """Add what a plan drops from the entries ``start [E]`` on to the rows' remainders."""
-        if policy.leaves == "off" or self._remainders is None:
+        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops from the entries
+        ``start [E]`` on if it is fitted."""
+        if self.on_moves is not None:
+            self.on_moves(events, plan)
+        if self._remainders is not None and self.observer.scope(policy).leaves:
+            if left is None:
+                left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
+            self._remainders.add(to_device(events.rows, plan.src.device), left)
+        if events.kind is EventKind.BLOCKS:
             return
-        more = left
-        if more is None:
-            more = mean_of_dropped(self._cache, task, plan, start, block_tables)
-        self._remainders.add(_long(task.rows, plan.src), more)
+        layout = self._cache.layout
+        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
+        src = slots_of(block_tables, events.rows, plan.src, lanes, size)
+        # Slots after the event; entries behind the counts do not exist, and get slot 0.
+        ends = (events.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
+        tables = to_device(events.dst_blocks, plan.counts.device, torch.int32)
+        dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
+        self._cache.entries.move(src, dst, runs=len(events.rows))
 
-    def _select(
-        self,
-        task: CompactionTask,
-        windows: Windows,
-        policy: Policy,
-        block_tables: Tensor,
-        log_tables: Tensor,
-        kept_scores: Tensor | None,
-    ) -> SelectedWindows:
-        """What is kept of every window of equal-shaped events."""
-        keep = int(task.plan.keep[0])
-        # If queries cover all entries, this is the first event, and there are no earlier scores.
-        first = int(task.plan.num_queries[0]) == windows.length
-        earlier = None if first else kept_scores
-        leaders, where = self.observer.leaders(policy)
-        found: dict[int, list[SelectedWindows]] = {}
-        for some, at, scores, observed in self.observer.observe(
-            windows, policy, leaders, block_tables, log_tables, earlier
-        ):
-            chosen = policy.select(scores, windows.length, keep)
-            kept, scores = self._own(policy, chosen, scores)
-            if kept_scores is not None:
-                rows = _long(windows.rows[some], kept)
-                kept_scores[rows, at, ..., :keep] = scores.gather(-1, kept)
-            left = None
-            if self.observer.fits(policy):
-                dropped = not_in(kept, windows.length) & observed.exist(windows.length)
-                left = policy.remainder_of(observed, dropped)
-            found.setdefault(some.start, []).append(SelectedWindows(kept, left))
-        return SelectedWindows.joined(list(found.values())).led(where)
-
-    def _own(self, policy: Policy, *tensors: Tensor) -> list[Tensor]:
+    def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
-        if not policy.couples_heads:
-            return list(tensors)
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
 
-def _long(array: IntArray, like: Tensor) -> Tensor:
-    return to_device(array, like.device)
+def _by_shape(task: Events, *sizes: IntArray) -> Iterator[tuple[Events, IntArray]]:
+    """Yield batches of events that are equal in all of ``sizes [E]``, with their indices."""
+    shapes = np.stack(sizes, axis=1)
+    if (shapes == shapes[0]).all():
+        yield task, np.arange(len(shapes))
+        return
+    for shape in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == shape).all(axis=1))
+        yield task.part(at), at
+
+
+def _by_event(task: Events, kept: Tensor) -> Tensor:
+    """Kept entries of all windows, [E', L, Hkv, N, ...], joined by event: [E, L, Hkv, C, ...],
+    padded."""
+    windows = task.plan.windows
+    most = int(windows.max())
+    padded = kept.new_zeros(len(windows), most, *kept.shape[1:])
+    event = np.repeat(np.arange(len(windows)), windows)
+    padded[to_device(event, kept.device), to_device(ragged_arange(windows), kept.device)] = kept
+    return padded.movedim(1, 3).flatten(3, 4)
+
+
+def _joined(task: Events, left: Remainder) -> Remainder:
+    """What is left of each window, [E', L, Hkv, ...], as one for each event."""
+    windows = task.plan.windows
+    event = np.repeat(np.arange(len(windows)), windows)
+    at = to_device(event, left.bias.device), to_device(ragged_arange(windows), left.bias.device)
+    shape = len(windows), int(windows.max())
+    bias = left.bias.new_full((*shape, *left.bias.shape[1:]), -torch.inf)
+    bias[at] = left.bias
+    total = bias.logsumexp(dim=1)
+    share = torch.exp(bias - total[:, None]).nan_to_num(0.0)[at][..., None]
+    keys, values = left.numbers()
+    means = total.new_zeros(2, *total.shape, keys.shape[-1])
+    for mean, part in zip(means, (keys, values), strict=True):
+        mean.index_add_(0, at[0], share * part)
+    return Remainder(means[0], means[1], total)
+
+
+def _mean_of_dropped(
+    cache: KVCache, task: Events, plan: MovePlan, start: IntArray, block_tables: Tensor
+) -> Remainder:
+    """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
+    logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
+    layout, device = cache.layout, plan.src.device
+    counts = lanes_of(task.old_lens, layout) - start[:, None, None]
+    held, first = to_device(counts, device), to_device(start, device)[:, None, None, None]
+    length = int(counts.max())
+    # 1 for what is dropped, else 0. What does not exist is written behind the last place.
+    weights = (torch.arange(length + 1, device=device) < held[..., None]).float()
+    kept = torch.where(plan.exists, plan.src - first, length)
+    weights = weights.scatter_(-1, kept, 0.0)[..., :length]
+    # Nothing is there behind a lane's end.
+    place = torch.arange(length, device=device).minimum(held[..., None] - 1).clamp(min=0)
+    lanes = layout.num_layers, layout.num_kv_heads
+    slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
+    number = weights.sum(dim=-1, keepdim=True)
+    share = (weights / number.clamp(min=1))[..., None, :]
+    keys, values = (
+        (share @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
+        for read in (cache.entries.keys, cache.entries.values)
+    )
+    return Remainder(keys, values, number[..., 0].log())
+
+
+def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:
+    """Which of ``length`` places are not among the first ``counts [...]`` of ``kept [..., N]``
+    (default: all of them): bool [..., length]."""
+    if counts is not None:
+        place = torch.arange(kept.shape[-1], device=kept.device)
+        kept = torch.where(place < counts[..., None], kept, length)
+    dropped = torch.ones(*kept.shape[:-1], length + 1, dtype=torch.bool, device=kept.device)
+    return dropped.scatter_(-1, kept, False)[..., :length]

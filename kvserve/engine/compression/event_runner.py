@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,20 @@ from kvserve.engine.cache.code_rows import CodeRows
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.compression.coder import Coder
 from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.forwards import PrunedPrefill
 from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.device.distributed import RankGroup
-from kvserve.engine.device.transfer import Stopwatch, to_device
+from kvserve.engine.device.transfer import Stopwatch
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.log import EngineDeadError, SequenceError
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.event import EventKind
-from kvserve.scheduler.messages.output import CompactionTask, ObservationTask, SchedulerOutput
-
-ScoredEvents = list[tuple[EventKind, Tensor]]
-"""For each of ``SchedulerOutput.observations``, its kind and what goes to the host."""
+from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.output import ScheduledEvents
 
 
 class EventRunner:
-    """Runs events of all kinds; ``policies`` by ``CompactionTask.policy_id``.
+    """Runs events of all kinds; ``policies`` by ``Events.policy_id``.
 
     What an event will keep is stored by sequence when it is scored. The event is carried out once
     its counts are on the host: in the next step or, if steps overlap, the one after. What is not
@@ -60,64 +57,47 @@ class EventRunner:
         if self._codes is not None:
             self._coder = Coder(self._codes.cache, self._codes.store, compressor)
 
-    def run(self, output: SchedulerOutput) -> tuple[ScoredEvents, Stopwatch | None]:
-        """Carry out compactions, then score what later ones will keep."""
+    def run(self, scheduled: ScheduledEvents) -> tuple[list[Tensor], Stopwatch | None]:
+        """Carry out compactions, then score what later ones will keep: what goes to the host."""
         found = {seq_id: kept for step in self._scored for seq_id, kept in step.items()}
         self._scored.append({})
-        if not (output.compactions or output.observations):
+        if not (scheduled.compactions or scheduled.observations):
             return [], None
-        watch = Stopwatch(self._batch.device)
-        for task in output.compactions:
-            with _blaming(task.seq_ids):
-                self._carry_out(task, self._policies[task.policy_id], found)
-                self._batch.after_compaction(task)
-                self._batch.add_to_fingerprint(task.rows, self._group)
-        answers: ScoredEvents = []
-        for events in output.observations:
+        watch, batch, compressor = Stopwatch(self._batch.device), self._batch, self._compressor
+        for events in scheduled.compactions:
+            policy = self._policies[events.policy_id]
             with _blaming(events.seq_ids):
-                answers.append((events.kind, self._score(events, self._policies[events.policy_id])))
+                if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
+                    kept = policy.kept_scores
+                    scores = batch.kept_scores.first(kept) if kept else None
+                    compressor.run(events, policy, batch.block_tables, batch.log_tables, scores)
+                elif events.kind is EventKind.CODED:
+                    self._coder.run(events, found)
+                else:
+                    compressor.run_observed(events, policy, found, batch.block_tables)
+                batch.after_compaction(events)
+                if self._group.size > 1:
+                    batch.add_to_fingerprint(events.rows, self._group)
+        answers = []
+        for events in scheduled.observations:
+            with _blaming(events.seq_ids):
+                answers.append(self._score(events, self._policies[events.policy_id]))
         watch.stop()
         return answers, watch
 
-    def _carry_out(self, task: CompactionTask, policy: Policy, found: dict[int, Any]) -> None:
-        """Carry out events, with the tables from before them; ``found``: what those keep that an
-        earlier step has scored."""
-        batch, compressor = self._batch, self._compressor
-        if task.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
-            scores = batch.kept_scores.first(policy.kept_scores)
-            compressor.run(task, policy, batch.block_tables, batch.log_tables, scores)
-        elif task.kind is EventKind.CODED:
-            self._coder.run(task, found)
+    def _score(self, events: Events, policy: Policy) -> Tensor:
+        """What the host needs to know of the events (``EventKind``)."""
+        tables = self._batch.block_tables, self._batch.log_tables
+        if events.kind is EventKind.CODED:
+            assert self._codes is not None and isinstance(policy, SpindleKV)
+            answer, found = self._coder.observe(events, policy, self._codes.code_tables(*tables))
+            self._scored[-1].update(found)
         else:
-            whole = task.kind is EventKind.BLOCKS  # no entry moves
-            compressor.run_observed(task, policy, found, batch.block_tables, in_place=whole)
+            answer, kept = self._compressor.observe(events, policy, *tables)
+            self._scored[-1].update(kept)
+        return groups_of(answer, self._batch.layout)
 
-    def _score(self, task: ObservationTask, policy: Policy) -> Tensor:
-        """What the host needs to know of the events (``messages.event.answer``)."""
-        batch, scored = self._batch, self._scored[-1]
-        layout, tables = batch.layout, (batch.block_tables, batch.log_tables)
-        if task.kind is EventKind.CODED:
-            assert self._codes is not None
-            code_tables = self._codes.code_tables(*tables)
-            counts, found = self._coder.observe(task, cast(SpindleKV, policy), code_tables)
-            scored.update(found)
-            return counts  # entries kept and the vectors they need: [LG, E, R, 2]
-        if task.kind is not EventKind.BLOCKS:
-            counts, kept = self._compressor.observe(task, policy, *tables)
-            scored.update(kept)
-            return groups_of(counts, layout)
-        # Kept columns [LG, E, R, K], -1 behind the last.
-        size = layout.block_size
-        lanes = len(task.rows), layout.num_layers, layout.num_kv_heads
-        most = int(-(-task.plan.keep.max() // size))
-        whole = torch.full((*lanes, most), -1, dtype=torch.int64, device=batch.device)
-        for choice in self._compressor.choices(task, policy, *tables):
-            columns = choice.entries[..., ::size] // size
-            whole[to_device(choice.events, whole.device), ..., : columns.shape[-1]] = columns
-            scored.update(choice.by_sequence())
-        return groups_of(whole, layout)
-
-    def compute_pruned(self, task: CompactionTask, *, logs_queries: bool) -> Tensor:
+    def compute_pruned(self, task: Events, *, logs_queries: bool) -> Tensor:
         """Compute a prompt that is pruned between layers; its last hidden state [1, hidden]."""
         last, held = self._prefill.run(task, self._policies[task.policy_id], logs_queries)
         self._compressor.tell(task, held, lanes_of(task.new_lens, self._batch.layout))

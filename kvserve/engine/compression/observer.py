@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.recompute import QueryRecomputer
-from kvserve.engine.compression.windows import Windows, by_window, queries_by_window, slots_of
+from kvserve.engine.compression.forwards import QueryRecomputer
+from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.events import slots_of_entries
+from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.kernels.scores.centre_scores import Centres
-from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.event import Events
 
 SCRATCH_BYTES = 256 * 1024 * 1024
 _SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
 _SCORE_BYTES = 16  # an entry's score, and what it is pooled and ranked by
+_REMEMBERED = 64  # policies
 _RANKED_BYTES = 52  # the same for a whole prompt, with the slots that the entry moves between
 
 
@@ -36,6 +42,82 @@ def event_bytes(layout: KVLayout, max_len: int) -> int:
         return SCRATCH_BYTES
     scoring = layer + 4 * PIECE_BYTES + entries * layers * _SCORE_BYTES
     return max(scoring, entries * layers * _RANKED_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """E' windows of ``length`` places; ``places [Q]`` are those of the queries that score them.
+
+    ``entries [E', A, H]`` are the physical entries at place 0, one for all lanes or one for each
+    layer and KV head. Lanes that hold less than ``length`` are aligned to the right: entries before
+    ``begin [E']`` do not exist. ``positions [E']`` are the logical positions of the first queries;
+    ``token_ids [E', Q]`` are given if queries are recomputed.
+    """
+
+    length: int
+    places: IntArray
+    rows: IntArray
+    entries: IntArray
+    begin: IntArray
+    positions: IntArray
+    token_ids: IntArray | None
+
+    @classmethod
+    def of(cls, task: Events, places: range) -> Windows:
+        """The windows of events whose lanes have equal lengths."""
+        plan, at = task.plan, np.asarray(places, np.int64)
+        event = np.repeat(np.arange(len(task.rows)), plan.windows)
+        first = ragged_arange(plan.windows) * plan.window_len[event]  # of an event's windows
+        token_ids = None
+        if task.token_ids is not None:
+            token_ids = task.token_ids[event[:, None], first[:, None] + at]
+        starts, length = plan.region_start[event] + first, int(plan.window_len[0])
+        positions = plan.query_start[event] + first
+        entries = starts[:, None, None]
+        return cls(length, at, task.rows[event], entries, starts, positions, token_ids)
+
+    @classmethod
+    def of_uneven(cls, task: Events, places: range, layout: KVLayout) -> Windows:
+        """One window per event, from the start of its region to the end of each lane."""
+        held, begin = lanes_of(task.old_lens, layout), task.plan.region_start
+        length = int(uneven_lengths(task)[0])
+        at, positions = np.asarray(places, np.int64), task.plan.query_start
+        return cls(length, at, task.rows, held - length, begin, positions, None)
+
+    def part(self, at: slice) -> Windows:
+        """The windows ``at`` alone."""
+        ids = None if self.token_ids is None else self.token_ids[at]
+        return Windows(
+            self.length,
+            self.places,
+            self.rows[at],
+            self.entries[at],
+            self.begin[at],
+            self.positions[at],
+            ids,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What events of one policy read and score, decided once: ``count`` layers, the ``leaders``
+    (``None``: all); ``where [L]`` is for every layer the index of its leader among them.
+
+    ``query_heads`` vectors are read of a token, and values too if it ``reads_values``. It ``fits``
+    what is left of dropped entries if every layer is scored; ``leaves``: something is left.
+    """
+
+    leaders: IntArray | None
+    where: Tensor | None
+    count: int
+    query_heads: int
+    fits: bool
+    reads_values: bool
+    leaves: bool
+    recomputes: bool
+    later_entries: int
+    couples_heads: bool
+    couples_layers: bool
 
 
 class Observer:
@@ -60,41 +142,79 @@ class Observer:
         self._recomputer = recomputer
         self._group = group
         self._remainders = remainders
+        self._scopes: dict[Policy, Scope] = {}
+
+    def scope(self, policy: Policy) -> Scope:
+        """What events of ``policy`` read and score here."""
+        known = self._scopes.get(policy)
+        if known is None:
+            layout, reduction = self._cache.layout, policy.recomputed_reduction
+            leaders = policy.leaders(layout.num_layers)
+            scored = sorted(set(leaders))
+            alone = leaders == scored
+            places = [scored.index(leader) for leader in leaders]
+            heads = self._cache.query_log.heads
+            if reduction is not None:
+                heads = self._recomputer.heads if reduction == "heads" else layout.num_kv_heads
+            fits = policy.leaves == "fitted" and alone
+            known = Scope(
+                None if alone else np.array(scored),
+                None if alone else to_device(places, self._cache.kv.device),
+                len(scored),
+                heads,
+                fits,
+                policy.reads_values or fits,
+                policy.leaves != "off" and self._remainders is not None,
+                reduction is not None,
+                policy.later_entries,
+                policy.couples_heads,
+                policy.couples_layers,
+            )
+            if len(self._scopes) >= _REMEMBERED:
+                self._scopes.clear()
+            self._scopes[policy] = known
+        return known
 
     def observe(
         self,
         windows: Windows,
         policy: Policy,
-        layers: IntArray | None,
         block_tables: Tensor,
         log_tables: Tensor,
         earlier: Tensor | None = None,
     ) -> Iterator[tuple[slice, slice, Tensor, Observation]]:
         """As many windows at a time as the scratch holds, or one by a few layers at a time.
 
-        Yields the slices of the windows and of ``layers``, their scores, and what was scored.
+        Yields the slices of the windows and of the scored layers, their scores, and what was
+        scored.
         """
-        tables, num_layers = (block_tables, log_tables), self._cache.layout.num_layers
-        scored = np.arange(num_layers) if layers is None else layers
-        each = len(scored) * self._layer_bytes(windows, policy)
-        step = max(1, self.scratch_bytes // each)
-        count = len(scored)
-        if each > self.scratch_bytes and not policy.couples_layers:
+        scope, layout = self.scope(policy), self._cache.layout
+        # Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
+        # torch's operators hold them.
+        length, queries, kv_heads = windows.length, len(windows.places), layout.num_kv_heads
+        matrices = 2 if self._cache.kv.device.type == "cpu" else 0
+        vectors = kv_heads * length * (1 + scope.reads_values) + scope.query_heads * queries
+        layer = vectors * (4 * layout.head_dim + _SLOT_BYTES) + kv_heads * length * _SCORE_BYTES
+        each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
+        step, count = max(1, self.scratch_bytes // each), scope.count
+        if each > self.scratch_bytes and not scope.couples_layers:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
-            part = windows.part(some)
+            part = windows if step >= len(windows.rows) else windows.part(some)
             recomputed = None
-            if policy.recomputed_reduction is not None:
+            if scope.recomputes:
                 assert part.token_ids is not None, "the trigger logs queries"
-                entries, heads = part.entries[:, 0] + part.places, self._query_heads(policy)
-                tokens = part.rows, part.token_ids, part.query_positions, entries
-                recomputed = self._recomputer.queries(*tokens, heads)  # [E', L, heads, Q, D]
-            for first in range(0, len(scored), count):
-                at = slice(first, min(first + count, len(scored)))
-                own = layers if count >= len(scored) else scored[at]
-                held = part.of_layers(own)
-                observed = self._observation(held, policy, own, tables, recomputed, earlier)
+                positions = part.positions[:, None] + part.places
+                tokens = part.rows, part.token_ids, positions, part.entries[:, 0] + part.places
+                recomputed = self._recomputer.queries(*tokens, scope.query_heads)
+            for first in range(0, scope.count, count):
+                at, own = slice(first, min(first + count, scope.count)), scope.leaders
+                if count < scope.count:
+                    own = np.arange(layout.num_layers)[at] if own is None else own[at]
+                observed = self._observation(
+                    part, policy, own, block_tables, log_tables, recomputed, earlier
+                )
                 yield some, at, policy.score(observed), observed
 
     def _observation(
@@ -102,99 +222,94 @@ class Observer:
         part: Windows,
         policy: Policy,
         layers: IntArray | None,
-        tables: tuple[Tensor, Tensor],
+        block_tables: Tensor,
+        log_tables: Tensor,
         recomputed: Tensor | None,
         earlier: Tensor | None,
     ) -> Observation:
         """What a policy scores of ``layers`` (``None``: of all), all windows at once."""
-        cache, count = self._cache, len(part.rows)
-        block_tables, log_tables = tables
-        at = None if layers is None else to_device(layers, block_tables.device)
-        lanes = len(layers) if layers is not None else cache.layout.num_layers
+        cache, count, layout = self._cache, len(part.rows), self._cache.layout
+        scope, device = self.scope(policy), block_tables.device
+        at, numbers, begin = None, part.entries, part.begin[:, None, None]
+        if layers is not None:
+            at = to_device(layers, device)
+            if numbers.shape[1] > 1:  # else entries are as in all layers
+                numbers = numbers[:, layers]
+        lanes = layout.num_layers if layers is None else len(layers)
         if len(block_tables) > 1:
             block_tables = led(block_tables, at, 0)
-        shape = lanes, cache.layout.num_kv_heads
-        held = part.held(policy.later_entries)
-        slots = slots_of(block_tables, part.rows, held, shape, cache.layout.block_size)
+        places = np.arange(part.length + scope.later_entries)
+        shape = lanes, layout.num_kv_heads
+        held = numbers[..., None] + places
+        slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
         keys, values = by_window(cache.entries.keys(slots, at), count), None
-        if self._reads_values(policy):
+        if scope.reads_values:
             values = by_window(cache.entries.values(slots, at), count)
         queries: Queries = keys[..., :0, :]
-        if recomputed is not None:
+        if recomputed is not None:  # [E', L, heads, Q, D]
             queries = led(recomputed, at)
-        elif len(part.places):
-            queries = self._logged(part, log_tables, at)
-        scores = None if earlier is None else earlier[to_device(part.rows, keys.device)]
+        elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
+            log, positions = cache.query_log, (part.positions[:, None] + part.places)[:, None, None]
+            logged = layout.num_layers, log.heads
+            slots = slots_of(log_tables, part.rows, positions, logged, log.block_tokens)
+            found = log.read(led(slots, at, 0), at)
+            if isinstance(found, Tensor):
+                queries = by_window(found, count)
+            else:
+                queries = Int4Queries(*(by_window(x, count) for x in found))
+        scores = None if earlier is None else earlier[to_device(part.rows, device)]
         if scores is not None and scores.shape[1] > lanes:
             scores = led(scores, at)
-        missing = part.missing(keys.device)
+        missing = None  # places that do not exist
+        if (numbers < begin).any():
+            missing = to_device(held[..., : part.length] < begin[..., None], device, torch.bool)
 
         @functools.cache
         def left() -> Remainder | None:
-            if policy.leaves == "off" or self._remainders is None:
+            if self._remainders is None or not scope.leaves:
                 return None
-            return self._remainders.of(to_device(part.rows, keys.device), at)
+            return self._remainders.of(to_device(part.rows, device), at)
 
         sinks = self._sinks
         if sinks is not None:  # of each E, L', Hlog; a group's mean query has its heads' mean sink
             each = queries.shape[:-2]
             sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
-        how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
+        how = self._scale, scores, missing, gather, scope.later_entries, values, left, sinks
         if not policy.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
         if centres is not None and at is not None:
             centres = centres.of_layers(at)
-        return Observation(queries, keys, *how, centres, to_device(part.positions, keys.device))
-
-    def _logged(self, windows: Windows, log_tables: Tensor, layers: Tensor | None) -> Queries:
-        """Queries of the windows from the log: [E', L', Hlog, Q, D]."""
-        log = self._cache.query_log
-        positions = windows.query_positions[:, None, None]
-        lanes = self._cache.layout.num_layers, log.heads
-        slots = slots_of(log_tables, windows.rows, positions, lanes, log.block_tokens)
-        found = log.read(led(slots, layers, 0), layers)
-        return queries_by_window(found, len(windows.rows))
-
-    def _query_heads(self, policy: Policy) -> int:
-        """Query vectors per token of the window."""
-        reduction = policy.recomputed_reduction
-        if reduction is None:
-            return self._cache.query_log.heads
-        return self._recomputer.heads if reduction == "heads" else self._cache.layout.num_kv_heads
-
-    def _layer_bytes(self, windows: Windows, policy: Policy) -> int:
-        """Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
-        torch's operators hold them."""
-        layout, length, queries = self._cache.layout, windows.length, len(windows.places)
-        heads, kv_heads = self._query_heads(policy), layout.num_kv_heads
-        vector = 4 * layout.head_dim + _SLOT_BYTES
-        matrices = 2 if self._cache.kv.device.type == "cpu" else 0
-        entries = kv_heads * length * (2 if self._reads_values(policy) else 1)
-        logits = matrices * 4 * heads * queries * length
-        return (entries + heads * queries) * vector + kv_heads * length * _SCORE_BYTES + logits
-
-    def _reads_values(self, policy: Policy) -> bool:
-        return policy.reads_values or self.fits(policy)
-
-    def fits(self, policy: Policy) -> bool:
-        """Whether what is left of dropped entries is fitted: every layer has to be scored."""
-        leaders, _ = self.leaders(policy)
-        return policy.leaves == "fitted" and leaders is None
-
-    def leaders(self, policy: Policy) -> tuple[IntArray, Tensor] | tuple[None, None]:
-        """The layers that are scored, and for every layer the index of its leader among them, on
-        the device; ``None`` twice if all layers are scored.
-        """
-        leaders = policy.leaders(self._cache.layout.num_layers)
-        scored = sorted(set(leaders))
-        if leaders == scored:
-            return None, None
-        places = [scored.index(leader) for leader in leaders]
-        return np.array(scored), to_device(places, self._cache.kv.device)
+        return Observation(queries, keys, *how, centres, to_device(part.positions, device))
 
 
 def led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
     """``x`` at the indices ``layers [L']`` of ``dim``; unchanged if ``layers`` is ``None``."""
     return x if layers is None else x.index_select(dim, layers)
+
+
+def uneven_lengths(task: Events) -> IntArray:
+    """Entries in the longest lane of each event's region: [E]."""
+    longest: IntArray = task.old_lens.max(axis=(0, 2)) - task.plan.region_start
+    return longest
+
+
+def slots_of(
+    tables: Tensor,
+    rows: IntArray,
+    entries: IntArray | Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]. Those
+    behind the first ``counts [E', A, H]`` of a lane get slot 0."""
+    at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
+    owners = to_device(rows, tables.device)
+    return slots_of_entries(tables, owners, at, lanes, block_tokens, counts)
+
+
+def by_window(x: Tensor, windows: int) -> Tensor:
+    """[L, heads, E' * S, ...] -> [E', L, heads, S, ...]."""
+    return x.unflatten(2, (windows, -1)).transpose(1, 2).transpose(0, 1)

@@ -108,7 +108,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and continuation; what running sequences hold stays theirs."""
-        self.scheduler.blocks.idle.clear()
+        self.scheduler.blocks.clear_cached()
 
     def step(self) -> StepOutputs:
         """Wait for a step and report its tokens; where steps overlap, start the next one first."""

@@ -20,7 +20,7 @@ from kvserve.outputs import (
 )
 from kvserve.scheduler.messages.continuation import MISSES
 from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 
 
@@ -44,32 +44,27 @@ class EngineCounts:
         """Count a step; returns its compactions, each with its sequence."""
         self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
         self.num_tokens += output.num_tokens
-        tasks = *output.compactions, *output.pruned
-        return [event for task in tasks for event in self._add(task)]
+        layout, found = self._scheduler.layout, list[tuple[int, Compaction]]()
+        for events in (*output.events.compactions, *output.pruned):
+            compacts, reason = events.compacts, "pressure" if events.early else "due"
+            if not compacts.any():
+                continue
+            key, size = (self._runner.policies[events.policy_id].name, reason), layout.block_size
+            old, new, now = events.old_lens, events.new_lens, time.time()
+            self._events[key] += int(compacts.sum())
+            self._released[key] += int((-(-old // size) - -(-new // size)).sum())
+            held = -(-new.sum(axis=(0, 2)) // layout.groups)
+            evicted = (old - new).sum(axis=(0, 2)) // layout.groups
+            each = events.seq_ids[compacts], evicted[compacts], held[compacts]
+            for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True):
+                found.append((seq_id, Compaction(reason, now, *counts)))
+        return found
 
     def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
         """Count what a step has verified."""
         self.drafts += int(np.count_nonzero(drafts.lengths > 1))
         self.draft_tokens += drafts.num_guessed
         self.accepted_tokens += int(confirmed.counts.sum()) - len(confirmed.counts)
-
-    def _add(self, task: CompactionTask) -> list[tuple[int, Compaction]]:
-        reason, layout = "pressure" if task.early else "due", self._scheduler.layout
-        key = self._runner.policies[task.policy_id].name, reason
-        size, compacts = layout.block_size, task.compacts
-        if not compacts.any():
-            return []
-        self._events[key] += int(compacts.sum())
-        blocks = -(-task.old_lens // size) - -(-task.new_lens // size)
-        self._released[key] += int(blocks.sum())
-        held = -(-task.new_lens.sum(axis=(0, 2)) // layout.groups)
-        evicted = (task.old_lens - task.new_lens).sum(axis=(0, 2)) // layout.groups
-        now = time.time()
-        each = task.seq_ids[compacts], evicted[compacts], held[compacts]
-        return [
-            (seq_id, Compaction(reason, now, *counts))
-            for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True)
-        ]
 
     def stats(self, request_ids: Mapping[int, str]) -> EngineStats:
         """Counters and the state of every running request; ``request_ids`` are by sequence id."""

@@ -182,6 +182,11 @@ class Intake:
     def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
+        grammar, wanted = None, new.structured_output
+        if wanted is not None:
+            matcher = matcher or self._grammars.compile(wanted)
+            thinking = new.thinking_start, new.thinking_end
+            grammar = SequenceGrammar(matcher, thinking, new.stop_token_ids, wanted.field)
         return RowSampling(
             temperature=new.temperature,
             top_p=new.top_p,
@@ -195,7 +200,7 @@ class Intake:
             think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
-            grammar=self._grammar(new, matcher),
+            grammar=grammar,
         )
 
     def _rules(self, new: NewSequence) -> RowRules | None:
@@ -203,14 +208,6 @@ class Intake:
         if not new.branch or new.request_id != self._rules_of[0]:
             self._rules_of = new.request_id, RowRules.of(new)
         return self._rules_of[1]
-
-    def _grammar(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar | None:
-        wanted = new.structured_output
-        if wanted is None:
-            return None
-        matcher = matcher or self._grammars.compile(wanted)
-        thinking = new.thinking_start, new.thinking_end
-        return SequenceGrammar(matcher, thinking, new.stop_token_ids, wanted.field)
 
 
 def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:

@@ -17,7 +17,9 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import SchedulerOutput
 
 MOST_POSITIONS = 2**21
 """Limit on positions x layers x KV heads, summed over an engine's traced sequences."""
@@ -87,7 +89,8 @@ class KVTracer:
 
         Returns a list that the moves of the step are appended to as it is launched.
         """
-        back = {task.row for task in output.swap_ins}
+        moves = () if output.moves is None else output.moves.ins
+        back = {move.row for move in moves if move.place != NO_PLACE}
         self._moves = [
             TracedMove(new.seq_id)
             for new in output.admitted.requests
@@ -100,7 +103,7 @@ class KVTracer:
         found = [(move.seq_id, self._event(move)) for move in moves if move.seq_id in self.followed]
         return [(seq_id, event) for seq_id, event in found if event is not None]
 
-    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+    def _on_moves(self, task: Events, plan: MovePlan) -> None:
         size = self._layout.block_size
         for e, seq_id in enumerate(task.seq_ids.tolist()):
             if seq_id not in self.followed:

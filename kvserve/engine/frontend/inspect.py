@@ -20,7 +20,7 @@ from kvserve.log import RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import CompactionTask
+from kvserve.scheduler.messages.event import Events
 
 _MORE_TOKENS = 2
 """Tokens sampled behind the continuation: events due at its end run as the first is computed."""
@@ -77,7 +77,7 @@ class KeptPositions:
         self.events: list[Event] = []
         self._held = LanePositions(layers, heads)
 
-    def on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+    def on_moves(self, task: Events, plan: MovePlan) -> None:
         """Follow the only event of ``task``."""
         start, before = int(plan.copy_start[0]), int(task.old_lens.max())
         self._held.see_longest(before)

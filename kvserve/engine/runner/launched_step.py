@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.compression.event_runner import ScoredEvents
 from kvserve.engine.device.transfer import HostCopy, Stopwatch
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.sampling.grammar import SequenceGrammar
@@ -16,7 +15,6 @@ from kvserve.engine.sampling.sampler import NO_TOKEN, SampledTokens
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.event import Scores, answer
 
 TokenLogprobs = dict[int, Logprob]
 
@@ -28,8 +26,8 @@ class ModelRunnerOutput:
 
     token_ids: IntArray
     logprobs: list[TokenLogprobs | None] | None
-    scores: list[Scores]
-    """The answer to each of ``SchedulerOutput.observations``."""
+    scores: list[IntArray]
+    """The answer to each of ``ScheduledEvents.observations``."""
     prompt_logprobs: list[PromptLogprobs]
     compaction_seconds: float
     failed_grammars: list[tuple[int, RequestError]] = field(default_factory=list)
@@ -50,7 +48,8 @@ class ModelRunnerOutput:
 class LaunchedStep:
     """A step in flight: its results, on their way from the device to the host."""
 
-    events: ScoredEvents
+    events: list[Tensor]
+    """The answer to each of ``ScheduledEvents.observations``."""
     compacting: Stopwatch | None
     agreed: Tensor | None
     """Whether all ranks hold and keep the same; ``None`` if there was nothing to compare."""
@@ -63,8 +62,7 @@ class LaunchedStep:
 
     def send(self, device: str) -> None:
         """Start the copy to the host, behind this step on ``device`` and before the next one."""
-        tensors = [scores for _, scores in self.events]
-        tensors += [] if self.sampled is None else self.sampled.tensors
+        tensors = [*self.events, *([] if self.sampled is None else self.sampled.tensors)]
         tensors += [tensor for chunk in self.scored for tensor in chunk.tokens.tensors]
         self._copy = HostCopy(tensors if self.agreed is None else [self.agreed, *tensors], device)
 
@@ -79,7 +77,7 @@ class LaunchedStep:
                 "the tensor-parallel ranks no longer hold the same entries, so their answers would "
                 "be wrong; please report it"
             )
-        scores = [answer(kind, next(arrays)) for kind, _ in self.events]
+        scores = [next(arrays) for _ in self.events]
         token_ids: IntArray = np.zeros(0, np.int32)
         logprobs = None
         if self.sampled is not None:

@@ -13,10 +13,9 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.event_runner import EventRunner
+from kvserve.engine.compression.forwards import PrunedPrefill, QueryRecomputer
 from kvserve.engine.compression.observer import Observer
-from kvserve.engine.compression.pruned_prefill import PrunedPrefill
 from kvserve.engine.compression.query_statistics import QueryStatistics
-from kvserve.engine.compression.recompute import QueryRecomputer
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
@@ -63,7 +62,7 @@ class ModelRunner:
         self.batch = batch
         self.attention = attention
         self.policies: dict[int, Policy] = {}
-        """By ``CompactionTask.policy_id``."""
+        """By ``Events.policy_id``."""
         recomputer = QueryRecomputer(model, cache, batch, attention)
         left = batch.remainders
         sinks = model.sinks_of_full_layers
@@ -89,7 +88,7 @@ class ModelRunner:
         [T, V], where a prompt is scored."""
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """Let ``CompactionTask.policy_id`` mean ``policy``; no sequence uses its old policy."""
+        """Let ``Events.policy_id`` mean ``policy``; no sequence uses its old policy."""
         self.policies[policy_id] = policy
 
     @property
@@ -111,11 +110,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        if len(output.turns.rows):
-            self.batch.begin_turns(output.turns)
-        step = LaunchedStep(*self._events.run(output), self.group.agree())
-        if output.swap_outs or output.swap_ins or len(output.copies.sources):
-            self.cache.swap(output.swap_outs, output.swap_ins, output.copies)
+        if len(output.events.turns.rows):
+            self.batch.begin_turns(output.events.turns)
+        step = LaunchedStep(*self._events.run(output.events), self.group.agree())
+        if output.moves is not None:
+            self.cache.swap(output.moves)
         try:
             self.batch.apply(output)
         except (torch.OutOfMemoryError, MemoryError):

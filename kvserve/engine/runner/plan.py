@@ -15,7 +15,7 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
-from kvserve.engine.cache.code_store import check_codes
+from kvserve.engine.cache.code_rows import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.row_groups import wanted_groups

@@ -48,7 +48,7 @@ from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.remainder_places import num_places
+from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 

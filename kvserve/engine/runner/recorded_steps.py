@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvserve.engine.cache.step_buffers import hide_tokens
 from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.kernels.cpu.calls import Call, Tape, recorded
@@ -156,7 +155,11 @@ def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
     rows[:tokens], rows[tokens:] = np.repeat(np.arange(n), lengths), len(real) - 1
     ids[:tokens] = token_ids
     step.count.fill_(n)
-    hide_tokens(step.buffers, tokens)
+    # What is behind sees nothing, and is stored in the null block.
+    for numbers in (step.buffers.positions, step.buffers.slots, step.buffers.query_slots):
+        if numbers is not None:
+            numbers[..., tokens:] = 0
+    step.buffers.last[..., tokens:] = -1
 
 
 @dataclass(frozen=True, eq=False)

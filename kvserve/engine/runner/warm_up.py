@@ -17,7 +17,7 @@ from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.event import EventKind, Events
 from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
@@ -86,7 +86,8 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
-    scores = runner.batch.kept_scores.first(policy.kept_scores)
+    kept = policy.kept_scores
+    scores = runner.batch.kept_scores.first(kept) if kept else None
     runner.compressor.run(task, policy, *tables, scores)
     if scores is not None:
         scores.zero_()
@@ -118,9 +119,7 @@ def _move(runner: ModelRunner) -> None:
     cache.entries.move(entries, entries, runs=1)
 
 
-def first_event(
-    policy: Policy, layout: KVLayout, events: int, prompt: int
-) -> CompactionTask | None:
+def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> Events | None:
     """The first event of ``events`` equal rows with ``prompt`` tokens; ``None`` if there is none.
 
     Kept entries go to the null block.
@@ -142,7 +141,7 @@ def first_event(
     if policy.recomputed_reduction is not None:
         span = int((plan.windows * plan.window_len + plan.num_queries).max())
         token_ids = np.zeros((events, span), np.int32)
-    task = ObservationTask(0, rows, rows, plan, held, token_ids)
     left = held - plan.evicted[None, :, None]
     nowhere = np.zeros((*lanes, max(width, 0)), np.int32)
-    return CompactionTask.of(task, left, plan.region_start, nowhere, each(NO_EVENT))
+    later = left, plan.region_start, nowhere, each(NO_EVENT)
+    return Events(0, EventKind.EVEN, rows, rows, plan, held, token_ids, *later)

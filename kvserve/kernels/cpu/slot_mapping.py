@@ -43,7 +43,7 @@ def slots_of_entries(
     block_tokens: int,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """As ``kernels.events.entry_slots``, whose function of torch is the reference.
+    """As ``kernels.events.slots_of_entries``, whose function of torch is the reference.
 
     ``IndexError`` for a row or an entry that is not there.
     """

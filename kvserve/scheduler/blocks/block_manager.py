@@ -13,17 +13,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvserve.scheduler.arrays import IntArray, ragged_arange
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.entry_group import EntryGroup
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-from kvserve.scheduler.blocks.remainder_places import RemainderPlaces
+from kvserve.scheduler.blocks.swap_memory import SwapMemory
 from kvserve.scheduler.blocks.token_group import LogGroup
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import TableUpdate
 
 G = TypeVar("G", bound=CacheGroup)
@@ -39,15 +38,16 @@ class BlockManager:
         pool: BlockPool,
         max_rows: int,
         groups: tuple[CacheGroup, ...],
-        idle: IdleBlocks,
-        remainders: RemainderPlaces | None = None,
+        prefix_cache: PrefixCache | None = None,
+        continuations: Continuations | None = None,
+        swapped: SwapMemory | None = None,
     ) -> None:
         entries, log = groups[:2]
         assert isinstance(entries, EntryGroup) and isinstance(log, LogGroup)
         self.layout = layout
         self.pool = pool
-        self.idle = idle
-        self.remainders = remainders or RemainderPlaces(max_rows, 0)
+        self.prefix_cache, self.continuations = prefix_cache, continuations
+        self.swapped = SwapMemory(max_rows, 0) if swapped is None else swapped
         self.groups = groups
         self.kv, self.kv_lens = entries.tables[0], entries.kv_lens
         self.log, self.queries = log.tables[0], log
@@ -89,49 +89,13 @@ class BlockManager:
         """Count ``new`` stored entries per row."""
         self.kv_lens[:, rows] += new[:, None]
 
-    def make_private(self, rows: IntArray, start: IntArray, end: IntArray) -> IntArray:
-        """Make entries ``[start [n], end [LG, n, R])`` writable; shared blocks are replaced.
-
-        Returns where the copy of each row must begin: ``start``, or the beginning of the first
-        replaced column (its earlier entries move along).
-        """
-        owner, column, end_columns = self._columns_of(start, end)
-        replaced = self.kv.replace_shared(rows[owner], column, end_columns)
-        copy_start = start.copy()
-        np.minimum.at(copy_start, owner[replaced], column[replaced] * self.layout.block_size)
-        return copy_start
-
-    def written(self, rows: IntArray, copy_start: IntArray, end: IntArray) -> IntArray:
-        """Blocks of entries ``[copy_start [n], end [LG, n, R])``: ``[LG, n, R, .]``, padded."""
-        size = self.layout.block_size
-        first = copy_start // size
-        width = int((-(-end.max(axis=(0, 2)) // size) - first).max())
-        columns = np.minimum(first[:, None] + np.arange(width), self.kv.blocks.shape[3] - 1)
-        # Advanced axes come first: [n, width, LG, R] -> [LG, n, R, width].
-        return self.kv.blocks[:, rows[:, None], :, columns].transpose(2, 0, 3, 1)
-
-    def affordable(self, rows: IntArray, start: IntArray, end: IntArray) -> int:
-        """For how many of the rows, in order, ``make_private`` would find its blocks."""
-        owner, column, end_columns = self._columns_of(start, end)
-        shared = self.kv.shared(rows[owner], column, end_columns)
-        if not self.have_free(int(shared.sum()), for_event=True):
-            # Blocks that only a row and a cache name are writable once the cache drops them.
-            self.idle.forget(self.kv.blocks[:, rows[owner], :, column].ravel())
-            shared = self.kv.shared(rows[owner], column, end_columns)
-        per_column = shared.sum(axis=(1, 2))
-        wanted = np.bincount(owner, weights=per_column, minlength=len(rows)).cumsum()
-        return int(np.searchsorted(wanted, self.pool.num_free, side="right"))
-
     # ---- prefix cache ------------------------------------------------------------------------
-
-    @property
-    def prefix_cache(self) -> PrefixCache | None:
-        return self.idle.prefixes
 
     @property
     def num_cached(self) -> int:
         """Blocks that are only held for later sequences; they are evicted when needed."""
-        return self.idle.num_blocks
+        kept = 0 if self.continuations is None else self.continuations.num_evictable
+        return kept + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable)
 
     @property
     def headroom(self) -> int:
@@ -139,23 +103,53 @@ class BlockManager:
         return self.pool.num_free + self.num_cached
 
     def have_free(self, count: int, *, for_event: bool = False) -> bool:
-        """Whether ``count`` blocks are free; evicts what is held for later if needed."""
-        return count <= self.pool.num_free or self.idle.have_free(count, may_park=not for_event)
+        """Whether ``count`` blocks are free; evicts what is held for later if needed: of prefix
+        columns and continuations the least recently used first.
+
+        Evicted continuations may move to host memory unless the blocks are for an event: events
+        run before the step's swaps, and would write blocks whose contents are still to be moved.
+        """
+        if count <= self.pool.num_free:
+            return True
+        kept, prefixes = self.continuations, self.prefix_cache
+        # Continuations are left alone if all that is held for later would not be enough.
+        if kept is not None and count <= self.headroom:
+            while count > self.pool.num_free and (oldest := kept.oldest) is not None:
+                if prefixes is not None:
+                    prefixes.evict(count - self.pool.num_free, before=oldest.used)
+                if count > self.pool.num_free:
+                    kept.evict_oldest(may_park=not for_event)
+        if count > self.pool.num_free and prefixes is not None:
+            prefixes.evict(count - self.pool.num_free)
+        return count <= self.pool.num_free
+
+    def forget(self, blocks: IntArray) -> None:
+        """Drop whatever is held for later in ``blocks``, so that a row may write them."""
+        if self.continuations is not None:
+            self.continuations.forget(blocks)
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget(blocks)
+
+    def clear_cached(self) -> None:
+        """Drop all that is only held for later sequences."""
+        if self.continuations is not None:
+            self.continuations.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, .]`` of the longest cached prefix that a row can begin with: all groups'
         blocks, side by side; 0 where it needs none."""
-        prefixes = self.idle.prefixes
-        found = [] if prefixes is None else prefixes.match(hashes)
+        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
         columns = np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
         most = -1
         while len(columns) != most:  # what one group shortens, another may have to shorten again
             most = len(columns) // self._prefix_columns * self._prefix_columns
             columns = columns[:most]
             for group, part in self._by_group(columns):
-                columns = columns[: group.usable(part[: len(columns)])]
-        needed = [group.needed(part) for group, part in self._by_group(columns)]
-        return np.concatenate(needed, axis=1)
+                columns = columns[: len(group.usable(part[: len(columns)]))]
+        usable = [group.usable(part) for group, part in self._by_group(columns)]
+        return np.concatenate(usable, axis=1)
 
     def _by_group(self, columns: IntArray) -> Iterator[tuple[CacheGroup, IntArray]]:
         """Each group that prefixes bring, and its part of ``columns [n, .]``."""
@@ -174,29 +168,10 @@ class BlockManager:
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
-        if self.idle.prefixes is not None:
+        if self.prefix_cache is not None:
             end = first + len(hashes)
             columns = [group.columns(row, first, end) for group in self._cached]
-            self.idle.prefixes.publish(hashes, np.concatenate(columns, axis=1))
-
-    # ---- lengths -----------------------------------------------------------------------------
-
-    def truncate(self, rows: IntArray, kv_lens: IntArray) -> IntArray:
-        """Cut rows to ``kv_lens [LG, rows, R]`` entries; return the blocks released, ``[rows]``."""
-        self.kv_lens[:, rows] = kv_lens
-        return self.kv.truncate(rows, -(-kv_lens // self.layout.block_size))
-
-    def keep_columns(self, row: int, columns: IntArray, kv_lens: IntArray) -> int:
-        """Keep only ``columns [LG, R, K]`` of a row (-1 behind the last), ``kv_lens [LG, R]`` long.
-
-        Returns how many blocks it gives back. No entry moves, so shared blocks may stay shared.
-        """
-        self.kv_lens[:, row] = kv_lens
-        return self.kv.keep(row, columns[..., columns[0, 0] >= 0])
-
-    def resumes_from(self, row: int) -> int:
-        """The least tokens with which another row can resume what this one holds."""
-        return max(group.resumes_from(row) for group in self.groups)
+            self.prefix_cache.publish(hashes, np.concatenate(columns, axis=1))
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -210,38 +185,6 @@ class BlockManager:
         [n]`` tokens."""
         for group in self.groups:
             group.give_back_unused(rows, computed)
-
-    def can_leave(self, row: int) -> bool:
-        """Whether a row can be moved to host memory as it is."""
-        return all(group.can_leave(row) for group in self.groups)
-
-    def save(self, row: int) -> tuple[GroupRow, ...]:
-        """What a row holds, group by group."""
-        return tuple(group.save(row) for group in self.groups)
-
-    def named(self, row: int) -> IntArray:
-        """Every block that a row names, group by group."""
-        return np.concatenate([group.named(row) for group in self.groups])
-
-    def wanted_to_return(self, saved: tuple[GroupRow, ...], reserve: int) -> int:
-        """Blocks that a parked row needs to come back and grow by ``reserve`` tokens."""
-        each = zip(self.groups, saved, strict=True)
-        return sum(group.wanted_to_return(row, reserve) for group, row in each)
-
-    def come_back(
-        self, row: int, saved: tuple[GroupRow, ...], columns: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Begin an empty row with shared ``columns`` and fresh blocks for the rest it held.
-
-        Returns the fresh blocks, and a mask of them among all that the row names.
-        """
-        self.start_row(row)
-        self.adopt(row, columns)
-        both = [
-            group.come_back(row, held, len(columns))
-            for group, held in zip(self.groups, saved, strict=True)
-        ]
-        return np.concatenate([x for x, _ in both]), np.concatenate([fresh for _, fresh in both])
 
     def held(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
@@ -265,7 +208,7 @@ class BlockManager:
         """Exchange two rows."""
         for group in self.groups:
             group.swap(a, b)
-        self.remainders.swap(a, b)
+        self.swapped.swap(a, b)
 
     def take_updates(self, num_rows: int) -> tuple[TableUpdate, ...]:
         """Entries of all tables set since the last call, for the first rows."""
@@ -274,23 +217,12 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
         others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
-        if self.idle.continuations is not None:
-            self.idle.continuations.check_integrity()
-            others.append(self.idle.continuations.held())
+        if self.continuations is not None:
+            self.continuations.check_integrity()
+            others.append(self.continuations.held())
         tables = [table.all_held() for group in self.groups for table in group.tables]
         held = np.concatenate([*tables, *others])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         for group in self.groups:
             group.check_integrity()
-
-    def _columns_of(self, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Columns that hold entries ``[start [n], end [LG, n, R])`` of any group of n rows.
-
-        Returns for each its owner among the n, its number, and the end column of each group of the
-        owner, ``[LG, ., R]``.
-        """
-        first, end_columns = start // self.layout.block_size, -(-end // self.layout.block_size)
-        counts = np.maximum(end_columns.max(axis=(0, 2)) - first, 0)
-        owner = np.repeat(np.arange(len(start)), counts)
-        return owner, np.repeat(first, counts) + ragged_arange(counts), end_columns[:, owner]

@@ -86,14 +86,10 @@ class BlockPool:
 
     def _count_only_cached(self, blocks: IntArray, sign: int) -> None:
         """Add ``sign`` for each of the blocks whose only reference is the cache's."""
-        if self._caches:
+        if len(self.only_cached):
             alone = np.unique(blocks[(self._column_of[blocks] >= 0) & (self.ref[blocks] == 1)])
             np.add.at(self.only_cached, self._column_of[alone], sign)
             self.num_only_cached += sign * len(alone)
-
-    @property
-    def _caches(self) -> bool:
-        return bool(len(self.only_cached))
 
     def release(self, blocks: IntArray) -> int:
         """Drop one reference to each block; return how many of them came free."""

@@ -146,10 +146,7 @@ class BlockTable(RowArrays):
         If the last column is ``partial [LG, R]``, the row gets a private block there, since it
         writes more entries to it. Returns the shared and the private blocks, to be copied.
         """
-        width = saved.start + saved.blocks.shape[2]
-        self.blocks[:, row, :, saved.start : width] = saved.blocks
-        self.first[:, row] = self._synced[:, row] = saved.first
-        self.end[:, row] = np.maximum(end, saved.first)
+        self._name(row, saved, end)
         self.pool.share(self.row_entries(row)[0])
         some = np.flatnonzero(partial & (end > saved.first))
         lanes = self._lanes[:, row].ravel()[some]
@@ -160,27 +157,27 @@ class BlockTable(RowArrays):
         self.pool.release(shared)
         return shared, own
 
-    def load(self, row: int, saved: SavedTable, end: IntArray) -> tuple[IntArray, IntArray]:
-        """Begin an empty row with private blocks for the columns before ``end [LG, R]`` of a saved
-        one. Returns the saved blocks, in host memory, and the private ones."""
-        width = saved.start + saved.blocks.shape[2]
-        self.blocks[:, row, :, saved.start : width] = saved.blocks
-        self.first[:, row] = self._synced[:, row] = saved.first
-        self.end[:, row] = np.maximum(end, saved.first)
-        first, end = self.first[:, row].ravel(), self.end[:, row].ravel()
+    def load(
+        self, row: int, saved: SavedTable, end: IntArray, shared: int = 0
+    ) -> tuple[IntArray, IntArray]:
+        """Begin a row with private blocks for the columns before ``end [LG, R]`` of a saved one,
+        behind its first ``shared`` ones, which it has. Returns the saved blocks, in host memory,
+        and the private ones."""
+        self._name(row, saved, end, shared)
+        first, end = np.maximum(saved.first, shared).ravel(), self.end[:, row].ravel()
         at = self._places(self._lanes[:, row].ravel(), first, end - first)
         tables = self.blocks.reshape(-1)
         host, own = tables[at], self.pool.allocate(len(at))
         tables[at] = own
         return host, own
 
-    def refill(self, row: int, first: IntArray, end: IntArray) -> None:
-        """Allocate the columns up to ``end [LG, R]`` of a row that has begun, from ``first`` on if
-        it is empty."""
-        self.first[:, row] = first
-        for array in (self.end, self._synced):
-            array[:, row] = np.maximum(array[:, row], first)
-        self.extend(np.array([row]), (end * self.block_tokens)[:, None])
+    def _name(self, row: int, saved: SavedTable, end: IntArray, shared: int = 0) -> None:
+        """Begin a row that names the blocks of a saved one before ``end [LG, R]``, behind its first
+        ``shared`` columns."""
+        width, begin = saved.start + saved.blocks.shape[2], max(saved.start, shared)
+        self.blocks[:, row, :, begin:width] = saved.blocks[..., begin - saved.start :]
+        self.first[:, row] = self._synced[:, row] = saved.first
+        self.end[:, row] = np.maximum(end, saved.first)
 
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""

@@ -100,18 +100,17 @@ class CacheGroup(RowArrays):
         named = table.blocks[:, row, :, first:end]
         return named.transpose(2, 0, 1).reshape(end - first, -1)
 
-    def usable(self, columns: IntArray) -> int:
-        """How many of cached ``columns [n, LG * R]`` a row can begin with."""
-        return len(columns)
-
-    def needed(self, columns: IntArray) -> IntArray:
-        """The same columns, with block 0 where a row that begins with them needs none."""
+    def usable(self, columns: IntArray) -> IntArray:
+        """Those of cached ``columns [n, LG * R]`` that a row can begin with: block 0 stands for one
+        that it does not need."""
         return columns
 
     def adopt(self, row: int, columns: IntArray) -> None:
-        """Begin an empty row with shared ``columns [n, LG * R]``."""
-        (table,) = self.tables
-        table.adopt(row, columns.reshape(len(columns), *table.lanes))
+        """Begin an empty row with shared ``columns [n, LG * R]``; block 0 stands for none."""
+        (table,), needed = self.tables, columns[(columns > 0).any(axis=1)]
+        first = len(columns) - len(needed)
+        table.start(row, first)
+        table.adopt(row, needed.reshape(len(needed), *table.lanes), first)
 
     def begin_at(self, row: int, position: int) -> None:
         """Begin an empty row behind a cached prefix that brings none of this group's blocks."""
@@ -122,32 +121,9 @@ class CacheGroup(RowArrays):
         """Whether a row's blocks can be moved to host memory, or saved."""
         return True
 
-    def named(self, row: int) -> IntArray:
-        """Every block that a row names."""
-        return np.concatenate([table.row_entries(row)[0] for table in self.tables])
-
     def save(self, row: int) -> GroupRow:
-        """What a row holds, for ``come_back`` or ``resume``."""
+        """What a row holds."""
         return GroupRow(tuple(table.save(row) for table in self.tables), self.park_row(row))
-
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
-        """Blocks that a parked row needs to come back and grow by ``reserve`` tokens."""
-        return sum(int((table.end - table.first).sum()) for table in saved.tables)
-
-    def come_back(self, row: int, saved: GroupRow, num_cached: int) -> tuple[IntArray, IntArray]:
-        """Give a row that has begun fresh blocks for all it held behind ``num_cached`` columns.
-
-        Returns these blocks, and which of all that it names they are, as a mask.
-        """
-        blocks, fresh = [], []
-        for table, held in zip(self.tables, saved.tables, strict=True):
-            table.refill(row, held.first, held.end)
-            named, columns = table.row_entries(row)
-            new = columns >= (num_cached if self.cached_with_prefixes else 0)
-            blocks.append(named[new])
-            fresh.append(new)
-        self.restore_fields(row, saved.fields)
-        return np.concatenate(blocks), np.concatenate(fresh)
 
     def resumes_from(self, row: int) -> int:
         """The least tokens with which another row can resume what this one holds."""

@@ -18,7 +18,7 @@ from kvserve.scheduler.blocks.block_table import BlockTable, Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CodeBlocks
+from kvserve.scheduler.messages.event import CodeBlocks
 from kvserve.scheduler.row_schema import per_group
 
 SLOT_BYTES = 16
@@ -113,64 +113,44 @@ class CodeGroup(CacheGroup):
         Returns how many blocks each gives back (0 if it takes more), and where to write codes.
         """
         before = self.coded[:, rows].copy(), self.num_vectors[:, rows].copy()
-        released = list[int]()
+        kv, size, released = blocks.kv, self._size, list[int]()
         for row, coding in zip(rows.tolist(), codings, strict=True):
-            if not self._finds_blocks(blocks, row, coding):
+            at, first = np.array([row]), coding.coded // size
+            # Blocks that the event takes before it gives any back, and those that it gives back.
+            wanted = self.index.wanted(at, coding.coded[:, None])
+            wanted += self.vectors.wanted(at, coding.num_vectors[:, None])
+            if coding.afresh:
+                wanted += int((-(-coding.kv_lens // size) - first).sum())
+                named, _ = kv.row_entries(row)
+                own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
+                if not blocks.have_free(wanted - own, for_event=True):
+                    blocks.forget(named)
+                    own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
+            else:  # generated entries, whose blocks are not shared
+                own = int(((coding.coded - self.coded[:, row]) // size).sum())
+            if not blocks.have_free(wanted - own, for_event=True):
                 break
             held = int(blocks.held(row + 1)[row])
-            self._exchange_blocks(row, blocks.kv, coding)
+            if coding.afresh:
+                kv.truncate(at, np.zeros_like(first)[:, None])
+            kv.move_front(at, first[:, None])
+            kv.extend(at, coding.kv_lens[:, None])
+            self.index.extend(at, coding.coded[:, None])
+            self.vectors.extend(at, coding.num_vectors[:, None])
+            self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
             blocks.kv_lens[:, row] = coding.kv_lens
             released.append(max(held - int(blocks.held(row + 1)[row]), 0))
         done = len(released)
         if not done:
             return np.zeros(0, np.int32), None
-        coded, vectors = (held[:, :done] for held in before)
-        return np.array(released, np.int32), self._blocks_of(rows[:done], (coded, vectors))
-
-    def _finds_blocks(self, blocks: BlockManager, row: int, coding: Coding) -> bool:
-        """Whether a row would find the blocks that ``coding`` takes."""
-        wanted = self._wanted_by(row, coding)
-        if not coding.afresh:
-            # It replaces generated entries, whose blocks are not shared.
-            replaced = int(((coding.coded - self.coded[:, row]) // self._size).sum())
-            return blocks.have_free(wanted - replaced, for_event=True)
-        named, _ = blocks.kv.row_entries(row)
-        own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
-        if not blocks.have_free(wanted - own, for_event=True):
-            blocks.idle.forget(named)
-            own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
-        return blocks.have_free(wanted - own, for_event=True)
-
-    def _wanted_by(self, row: int, coding: Coding) -> int:
-        """Blocks that an event takes before it gives any back."""
-        at, size = np.array([row]), self._size
-        codes = self.index.wanted(at, coding.coded[:, None])
-        codes += self.vectors.wanted(at, coding.num_vectors[:, None])
-        if not coding.afresh:
-            return codes
-        raw = -(-coding.kv_lens // size) - coding.coded // size
-        return codes + int(raw.sum())
-
-    def _exchange_blocks(self, row: int, kv: BlockTable, coding: Coding) -> None:
-        """Exchange blocks as an event needs; the caller has checked that they are free."""
-        at, first = np.array([row]), coding.coded // self._size
-        if coding.afresh:
-            kv.truncate(at, np.zeros_like(first)[:, None])
-        kv.move_front(at, first[:, None])
-        kv.extend(at, coding.kv_lens[:, None])
-        self.index.extend(at, coding.coded[:, None])
-        self.vectors.extend(at, coding.num_vectors[:, None])
-        self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
-
-    def _blocks_of(self, rows: IntArray, before: tuple[IntArray, IntArray]) -> CodeBlocks:
-        """Where newly scheduled events write; ``before``: coded entries and vectors before them."""
-        columns = self.index.end[:, rows].max(initial=0), self.vectors.end[:, rows].max(initial=0)
-        index, vectors = (
-            table.blocks[:, rows, :, :width].copy()
-            for table, width in zip((self.index, self.vectors), columns, strict=True)
+        rows, (coded, vectors) = rows[:done], (numbers[:, :done] for numbers in before)
+        index_blocks, vector_blocks = (
+            table.blocks[:, rows, :, : table.end[:, rows].max(initial=0)].copy()
+            for table in (self.index, self.vectors)
         )
         now = self.coded[:, rows], self.num_vectors[:, rows]
-        return CodeBlocks(before[0], now[0], before[1], now[1], index, vectors)
+        codes = CodeBlocks(coded, now[0], vectors, now[1], index_blocks, vector_blocks)
+        return np.array(released, np.int32), codes
 
 
 @dataclass(frozen=True)

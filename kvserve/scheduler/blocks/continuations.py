@@ -16,9 +16,9 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, LookedUp
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
-from kvserve.scheduler.blocks.remainder_places import NOTHING
+from kvserve.scheduler.blocks.swap_memory import SwapMemory
 from kvserve.scheduler.messages.continuation import (
+    NO_PLACE,
     Continuation,
     Resumption,
     named_by,
@@ -32,7 +32,7 @@ class Continuations:
     """Continuations over one pool; the least recently used is evicted first. Together they name at
     most ``max_blocks`` blocks (``None``: no limit)."""
 
-    def __init__(self, pool: BlockPool, host: HostedRows, max_blocks: int | None = None) -> None:
+    def __init__(self, pool: BlockPool, host: SwapMemory, max_blocks: int | None = None) -> None:
         self.hits = 0
         self.misses: Counter[str] = Counter()
         self.hits_from_host = 0
@@ -141,13 +141,12 @@ class Continuations:
     def make_place(self) -> bool:
         """Whether there is a place for a remainder; drops the continuation that used one least
         recently if that makes it so."""
-        places = self.host.remainders
         for known in self.all:
-            if places.have_free(preempted=False):
+            if self.host.have_place(preempted=False):
                 break
-            if known.row is not None and known.row.remainder != NOTHING:
+            if known.row is not None and known.row.remainder != NO_PLACE:
                 self.drop(known)
-        return places.have_free(preempted=False)
+        return self.host.have_place(preempted=False)
 
     def forget(self, blocks: IntArray) -> None:
         """Drop continuations that name any of ``blocks``, so that a row may write these."""
@@ -195,7 +194,7 @@ class Continuations:
             self.changes += 1
             return
         assert known.row is not None
-        self.host.remainders.release(known.row.remainder)
+        self.host.release_place(known.row.remainder)
         named, known.row = known.row.named, None
         self._free(known, named)
 

@@ -38,9 +38,6 @@ class EntryGroup(CacheGroup):
     def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
         self._table.truncate(rows, -(-self.kv_lens[:, rows] // self._size))
 
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
-        return int((-(-(saved.fields["kv_lens"] + reserve) // self._size)).sum())
-
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
         lens = saved.fields["kv_lens"] - at.dropped
         wanted = -(-(lens + at.target - at.computed) // self._size)
@@ -66,9 +63,6 @@ class NoEntries(EntryGroup):
         """Nothing is held."""
 
     def blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        return 0
-
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
         return 0
 
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:

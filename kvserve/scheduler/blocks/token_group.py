@@ -53,10 +53,6 @@ class TokenGroup(CacheGroup):
         columns = -(-computed[:, None] // self.block_tokens)
         self._table.truncate(rows, np.maximum(columns, self._table.first[:, rows]))
 
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
-        more = -(-reserve // self.block_tokens) * self._table.num_lanes
-        return super().wanted_to_return(saved, reserve) + more
-
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
         first, wanted = self._first(at.log_from), 0
         if at.target > first:
@@ -93,9 +89,6 @@ class LogGroup(TokenGroup):
     kind = "log"
     cached_with_prefixes = False
     begins = NOT_LOGGING
-
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
-        return CacheGroup.wanted_to_return(self, saved, 0)  # its front is given back meanwhile
 
     def log_from(self, rows: IntArray, positions: IntArray) -> None:
         """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""

@@ -57,35 +57,16 @@ class WindowGroup(TokenGroup):
         found[: max(int(self._table.first[0, row, 0]) - first, 0)] = 0
         return found
 
-    def usable(self, columns: IntArray) -> int:
-        """The longest prefix whose last tokens are all there."""
+    def usable(self, columns: IntArray) -> IntArray:
+        """The longest prefix whose last tokens are all there, with block 0 for what none sees."""
         ends = np.arange(len(columns) + 1)
         missing = np.concatenate([[0], np.cumsum((columns == 0).any(axis=1))])
         seen = self._first_column(ends * self.block_tokens)
-        return int(ends[missing[ends] == missing[seen]][-1])
-
-    def needed(self, columns: IntArray) -> IntArray:
-        """The columns with block 0 for those that a row which begins with them does not see."""
-        needed = columns.copy()
-        needed[: int(self._first_column(np.array(len(columns) * self.block_tokens)))] = 0
-        return needed
-
-    def adopt(self, row: int, columns: IntArray) -> None:
-        first = int(self._first_column(np.array(len(columns) * self.block_tokens)))
-        self._table.start(row, first)
-        self._table.adopt(row, columns[first:].reshape(-1, *self._table.lanes), first)
+        usable = columns[: int(ends[missing[ends] == missing[seen]][-1])].copy()
+        usable[: int(seen[len(usable)])] = 0
+        return usable
 
     # ---- rows that leave, and come back ------------------------------------------------------
-
-    def wanted_to_return(self, saved: GroupRow, reserve: int) -> int:
-        adopted = -(-self._window // self.block_tokens) * self._table.num_lanes
-        adopted *= self.cached_with_prefixes
-        return super().wanted_to_return(saved, min(reserve, self._chunk)) + adopted
-
-    def come_back(self, row: int, saved: GroupRow, num_cached: int) -> tuple[IntArray, IntArray]:
-        """All from host memory: cached columns may lack what the row had not yet given back."""
-        self.release_row(row)
-        return super().come_back(row, saved, 0)
 
     def resumes_from(self, row: int) -> int:
         first = int(self._table.first[0, row, 0])

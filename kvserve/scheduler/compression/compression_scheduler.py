@@ -2,31 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.candidates import (
-    EventCandidates,
-    OpenEvent,
-    OpenEvents,
-    ScheduledEvents,
-    some_of,
-)
-from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents, TakenBlocks
-from kvserve.scheduler.messages.event import EventKind
-from kvserve.scheduler.messages.output import (
-    NO_TURNS,
-    BegunTurns,
-    CompactionTask,
-    ObservationTask,
-)
+from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents
+from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.trigger import Trigger
+
+
+class OpenEvent(NamedTuple):
+    """An event that is scored, and the device's answer for it, ``[LG, R, ...]``, once it is there.
+
+    ``query_start``, the position of its first query, identifies it: a sequence that is preempted in
+    the step that scores its event may be due for another event when the answer arrives.
+    """
+
+    query_start: int
+    kept: IntArray | None = None
+
+
+class OpenEvents(dict[int, OpenEvent]):
+    """Open events by sequence."""
+
+    @property
+    def scoring(self) -> bool:
+        """Whether any event waits for its scores."""
+        return any(event.kept is None for event in self.values())
+
+    def is_scoring(self, seq_id: int) -> bool:
+        """Whether a sequence's event waits for its scores."""
+        return seq_id in self and self[seq_id].kept is None
+
+    def scored(self, seq_id: int, query_start: int) -> IntArray | None:
+        """The answer for a sequence's event, if it is there and of this event."""
+        event = self.get(seq_id)
+        return None if event is None or event.query_start != query_start else event.kept
+
+    def start_scoring(self, events: Events) -> None:
+        """The step that is being scheduled scores them."""
+        for seq_id, query_start in _named(events):
+            assert seq_id not in self
+            self[seq_id] = OpenEvent(query_start)
+
+    def take_scores(self, events: Events, kept: IntArray) -> None:
+        """A step has come back with its answer, ``kept [LG, E, R, ...]``."""
+        for e, (seq_id, query_start) in enumerate(_named(events)):
+            assert self.is_scoring(seq_id)
+            self[seq_id] = OpenEvent(query_start, kept[:, e])
+
+    def close_scored(self) -> None:
+        """The scored events are scheduled in this step; those that are not are due again."""
+        for seq_id, event in list(self.items()):
+            if event.kept is not None:
+                del self[seq_id]
 
 
 class CompressionScheduler:
@@ -47,9 +84,10 @@ class CompressionScheduler:
         self.blocks_released = 0
         self.tokens_evicted = 0
         self._max_observed = max_observed
-        self._engine_wide = EngineWideDates(rows)
         self._triggers: dict[int, Trigger] = {}
         self._kinds: dict[int, EventKind] = {}
+        self._steps_since: dict[int, int] = {}
+        """Steps since the last event, of each policy with an ``EngineWide`` trigger."""
         self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
         self._blocked: tuple[int, int] | None = None
         """Rank of the first sequence whose due event found no blocks. Cleared when its event, or
@@ -57,9 +95,12 @@ class CompressionScheduler:
 
     def register(self, seq: Sequence) -> None:
         """Register the trigger of a sequence's policy, and the kind of its events."""
-        self._triggers[seq.policy_id] = seq.trigger
-        self._kinds[seq.policy_id] = seq.event_kind
-        self._engine_wide.register(seq.policy_id, seq.trigger)
+        policy_id, trigger = seq.policy_id, seq.trigger
+        if self._triggers.get(policy_id) != trigger:
+            self._steps_since.pop(policy_id, None)
+            if isinstance(trigger, EngineWide):
+                self._steps_since[policy_id] = 0
+        self._triggers[policy_id], self._kinds[policy_id] = trigger, seq.event_kind
 
     @property
     def blocked_on_blocks(self) -> bool:
@@ -71,7 +112,8 @@ class CompressionScheduler:
 
     def compact_due(self) -> ScheduledEvents:
         """Schedule events that are due."""
-        self._engine_wide.make_due()
+        if self._steps_since:
+            self._make_due()
         waiting = self._waiting()
         if not len(waiting):  # most steps
             self._blocked = None
@@ -82,46 +124,67 @@ class CompressionScheduler:
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS
         if len(turns.rows):
             waiting = self._waiting()
-        if not any(self._rank(row) == self._blocked for row in waiting):
+        if self._blocked is not None and self._blocked not in map(self._rank, waiting):
             self._blocked = None  # that sequence was preempted, or has ended
-        candidates = self._candidates(self._due(waiting))
-        self.open.close_scored()  # what cannot be scheduled now is scored again
+        candidates = self._candidates(waiting)
+        if self.open:
+            self.open.close_scored()  # what cannot be scheduled now is scored again
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
-    def compact_early(self, missing: int) -> tuple[CompactionTask, ...]:
+    def compact_early(self, missing: int) -> tuple[Events, ...]:
         """Schedule events before they are due, or beyond ``max_observed``, to free blocks.
 
         Stops once ``missing`` blocks come free.
         """
-        rows = self.rows
+        rows, size = self.rows, self.blocks.layout.block_size
         at = rows.decoding_next()
         willing = [
             part[trigger.can_compress_early(rows.state(part))]
             for policy_id, trigger in self._triggers.items()
             if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
         ]
-        at = np.concatenate([self._due(self._waiting()), *willing])
+        at = np.concatenate([self._waiting(), *willing])
         candidates = [events for events in self._candidates(at) if events.known]
-        freed = np.concatenate([np.zeros(0, int), *(events.blocks_freed for events in candidates)])
+        columns = [
+            -(-events.old_lens // size) - -(-events.new_lens // size) for events in candidates
+        ]
+        freed = np.concatenate([np.zeros(0, int), *(each.sum(axis=(0, 2)) for each in columns)])
         order = (-freed).argsort(kind="stable")
         enough = int(np.searchsorted(freed[order].cumsum(), missing))
-        wanted = np.zeros(len(freed), bool)
-        wanted[order[: enough + 1]] = freed[order[: enough + 1]] > 0
+        chosen = order[: enough + 1]
+        chosen = chosen[freed[chosen] > 0]
         before = self.compactions
-        scheduled = self._schedule(list(some_of(candidates, wanted)), None)
+        scheduled = self._schedule(list(_some_of(candidates, chosen)), None)
         self.early_compactions += self.compactions - before
-        return tuple(replace(task, early=True) for task in scheduled.compactions)
+        return tuple(replace(events, early=True) for events in scheduled.compactions)
 
-    def prune(self, row: int) -> CompactionTask:
+    def prune(self, row: int) -> Events:
         """Schedule the event of a row whose prompt is computed and pruned in this step."""
-        at, num_prompt = np.array([row], np.int32), int(self.rows.num_prompt[row])
+        num_prompt, policy_id = int(self.rows.num_prompt[row]), int(self.rows.policy_id[row])
+        due = self._due_events(policy_id, np.array([row], np.int32))
         handler = self._handlers[EventKind.PRUNED]
         assert isinstance(handler, HostPrunedEvents)
-        event = handler.in_prompt(self._due_events(int(self.rows.policy_id[row]), at), num_prompt)
-        taken = handler.take_blocks(event)
-        assert taken is not None
-        task = self._scheduled(event, taken)
-        return replace(task, token_ids=self.rows.token_ids[at, :num_prompt])
+        taken = handler.in_prompt(due, self._triggers[policy_id], num_prompt)
+        token_ids = self.rows.token_ids[due.rows, :num_prompt]
+        return replace(self._scheduled(*taken), token_ids=token_ids)
+
+    def _make_due(self) -> None:
+        """Count this step; if an engine-wide period is over, make its oldest eligible rows due."""
+        rows = self.rows
+        for policy_id in self._steps_since:
+            trigger = self._triggers[policy_id]
+            assert isinstance(trigger, EngineWide)
+            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
+            if not len(at):
+                continue
+            self._steps_since[policy_id] += 1
+            if self._steps_since[policy_id] % trigger.period:
+                continue
+            at = at[trigger.eligible(rows.state(at))]
+            at = at[rows.arrival[at].argsort()][: trigger.most]
+            rows.next_event[at] = rows.num_computed[at]
+            if len(at):
+                self._steps_since[policy_id] = 0
 
     def _waiting(self) -> IntArray:
         """Rows that have an event before their next token."""
@@ -131,115 +194,100 @@ class CompressionScheduler:
         at: IntArray = np.flatnonzero(waits).astype(np.int32)
         return at
 
-    def _due(self, at: IntArray) -> IntArray:
-        """Those of the rows ``at`` that do not wait for scores."""
-        if not self.open.scoring:
-            return at
-        return at[[not self.open.is_scoring(self.rows.owner(row).seq_id) for row in at]]
-
-    def _candidates(self, at: IntArray) -> list[EventCandidates]:
-        """What events of rows ``at`` would do now, policy by policy."""
+    def _candidates(self, at: IntArray) -> list[Events]:
+        """What events of rows ``at`` would do now, policy by policy; none of those being scored."""
+        rows = self.rows
+        if self.open and self.open.scoring:
+            at = at[[not self.open.is_scoring(rows.owner(row).seq_id) for row in at]]
         candidates = []
-        for policy_id in np.unique(self.rows.policy_id[at]).tolist():
-            due = self._due_events(policy_id, at[self.rows.policy_id[at] == policy_id])
-            candidates += self._handlers[due.kind].outcomes(due, self._scored)
+        for policy_id in np.unique(rows.policy_id[at]).tolist():
+            due = self._due_events(policy_id, at[rows.policy_id[at] == policy_id])
+            scored: list[IntArray | None] = [None] * len(due.rows)
+            if self.open:
+                scored = [self.open.scored(*each) for each in _named(due)]
+            candidates += self._handlers[due.kind].outcomes(due, self._triggers[policy_id], scored)
         return candidates
 
-    def _scored(self, due: EventCandidates) -> list[OpenEvent | None]:
-        """For each of the ``due`` events, the event with its scores, or ``None`` without them."""
-        starts = zip(due.at.tolist(), due.plan.query_start.tolist(), strict=True)
-        return [self.open.scored(self.rows.owner(row).seq_id, start) for row, start in starts]
-
-    def _due_events(self, policy_id: int, at: IntArray) -> EventCandidates:
+    def _due_events(self, policy_id: int, at: IntArray) -> Events:
         """Events of one policy's rows, before it is known how much they leave."""
-        trigger, state = self._triggers[policy_id], self.rows.state(at)
-        plan, old = trigger.plan(state), self.blocks.kv_lens[:, at]
+        rows, trigger = self.rows, self._triggers[policy_id]
+        state = rows.state(at)
+        plan = trigger.plan(state)
         if not plan.is_within(state.kv_len).all():
             raise ValueError("an event would take entries that are not there")
-        kind, layout = self._kinds[policy_id], self.blocks.layout
-        return EventCandidates(policy_id, kind, trigger, at, plan, old, old, layout)
-
-    # ---- scoring -----------------------------------------------------------------------------
-
-    def _observation(self, events: EventCandidates) -> ObservationTask:
-        """What the runner has to know about events to score them."""
-        owners = np.array([self.rows.owner(row).seq_id for row in events.at])
-        tokens = None
-        if not events.trigger.logs:
-            tokens = self.rows.tokens_from(events.at, events.plan.query_start)
-        return ObservationTask(
-            events.policy_id, events.at, owners, events.plan, events.old, tokens, kind=events.kind
-        )
+        kind, owners = self._kinds[policy_id], np.array([rows.owner(row).seq_id for row in at])
+        token_ids = None if trigger.logs else rows.tokens_from(at, plan.query_start)
+        return Events(policy_id, kind, at, owners, plan, self.blocks.kv_lens[:, at], token_ids)
 
     # ---- scheduled ---------------------------------------------------------------------------
 
-    def _schedule(
-        self, candidates: list[EventCandidates], max_observed: int | None
-    ) -> ScheduledEvents:
-        """Schedule the events that fit a step and find their blocks; a task for each policy."""
-        compactions: list[CompactionTask] = []
-        observations: list[ObservationTask] = []
-        if not any(len(events.at) for events in candidates):
+    def _schedule(self, candidates: list[Events], max_observed: int | None) -> ScheduledEvents:
+        """Schedule the events that fit a step and find their blocks, policy by policy."""
+        compactions: list[Events] = []
+        observations: list[Events] = []
+        if not any(len(events.rows) for events in candidates):
             return ScheduledEvents()
-        order = self._order(candidates)
-        fits = np.ones(len(order), bool)
+        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
+        at = np.concatenate([events.rows for events in candidates])
+        order = np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
+        later = order[:0]
         if max_observed is not None:
-            queries = np.concatenate([events.num_scored_queries for events in candidates])
-            fits[order[1:]] = queries[order].cumsum()[1:] <= max_observed
-        for events in some_of(candidates, fits):
-            best = events.part(self._order([events]))
+            queries = [  # whose attention each event still has to work out
+                events.plan.num_scored_queries * (not events.known or events.kind is EventKind.EVEN)
+                for events in candidates
+            ]
+            fits = np.concatenate(queries)[order].cumsum() <= max_observed
+            fits[0] = True
+            order, later = order[fits], order[~fits]
+        for best in _some_of(candidates, order):
             if not best.known:
-                observations.append(self._observation(best))
-                self.open.start_scoring(observations[-1])
+                observations.append(best)
+                self.open.start_scoring(best)
                 continue
             taken = self._handlers[best.kind].take_blocks(best)  # of as many, in order, as find any
-            row, first = best.at[0], self._rank(best.at[0])
+            row = best.rows[0]
             if taken is not None:
-                if self._blocked is not None and first <= self._blocked:
+                if self._blocked is not None and self._rank(row) <= self._blocked:
                     self._blocked = None
-                compactions.append(self._scheduled(best, taken))
+                compactions.append(self._scheduled(*taken))
             elif self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
-                self._blocked = min(first, self._blocked or first)
-        if not (compactions or observations or fits.all()):
+                self._blocked = min(self._rank(row), self._blocked or self._rank(row))
+        if not (compactions or observations) and len(later):
             # The first events find no blocks; the others must not wait for them.
-            return self._schedule(list(some_of(candidates, ~fits)), max_observed)
-        return ScheduledEvents(tuple(compactions), tuple(observations))
-
-    def _order(self, candidates: list[EventCandidates]) -> IntArray:
-        """Indices of the events of all ``candidates``, in the order of scheduling."""
-        ranks = [self._handlers[events.kind].rank(events) for events in candidates]
-        at = np.concatenate([events.at for events in candidates])
-        return np.lexsort((self.rows.arrival[at], self.rows.priority[at], -np.concatenate(ranks)))
+            return self._schedule(list(_some_of(candidates, np.sort(later))), max_observed)
+        return ScheduledEvents(NO_TURNS, tuple(compactions), tuple(observations))
 
     def _rank(self, row: int) -> tuple[int, int]:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
-    def _scheduled(self, events: EventCandidates, taken: TakenBlocks) -> CompactionTask:
-        """Make a task of events that have their blocks, and update their rows' counters."""
-        done = events.part(slice(len(taken.released)))
-        rows, blocks, at, new = self.rows, self.blocks, done.at, done.new
-        asked = self._observation(done)
-        rows.num_unmodified_tokens[at] = np.minimum(
-            rows.num_unmodified_tokens[at], done.plan.region_start
-        )
-        rows.first_uncompressed_pos[at] = done.plan.first_uncompressed_pos
+    def _scheduled(self, events: Events, released: IntArray) -> Events:
+        """Update the counters of rows whose ``events`` have their blocks, and date the next ones;
+        the events as the runner needs them. ``released [E]`` blocks came free."""
+        rows, kv, at, new = self.rows, self.blocks.kv, events.rows, events.new_lens
+        unmodified = rows.num_unmodified_tokens
+        unmodified[at] = np.minimum(unmodified[at], events.plan.region_start)
+        rows.first_uncompressed_pos[at] = events.plan.first_uncompressed_pos
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):
             recorded = rows.owner(row).events
             if len(recorded) == rows.num_events[row]:
                 recorded.append(position)
         rows.num_events[at] += 1
-        log_from = self.schedule_next_event(done.policy_id, at)
-        rows.blocks_released[at] += taken.released
-        self.blocks_released += int(taken.released.sum())
-        self.tokens_evicted += int((done.old - new).sum()) // blocks.layout.groups
-        dst_blocks = blocks.written(at, taken.copy_start, new)
-        task = CompactionTask.of(asked, new, taken.copy_start, dst_blocks, log_from, taken.codes)
-        rows.compactions[at] += task.compacts
-        rounded = at[task.rounds]
+        log_from = self.schedule_next_event(events.policy_id, at)
+        rows.blocks_released[at] += released
+        self.blocks_released += int(released.sum())
+        self.tokens_evicted += int((events.old_lens - new).sum()) // self.blocks.layout.groups
+        # The columns of the entries [copy_start, new), padded.
+        first = events.copy_start // self.blocks.layout.block_size
+        width = int((-(-new.max(axis=(0, 2)) // self.blocks.layout.block_size) - first).max())
+        columns = np.minimum(first[:, None] + np.arange(width), kv.blocks.shape[3] - 1)
+        # Advanced axes come first: [E, width, LG, R] -> [LG, E, R, width].
+        dst_blocks = kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
+        compacts, rounded = events.compacts, at[events.rounds]
+        rows.compactions[at] += compacts
         rows.rounded_at[rounded] = rows.num_computed[rounded]
-        self.compactions += int(np.count_nonzero(task.compacts))
-        return task
+        self.compactions += int(np.count_nonzero(compacts))
+        return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=events.choices[:0])
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; return from where they log queries."""
@@ -285,34 +333,17 @@ class CompressionScheduler:
             rows.turn[row] += 1
 
 
-class EngineWideDates:
-    """Steps since the last event, for each policy with an ``EngineWide`` trigger."""
+def _named(events: Events) -> Iterator[tuple[int, int]]:
+    """Ids of sequences, and the positions of their events' first queries."""
+    return zip(events.seq_ids.tolist(), events.plan.query_start.tolist(), strict=True)
 
-    def __init__(self, rows: RowTable) -> None:
-        self._rows = rows
-        self._triggers: dict[int, EngineWide] = {}
-        self._steps_since: dict[int, int] = {}
 
-    def register(self, policy_id: int, trigger: Trigger) -> None:
-        """Register the trigger of a policy; a new trigger starts to count steps."""
-        if self._triggers.get(policy_id) == trigger:
-            return
-        self._triggers.pop(policy_id, None)
-        if isinstance(trigger, EngineWide):
-            self._triggers[policy_id], self._steps_since[policy_id] = trigger, 0
-
-    def make_due(self) -> None:
-        """Count this step; if a policy's period is over, make its oldest eligible rows due."""
-        rows = self._rows
-        for policy_id, trigger in self._triggers.items():
-            at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
-            if not len(at):
-                continue
-            self._steps_since[policy_id] += 1
-            if self._steps_since[policy_id] % trigger.period:
-                continue
-            at = at[trigger.eligible(rows.state(at))]
-            at = at[rows.arrival[at].argsort()][: trigger.most]
-            rows.next_event[at] = rows.num_computed[at]
-            if len(at):
-                self._steps_since[policy_id] = 0
+def _some_of(candidates: list[Events], at: IntArray) -> Iterator[Events]:
+    """Those with the numbers ``at`` among the events of all ``candidates``, in this order; no empty
+    groups."""
+    first = 0
+    for events in candidates:
+        own = at[(at >= first) & (at < first + len(events.rows))] - first
+        if len(own):
+            yield events.part(own)
+        first += len(events.rows)

@@ -5,35 +5,21 @@ What they do on the device is in ``engine/compression/event_runner.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.compression.candidates import Choices, EventCandidates, OpenEvent
-from kvserve.scheduler.messages.event import CodeCounts, EventKind, KeptColumns, KeptCounts
-from kvserve.scheduler.messages.output import CodeBlocks
+from kvserve.scheduler.messages.event import EventKind, Events
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
+from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
 
-Scored = Callable[[EventCandidates], list[OpenEvent | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class TakenBlocks:
-    """What the first n events have done to tables and lengths; all ``[n]``.
-
-    Entries from ``copy_start`` on are written again; ``released`` blocks came free.
-    """
-
-    copy_start: IntArray
-    released: IntArray
-    codes: CodeBlocks | None = None
+Taken = tuple[Events, IntArray]
+"""The first n events, with the blocks that they write, and how many blocks each gave back: [n]."""
 
 
 class HostEvenEvents:
@@ -42,26 +28,47 @@ class HostEvenEvents:
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
 
-    def outcomes(self, due: EventCandidates, scored: Scored) -> list[EventCandidates]:
-        """The ``due`` events with the lengths that they leave, if known; ``scored`` looks up their
-        scores."""
-        new = due.old - due.plan.evicted[None, :, None]
-        return [replace(due, new=new, known=True)]
+    def outcomes(
+        self, due: Events, trigger: Trigger, scored: list[IntArray | None]
+    ) -> list[Events]:
+        """The ``due`` events with the lengths that they leave, if known; ``scored``: the device's
+        answer for each event that has one."""
+        return [replace(due, new_lens=due.old_lens - due.plan.evicted[None, :, None])]
 
-    def rank(self, events: EventCandidates) -> IntArray:
+    def rank(self, events: Events) -> IntArray:
         """Ranks of events; the highest goes first."""
         return events.plan.evicted
 
-    def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
-        """Exchange blocks event by event until one finds too few; ``None`` if that is the first."""
-        at, start, new = events.at, events.plan.region_start, events.new
-        count = self._blocks.affordable(at, start, new)
-        if not count:
-            return None
-        at, start, new = at[:count], start[:count], new[:, :count]
-        return TakenBlocks(
-            self._blocks.make_private(at, start, new), self._blocks.truncate(at, new)
-        )
+    def take_blocks(self, events: Events) -> Taken | None:
+        """Exchange blocks event by event until one finds too few; ``None`` if that is the first.
+
+        A block with more than one reference is read-only. So columns that an event writes get
+        private blocks, and their earlier entries move along.
+        """
+        blocks, kv, size = self._blocks, self._blocks.kv, self._blocks.layout.block_size
+        rows, start, new = events.rows, events.plan.region_start, events.new_lens
+        # Columns of the entries [start, new): their event, their number, and each lane's last one.
+        first, ends = start // size, -(-new // size)
+        counts = np.maximum(ends.max(axis=(0, 2)) - first, 0)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        column = np.repeat(first, counts) + ragged_arange(counts)
+        copy_start, shared = start.copy(), kv.shared(rows[owner], column, ends[:, owner])
+        if shared.any():
+            if not blocks.have_free(int(shared.sum()), for_event=True):
+                # Blocks that only a row and a cache name are writable once the cache drops them.
+                blocks.forget(kv.blocks[:, rows[owner], :, column].ravel())
+                shared = kv.shared(rows[owner], column, ends[:, owner])
+            missing = np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)).cumsum()
+            count = int(np.searchsorted(missing, blocks.pool.num_free, side="right"))
+            if not count:
+                return None
+            events, mine = events.part(slice(count)), owner < count
+            owner, column, copy_start = owner[mine], column[mine], copy_start[:count]
+            replaced = kv.replace_shared(rows[owner], column, ends[:, owner])
+            np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
+        blocks.kv_lens[:, events.rows] = events.new_lens
+        released = kv.truncate(events.rows, ends[:, : len(events.rows)])
+        return replace(events, copy_start=copy_start), released
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """When rows ``at`` are due next, if their trigger says ``due``."""
@@ -71,34 +78,40 @@ class HostEvenEvents:
 class HostUnevenEvents(HostEvenEvents):
     """Events whose counts the scores decide."""
 
-    def outcomes(self, due: EventCandidates, scored: Scored) -> list[EventCandidates]:
+    def outcomes(
+        self, due: Events, trigger: Trigger, scored: list[IntArray | None]
+    ) -> list[Events]:
         """First the events whose lengths are known, then the others."""
-        events = scored(due)
-        known = np.array([event is not None for event in events], bool)
-        new, choices = due.old.copy(), np.empty(len(events), object)
-        for i, event in enumerate(events):
-            if event is not None:
-                new[:, i], choices[i] = self._outcome(due, i, event)
-        both = replace(due, new=new, choices=choices)
-        return [replace(both.part(known == done), known=done) for done in (True, False)]
+        new, choices = due.old_lens.copy(), np.empty(len(scored), object)
+        for i, kept in enumerate(scored):
+            if kept is not None:
+                new[:, i], choices[i] = self._outcome(due, trigger, i, kept)
+        known = np.array([kept is not None for kept in scored], bool)
+        return [replace(due, new_lens=new, choices=choices).part(known), due.part(~known)]
 
-    def _outcome(self, due: EventCandidates, i: int, event: OpenEvent) -> tuple[IntArray, Any]:
-        """Entries ``[LG, R]`` that event ``i`` leaves, and what ``take_blocks`` has to know."""
-        assert isinstance(event.scores, KeptCounts)
-        return event.scores.counts[:, event.place] + due.plan.region_start[i], None
+    def _outcome(
+        self, due: Events, trigger: Trigger, i: int, kept: IntArray
+    ) -> tuple[IntArray, Any]:
+        """Entries ``[LG, R]`` that event ``i`` leaves if the device answers ``kept [LG, R, ...]``,
+        and what ``take_blocks`` has to know."""
+        return kept + due.plan.region_start[i], None
 
 
 class HostBlockEvents(HostUnevenEvents):
     """Events that keep whole blocks: no entry moves, so shared blocks may stay shared."""
 
-    def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
-        kept = zip(events.at.tolist(), _choices(events), events.new.transpose(1, 0, 2), strict=True)
-        released = np.array([self._blocks.keep_columns(*one) for one in kept], np.int32)
-        return TakenBlocks(events.new.max(axis=(0, 2)), released)  # nothing is copied
+    def take_blocks(self, events: Events) -> Taken | None:
+        blocks, released = self._blocks, []
+        blocks.kv_lens[:, events.rows] = events.new_lens
+        for row, columns in zip(events.rows.tolist(), events.choices, strict=True):
+            released.append(blocks.kv.keep(row, columns[..., columns[0, 0] >= 0]))
+        nothing = events.new_lens.max(axis=(0, 2))  # is copied
+        return replace(events, copy_start=nothing), np.array(released, np.int32)
 
-    def _outcome(self, due: EventCandidates, i: int, event: OpenEvent) -> tuple[IntArray, Any]:
-        assert isinstance(event.scores, KeptColumns)
-        return due.plan.keep[i], event.scores.columns[:, event.place]
+    def _outcome(
+        self, due: Events, trigger: Trigger, i: int, kept: IntArray
+    ) -> tuple[IntArray, Any]:
+        return due.plan.keep[i], kept
 
 
 class HostCodedEvents(HostUnevenEvents):
@@ -110,13 +123,16 @@ class HostCodedEvents(HostUnevenEvents):
         super().__init__(blocks)
         self._codes = blocks.find(CodeGroup)
 
-    def rank(self, events: EventCandidates) -> IntArray:
-        return np.full(len(events.at), NO_EVENT)
+    def rank(self, events: Events) -> IntArray:
+        return np.full(len(events.rows), NO_EVENT)
 
-    def take_blocks(self, events: EventCandidates) -> TakenBlocks | None:
+    def take_blocks(self, events: Events) -> Taken | None:
         assert self._codes is not None
-        released, codes = self._codes.code(self._blocks, events.at, _choices(events))
-        return None if codes is None else TakenBlocks(np.zeros_like(released), released, codes)
+        released, codes = self._codes.code(self._blocks, events.rows, events.choices)
+        if codes is None:
+            return None
+        done = events.part(slice(len(released)))
+        return replace(done, copy_start=np.zeros_like(released), codes=codes), released
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """A row that stayed raw at its prompt's end has no more events."""
@@ -125,16 +141,17 @@ class HostCodedEvents(HostUnevenEvents):
         raw = ~self._codes.coded[:, at].any(axis=(0, 2)) & (state.first_uncompressed_pos > 0)
         return np.where(raw, NO_EVENT, due).astype(due.dtype)
 
-    def _outcome(self, due: EventCandidates, i: int, event: OpenEvent) -> tuple[IntArray, Any]:
-        assert isinstance(event.scores, CodeCounts) and isinstance(due.trigger, QuantizeTrigger)
-        assert self._codes is not None
+    def _outcome(
+        self, due: Events, trigger: Trigger, i: int, kept: IntArray
+    ) -> tuple[IntArray, Any]:
+        assert isinstance(trigger, QuantizeTrigger) and self._codes is not None
         coding = self._codes.plan(
-            int(due.at[i]),
-            due.old[:, i],
-            event.scores.entries[:, event.place],
-            event.scores.vectors[:, event.place],
+            int(due.rows[i]),
+            due.old_lens[:, i],
+            kept[..., 0],
+            kept[..., 1],
             afresh=bool(due.plan.window_len[i]),
-            raw_fallback=due.trigger.raw_fallback,
+            raw_fallback=trigger.raw_fallback,
         )
         return coding.kv_lens, coding
 
@@ -142,12 +159,15 @@ class HostCodedEvents(HostUnevenEvents):
 class HostPrunedEvents(HostUnevenEvents):
     """A prompt's own event, scheduled in the step that computes the prompt; others are uneven."""
 
-    def in_prompt(self, due: EventCandidates, num_prompt: int) -> EventCandidates:
+    def in_prompt(self, due: Events, trigger: Trigger, num_prompt: int) -> Taken:
         """The only event in ``due``, with the entries that each layer will hold of its prompt."""
-        assert isinstance(due.trigger, Pruned)
-        by_layer = due.trigger.prompt_lengths(num_prompt, due.layout.num_layers)
+        assert isinstance(trigger, Pruned)
+        by_layer = trigger.prompt_lengths(num_prompt, self._blocks.layout.num_layers)
         lengths = np.array(by_layer, np.int32)[:, None, None]
-        return replace(due, new=np.broadcast_to(lengths, due.old.shape).copy(), known=True)
+        new = np.broadcast_to(lengths, due.old_lens.shape).copy()
+        taken = self.take_blocks(replace(due, new_lens=new))
+        assert taken is not None
+        return taken
 
 
 HANDLERS: dict[EventKind, type[HostEvenEvents]] = {
@@ -157,8 +177,3 @@ HANDLERS: dict[EventKind, type[HostEvenEvents]] = {
     EventKind.CODED: HostCodedEvents,
     EventKind.PRUNED: HostPrunedEvents,
 }
-
-
-def _choices(events: EventCandidates) -> Choices:
-    assert events.choices is not None
-    return events.choices

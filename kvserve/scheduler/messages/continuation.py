@@ -20,6 +20,10 @@ one does, but the tokens generated after it differ. ``POLICY``: one fits, but ha
 policy or the request cannot resume. ``MEMORY``: there was no room to resume."""
 
 
+NO_PLACE = -1
+"""The place of a row that has nothing beside its blocks."""
+
+
 class Turn(NamedTuple):
     """A turn after the first: it begins at position ``start``, its prompt ends at ``end``."""
 
@@ -62,25 +66,14 @@ class GroupRow:
     tables: tuple[SavedTable, ...]
     fields: dict[str, IntArray]
 
-    @property
-    def named(self) -> IntArray:
-        """Every block, once per reference."""
-        return np.concatenate([table.named for table in self.tables])
-
-    def renamed(self, blocks: IntArray) -> GroupRow:
-        """The same in other blocks, given in the order of ``named``."""
-        ends = np.cumsum([table.named.size for table in self.tables])[:-1]
-        parts = zip(self.tables, np.split(blocks, ends), strict=True)
-        return replace(self, tables=tuple(table.renamed(part) for table, part in parts))
-
 
 @dataclass(frozen=True, slots=True)
 class SavedRow:
     """What a row holds, group by group; that of keys and values comes first."""
 
     groups: tuple[GroupRow, ...]
-    remainder: int
-    """Where its remainder lies (``remainder_places``)."""
+    remainder: int = NO_PLACE
+    """Where its remainder lies (``swap_memory``)."""
 
     @property
     def kv_lens(self) -> IntArray:
@@ -90,13 +83,18 @@ class SavedRow:
     @property
     def named(self) -> IntArray:
         """Every block, once per reference."""
-        return np.concatenate([group.named for group in self.groups])
+        return np.concatenate([table.named for group in self.groups for table in group.tables])
 
     def renamed(self, blocks: IntArray) -> SavedRow:
         """The same row in other blocks, given in the order of ``named``."""
-        ends = np.cumsum([group.named.size for group in self.groups])[:-1]
-        parts = zip(self.groups, np.split(blocks, ends), strict=True)
-        return replace(self, groups=tuple(group.renamed(part) for group, part in parts))
+        groups = []
+        for group in self.groups:
+            tables = []
+            for table in group.tables:
+                own, blocks = np.split(blocks, [table.named.size])
+                tables.append(table.renamed(own))
+            groups.append(replace(group, tables=tuple(tables)))
+        return replace(self, groups=tuple(groups))
 
 
 class Place(NamedTuple):

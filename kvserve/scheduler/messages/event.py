@@ -1,21 +1,29 @@
-"""The kinds of compression events, and the device's answer for each kind."""
+"""Compression events: their kinds, and what is known of them from due to applied."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.triggers.trigger import EvictionSpec
 
 
 class EventKind(enum.Enum):
     """What decides how much an event keeps, and in which form: ``compression/handlers.py`` says
     what each does to lengths and blocks, the engine's ``event_runner.py`` what to entries.
 
-    ``EVEN``: its trigger alone, equally many in all lanes. ``UNEVEN``: its scores, by layer or by
-    head. ``BLOCKS``: as uneven, but whole blocks stay where they are. ``CODED``: as uneven, and
-    what is kept becomes codes. ``PRUNED``: a prompt's own event is part of its forward, and how
-    much each layer keeps follows from the prompt's length; later ones are uneven.
+    ``EVEN``: its trigger alone, equally many in all lanes. The others are scored in one step, which
+    answers with an array, and carried out in a later one. ``UNEVEN``: its scores, by layer or by
+    head; the answer counts entries that are kept of each lane's scored region, ``[LG, E, R]``.
+    ``BLOCKS``: as uneven, but whole blocks stay where they are; the answer ``[LG, E, R, K]`` names
+    their columns, -1 behind the last. ``CODED``: as uneven, and what is kept becomes codes; the
+    answer ``[LG, E, R, 2]`` counts entries kept, or coded in addition, and the vectors they need.
+    ``PRUNED``: a prompt's own event is part of its forward, and how much each layer keeps follows
+    from the prompt's length; later ones are uneven.
     """
 
     EVEN = "even"
@@ -26,39 +34,92 @@ class EventKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCounts:
-    """Entries that E events keep of each lane's scored region: ``counts [LG, E, R]``."""
+class CodeBlocks:
+    """Where E events write codes, and what rows hold before and after; ``[LG, E, R]``.
 
-    counts: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class KeptColumns:
-    """Blocks that E events keep: ``columns [LG, E, R, K]`` of their tables, -1 behind the last."""
-
-    columns: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class CodeCounts:
-    """``entries`` kept (or coded in addition) and the ``vectors`` they need, both [LG, E, R]."""
-
-    entries: IntArray
-    vectors: IntArray
-
-
-Scores = KeptCounts | KeptColumns | CodeCounts
-"""What the device answers to an ``ObservationTask``."""
-
-
-def answer(kind: EventKind, kept: IntArray) -> Scores:
-    """Make the answer of events of a ``kind`` from the one array that the device sends.
-
-    ``kept [LG, E, R]``; the last axis has the columns of ``BLOCKS``, or entries and vectors of
-    ``CODED``.
+    ``index_blocks`` and ``vector_blocks`` ``[LG, E, R, .]`` are those of each lane from its first
+    column on.
     """
-    if kind is EventKind.BLOCKS:
-        return KeptColumns(kept)
-    if kind is EventKind.CODED:
-        return CodeCounts(kept[..., 0], kept[..., 1])
-    return KeptCounts(kept)
+
+    coded_before: IntArray
+    coded: IntArray
+    vectors_before: IntArray
+    num_vectors: IntArray
+    index_blocks: IntArray
+    vector_blocks: IntArray
+
+    def part(self, at: IntArray | slice) -> CodeBlocks:
+        """The events ``at`` alone."""
+        return CodeBlocks(*(getattr(self, name)[:, at] for name in self.__slots__))
+
+
+def _later() -> IntArray:
+    """What a field holds that an earlier stage leaves empty."""
+    return np.zeros(0, np.int32)
+
+
+_BY_EVENT = "rows", "seq_ids", "token_ids", "copy_start", "log_from", "choices"
+_BY_LANE = "old_lens", "new_lens", "dst_blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """E events of one policy and one ``kind``; arrays are ``[E]``. Each stage fills in more.
+
+    *Due*: ``plan`` says what is taken of ``rows`` (numbers before ``SchedulerOutput.row_swaps``),
+    ``old_lens [LG, E, R]`` what they hold. If queries are recomputed, ``token_ids [E, T]`` are the
+    tokens from ``plan.query_start`` on, padded at the end.
+
+    *Known*: they leave ``new_lens [LG, E, R]`` entries; ``choices``: what the handler has read from
+    their scores.
+
+    *Scheduled*: entries from ``copy_start`` on are written again: ``dst_blocks[lg, e, r, j]`` is
+    the block of column ``copy_start[e] // B + j`` afterwards. Then queries are logged from
+    ``log_from`` on. Those of kind ``CODED`` write ``codes``, and raw entries if a row is written
+    afresh. ``early`` events were not due, but blocks ran out.
+    """
+
+    policy_id: int
+    kind: EventKind
+    rows: IntArray
+    seq_ids: IntArray
+    plan: EvictionSpec
+    old_lens: IntArray
+    token_ids: IntArray | None = None
+    new_lens: IntArray = field(default_factory=_later)
+    copy_start: IntArray = field(default_factory=_later)
+    dst_blocks: IntArray = field(default_factory=_later)
+    log_from: IntArray = field(default_factory=_later)
+    codes: CodeBlocks | None = None
+    early: bool = False
+    choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known what they leave."""
+        return len(self.new_lens) > 0
+
+    @property
+    def compacts(self) -> IntArray:
+        """Which events evict entries, or turn some into codes: bool [E]."""
+        changed = (self.new_lens != self.old_lens).any(axis=(0, 2))
+        if self.codes is not None:
+            changed |= (self.codes.coded != self.codes.coded_before).any(axis=(0, 2))
+        return np.asarray(changed)
+
+    @property
+    def rounds(self) -> IntArray:
+        """Behind which events no older entry is read as it was computed: bool [E]. Those that evict
+        nothing change nothing; a pruned prompt was never stored so."""
+        return np.asarray(self.compacts | (self.kind is EventKind.PRUNED))
+
+    def part(self, at: IntArray | slice) -> Events:
+        """The events ``at`` alone."""
+        some: dict[str, Any] = {"plan": self.plan.part(at)}
+        for name in (*_BY_EVENT, *_BY_LANE):
+            array = getattr(self, name)
+            if array is not None and len(array):
+                some[name] = array[:, at] if name in _BY_LANE else array[at]
+        if self.codes is not None:
+            some["codes"] = self.codes.part(at)
+        return replace(self, **some)

@@ -1,35 +1,30 @@
 """Continuations of conversations: saves the rows of sequences that end, and resumes from them.
 
-A row is parked as in ``swap_space``, but its blocks stay in the pool, and any sequence whose prompt
-begins with its tokens may resume from it.
+Its blocks stay in the pool, and any sequence whose prompt begins with a row's tokens may resume
+from it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.block_table import BlockTable
-from kvserve.scheduler.blocks.cache_group import Begun, ResumeAt
+from kvserve.scheduler.blocks.cache_group import ResumeAt
 from kvserve.scheduler.blocks.continuation_index import LookedUp
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
-from kvserve.scheduler.blocks.remainder_places import NOTHING
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
+    NO_PLACE,
     Continuation,
     Place,
     Resumption,
     SavedRow,
-    SavedTable,
     Turn,
 )
-from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.offload.saved_rows import SavedRows
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
 
@@ -53,14 +48,11 @@ class Conversations:
     """Moves rows to the ``store`` of continuations and back. A sequence that resumes one takes over
     its history: if it loses its cache, it is computed again with all events and turns of that."""
 
-    def __init__(
-        self, rows: RowTable, blocks: BlockManager, prefixes: Prefixes, store: Continuations
-    ) -> None:
+    def __init__(self, rows: RowTable, blocks: BlockManager, store: Continuations) -> None:
         self.store = store
         self._rows = rows
         self._blocks = blocks
-        self._prefixes = prefixes
-        self._saved = SavedRows(blocks, store.host)
+        self._saved = SavedRows(blocks)
         self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
 
     def save_row(self, seq: Sequence) -> None:
@@ -68,16 +60,17 @@ class Conversations:
         rows, row = self._rows, seq.row
         if seq.continues_as is None or not rows.caught_up[row]:
             return
-        remainder = NOTHING
+        remainder = NO_PLACE
         if rows.has_remainder(row):
             if not self.store.make_place():
                 return
-            remainder = self._blocks.remainders.save(row)
+            remainder = self._blocks.swapped.save_remainder(row)
         computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
         tokens = rows.token_ids[row, :computed].copy()
         last = seq.events[-1] if seq.events else 0
-        floor = max(seq.num_prompt_tokens, last, self._blocks.resumes_from(row))
-        hashes = [seq.cache_seed, *self._prefixes.hashes(seq, tokens, seq.column_hashes)]
+        least = max(group.resumes_from(row) for group in self._blocks.groups)
+        floor = max(seq.num_prompt_tokens, last, least)
+        hashes = [seq.cache_seed, *rows.hashes(seq, tokens, seq.column_hashes)]
 
         def place(end: int) -> Place:
             return Place(hashes[end // size], end // size * size)
@@ -89,7 +82,7 @@ class Conversations:
                 seq.num_prompt_tokens,
                 floor,
                 rows.park_row(row),
-                self._saved.save(row, computed, remainder),
+                replace(self._saved.save(row, computed), remainder=remainder),
                 seq.first_prompt_tokens,
                 seq.num_shareable,
                 seq.turns,
@@ -170,15 +163,11 @@ class Conversations:
             found = self._look_up(seq)
             self.store.misses[found.cause if found.live is None else MEMORY] += 1
 
-    def take_copies(self) -> BlockCopies:
-        """Block copies that resumed rows need since the last call."""
-        return self._saved.take_copies()
-
     def _look_up(self, seq: Sequence) -> LookedUp:
         """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
         asked, changes, found = self._known
         if (asked, changes) != (seq.seq_id, self.store.changes):
-            hashes = self._prefixes.hashes(seq, seq.token_ids, seq.column_hashes)
+            hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
             keys = seq.cache_seed, *hashes
             found = self.store.find(seq.token_ids, keys, seq.continues_as)
             self._known = seq.seq_id, self.store.changes, found
@@ -192,59 +181,3 @@ def _take_history(seq: Sequence, found: Resumption) -> None:
     seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
     seq.events = list(known.events)
     seq.num_shareable = min(seq.num_shareable, known.num_shareable)
-
-
-class SavedRows:
-    """Saves rows by reference, and resumes new rows from them.
-
-    A resumed row shares all full blocks. It writes more entries to the others, so it gets copies of
-    those: at most one for each lane, and one for each lane's log.
-    """
-
-    def __init__(self, blocks: BlockManager, hosted: HostedRows) -> None:
-        self._blocks = blocks
-        self._hosted = hosted
-        self._copies: list[tuple[IntArray, IntArray]] = []
-
-    def save(self, row: int, computed: int, remainder: int) -> SavedRow:
-        """Save what a row of ``computed`` tokens holds; its remainder has gone to a place."""
-        blocks = self._blocks
-        blocks.give_back_unused(np.array([row]), np.array([computed]))
-        return SavedRow(blocks.save(row), remainder)
-
-    def blocks_wanted(self, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
-        """Blocks for ``resume``, and for the row's growth up to its target."""
-        each = zip(self._blocks.groups, saved.groups, strict=True)
-        return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
-
-    def resume(self, row: int, saved: SavedRow, hosted: bool, at: ResumeAt) -> None:
-        """Begin a row as a saved one. Queries logged before it begins to log are left out. A
-        ``hosted`` row is copied from host memory to private blocks.
-        """
-        blocks = self._blocks
-        blocks.start_row(row)
-        blocks.remainders.load(saved.remainder, row)
-        for group, held in zip(blocks.groups, saved.groups, strict=True):
-            begun = group.begun(held, at)
-            if begun is None:
-                continue
-            for table, tokens in zip(group.tables, held.tables, strict=True):
-                self._begin(table, row, tokens, hosted, begun)
-            group.restore_fields(row, begun.fields)
-
-    def _begin(
-        self, table: BlockTable, row: int, saved: SavedTable, hosted: bool, begun: Begun
-    ) -> None:
-        """A row of one table: shared blocks and copies, or private blocks with what is hosted."""
-        if hosted:
-            self._hosted.load(*table.load(row, saved, begun.end))
-        else:
-            self._copies.append(table.resume(row, saved, begun.end, begun.partial))
-
-    def take_copies(self) -> BlockCopies:
-        """Block copies that resumed rows need since the last call."""
-        if not self._copies:
-            return NO_COPIES
-        sources, copies = (np.concatenate(each) for each in zip(*self._copies, strict=True))
-        self._copies.clear()
-        return BlockCopies(sources, copies)

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.scheduler.column_hash import column_hashes
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.row_schema import RowArrays, per_row
 from kvserve.scheduler.triggers.trigger import RowState
@@ -130,6 +131,22 @@ class RowTable(RowArrays):
         self.num_rows -= 1
         self._swap(seq.row, self.num_rows)
         self.sequences[self.num_rows], seq.row = None, -1
+
+    def hashes(self, seq: Sequence, token_ids: IntArray, known: list[bytes]) -> list[bytes]:
+        """Hashes of the columns of ``token_ids``, with which ``seq`` begins; some are ``known``."""
+        size = self._blocks.layout.block_size
+        seq.column_hashes = column_hashes(token_ids, size, known, seq.cache_seed)
+        return seq.column_hashes
+
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the full columns of a row's first ``num_tokens`` that no event has changed."""
+        row, size = seq.row, self._blocks.layout.block_size
+        first = int(self.num_published[row])
+        end = min(num_tokens, int(self.num_unmodified_tokens[row])) // size
+        if end > first:
+            hashes = self.hashes(seq, self.token_ids[row, : end * size], seq.column_hashes[:end])
+            self._blocks.publish(row, first, hashes[first:end])
+            self.num_published[row] = end
 
     def promote_ready(self) -> None:
         """Rows that got their first token, and have nothing to wait for, join the decoding ones."""

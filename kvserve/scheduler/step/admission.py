@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import (
     NO_CHUNKS,
     NO_ROWS,
-    CompactionTask,
     NewRequest,
     NewRows,
     PrefillBatch,
@@ -45,8 +45,7 @@ class Admission:
 
     def __init__(self, parts: Parts, settings: SchedulerSettings) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
-        self._prefixes, self._swap = parts.prefixes, parts.swap
-        self._conversations = parts.conversations
+        self._swap, self._conversations = parts.swap, parts.conversations
         self._reserve = settings.admission_reserve
         self._chunked = settings.chunked_prefill
         self._size = parts.blocks.layout.block_size
@@ -80,8 +79,11 @@ class Admission:
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks.blocks_alone(target, log_from)
-        columns = self._prefixes.cached(seq, limit)
-        if not parked and not self.chunk_length(seq, columns.shape[0] * self._size, target, budget):
+        hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
+        columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
+        if parked:
+            columns = self._swap.shared(columns)
+        elif not self.chunk_length(seq, len(columns) * self._size, target, budget):
             return False
         pool = self._blocks.pool
         shared = columns[columns > 0]
@@ -188,7 +190,7 @@ class CaughtUp:
 
     admitted: NewRows
     prefill: PrefillBatch
-    pruned: tuple[CompactionTask, ...]
+    pruned: tuple[Events, ...]
     rows: IntArray
     """Of ``prefill``, then of ``pruned``."""
     sampled: IntArray
@@ -213,8 +215,7 @@ class PrefillChunks:
         settings: SchedulerSettings,
     ) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
-        self._prefixes, self._waiting = parts.prefixes, parts.waiting
-        self._admission = admission
+        self._waiting, self._admission = parts.waiting, admission
         self._departures = departures
         self._max_tokens = settings.max_num_batched_tokens
         self._max_prefill = settings.max_prefill_tokens or settings.max_num_batched_tokens
@@ -312,10 +313,13 @@ class PrefillChunks:
         ):
             return 0
         self._blocks.grow(at, new, rows.num_computed[at])
-        self._prefixes.publish_chunk(row, length)
+        # Sequences admitted after it find its columns, and may read them in the same step: a layer
+        # stores all its new entries before it attends.
+        seq, end = rows.owner(row), int(rows.num_computed[row]) + length
+        rows.publish(seq, min(end, seq.num_prompt_tokens))
         return length
 
-    def _take_pruned(self, chunks: list[Chunk]) -> tuple[CompactionTask, ...]:
+    def _take_pruned(self, chunks: list[Chunk]) -> tuple[Events, ...]:
         """Remove prompts that are pruned as they are computed from ``chunks``; return tasks."""
         rows, tasks = self._rows, []
         for chunk in chunks.copy():

@@ -20,8 +20,7 @@ class Departures:
         self.num_preemptions = 0
         self.num_swaps = 0
         self._rows, self._blocks, self._waiting = parts.rows, parts.blocks, parts.waiting
-        self._prefixes, self._swap = parts.prefixes, parts.swap
-        self._conversations = parts.conversations
+        self._swap, self._conversations = parts.swap, parts.conversations
         # Sequences that ended since the last step; those that exhausted the pool, which the next
         # ``update`` reports.
         self._finished: list[Sequence] = []
@@ -34,7 +33,7 @@ class Departures:
             if seq in self._swap:
                 self._swap.discard(seq)
         elif seq.status is SequenceStatus.RUNNING:
-            self._prefixes.publish(seq, int(self._rows.num_computed[seq.row]))
+            self._rows.publish(seq, int(self._rows.num_computed[seq.row]))
             generated = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
             self._waiting.ended(seq, generated)
             if self._conversations is not None and reason != "error":
@@ -97,7 +96,9 @@ class Departures:
 
     def _send_back(self, seq: Sequence) -> None:
         """Send a sequence back to the queue, with what it holds in host memory if that pays."""
-        leaves = self._rows.compactions[seq.row] and self._blocks.can_leave(seq.row)
+        leaves = self._rows.compactions[seq.row] and all(
+            group.can_leave(seq.row) for group in self._blocks.groups
+        )
         if leaves and self._swap.park(seq):
             self.num_swaps += 1
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))

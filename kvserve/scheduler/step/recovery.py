@@ -15,7 +15,6 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.triggers.trigger import RowState
 
 _EVENT_COUNTERS = "compactions", "early_compactions", "blocks_released", "tokens_evicted"
 
@@ -89,15 +88,8 @@ def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
     if seq.row < 0:
         first_event(seq.first_prompt_tokens, seq.trigger)
         return True
-    rows, blocks, at = scheduler.rows, scheduler.blocks, np.array([seq.row])
-    entries = blocks.kv_lens[:, at].sum(axis=(0, 2), dtype=np.int32)
-    state = RowState(
-        rows.num_prompt[at],
-        rows.num_computed[at],
-        -(-entries // blocks.layout.groups),
-        rows.first_uncompressed_pos[at],
-        blocks.layout.block_size,
-    )
+    rows = scheduler.rows
+    state = rows.state(np.array([seq.row]))
     seq.trigger.log_from(state, seq.trigger.next_event(state))
     if rows.num_computed[seq.row] < rows.next_event[seq.row]:
         return True

@@ -18,20 +18,15 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.hosted_rows import HostedRows
-from kvserve.scheduler.blocks.idle_blocks import IdleBlocks
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-from kvserve.scheduler.blocks.remainder_places import RemainderPlaces, num_places
-from kvserve.scheduler.compression.candidates import ScheduledEvents
+from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.event import Scores
-from kvserve.scheduler.messages.output import NO_COPIES, SchedulerOutput
+from kvserve.scheduler.messages.output import ScheduledEvents, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.swap_space import SwapSpace
-from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.offload.saved_rows import SwapSpace
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
@@ -57,28 +52,24 @@ class Scheduler:
         self.pool = BlockPool(settings.num_blocks)
         most_rows, longest = settings.max_num_seqs, settings.max_model_len
         places = num_places(most_rows, continuations=settings.continuations)
-        remainders = RemainderPlaces(most_rows, places)
-        hosted = HostedRows(BlockPool(settings.num_host_blocks + 1), remainders)
+        swapped = SwapMemory(most_rows, places, settings.num_host_blocks)
         store = None
         if settings.continuations:
-            store = Continuations(self.pool, hosted, settings.max_continuation_blocks)
+            store = Continuations(self.pool, swapped, settings.max_continuation_blocks)
         prefix_cache = PrefixCache(self.pool) if settings.prefix_caching else None
         logged, further = settings.log_block_tokens, settings.further_groups
         groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
-        idle = IdleBlocks(self.pool, prefix_cache, store)
-        self.blocks = BlockManager(layout, self.pool, most_rows, groups, idle, remainders)
+        later = prefix_cache, store, swapped
+        self.blocks = BlockManager(layout, self.pool, most_rows, groups, *later)
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed)
-        self.swap = SwapSpace(hosted, rows, self.blocks, store)
+        self.swap = SwapSpace(rows, self.blocks, store)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
-        prefixes = Prefixes(rows, self.blocks)
-        self.conversations = (
-            None if store is None else Conversations(rows, self.blocks, prefixes, store)
-        )
+        self.conversations = None if store is None else Conversations(rows, self.blocks, store)
         away = self.swap, self.conversations
-        parts = Parts(rows, self.blocks, self.events, prefixes, self.waiting, *away)
+        parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
         self.departures = Departures(parts)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
@@ -197,8 +188,6 @@ class Scheduler:
         rows.num_tokens[sampled] += 1
         rows.num_unknown[sampled] += 1
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
-        discarded, swap_outs, swap_ins = self.swap.take_tasks()
-        remainder_saves, remainder_loads = self.blocks.remainders.take()
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
         # Of the longest of a row's groups.
         entries = self.blocks.kv_lens[:, scheduled].max(axis=(0, 2))
@@ -209,17 +198,10 @@ class Scheduler:
             tokens[: len(guessed)] += guessed
         self.num_steps += 1
         return SchedulerOutput(
-            turns=events.turns,
-            compactions=events.compactions,
-            observations=events.observations,
+            events=events,
             row_swaps=rows.take_swaps(),
-            discarded=discarded,
-            swap_outs=swap_outs,
-            copies=NO_COPIES if self.conversations is None else self.conversations.take_copies(),
-            swap_ins=swap_ins,
-            remainder_saves=remainder_saves,
+            moves=self.blocks.swapped.take_moves(),
             admitted=caught_up.admitted,
-            remainder_loads=remainder_loads,
             table_updates=self.blocks.take_updates(n),
             num_decoding=len(decoding),
             drafts=drafts,
@@ -257,17 +239,17 @@ class Scheduler:
         self,
         output: SchedulerOutput,
         token_ids: IntArray,
-        scores: Iterable[Scores] = (),
+        scores: Iterable[IntArray] = (),
         confirmed: Confirmed | None = None,
     ) -> list[Sequence]:
         """Record the sampled tokens, in the order of ``output.sampled``; return ended sequences.
 
-        ``scores`` say what the events of each of ``output.observations`` will keep; ``confirmed``
-        is what ``confirm`` says.
+        ``scores`` say what each of ``output.events.observations`` will keep; ``confirmed`` is what
+        ``confirm`` says.
         """
         rows = self.rows
-        for task, answered in zip(output.observations, scores, strict=True):
-            self.events.open.take_scores(task, answered)
+        for events, answer in zip(output.events.observations, scores, strict=True):
+            self.events.open.take_scores(events, answer)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         if self.speculation is not None and confirmed is not None:

@@ -8,8 +8,7 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.swap_space import SwapSpace
-from kvserve.scheduler.rows.prefixes import Prefixes
+from kvserve.scheduler.offload.saved_rows import SwapSpace
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
@@ -51,7 +50,6 @@ class Parts:
     rows: RowTable
     blocks: BlockManager
     events: CompressionScheduler
-    prefixes: Prefixes
     waiting: WaitingQueue
     swap: SwapSpace
     conversations: Conversations | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -26,14 +25,10 @@ class QuantizeTrigger(OnDate):
     ``raw_fallback`` lanes whose codes would save no block stay raw.
     """
 
-    logs: ClassVar[bool] = True
     budget: Budget
     num_queries: int
     period: int
     raw_fallback: bool = True
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         return np.where(

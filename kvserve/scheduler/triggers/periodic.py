@@ -160,14 +160,10 @@ class Rounds(OnDate):
     alone. Otherwise every event selects from the whole row. Keys alone are scored.
     """
 
-    logs: ClassVar[bool] = True
     num_queries: ClassVar[int] = 0
     budget: Budget
     period: int
     protect_prompt: bool = True
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         protected = self._protected(rows)
@@ -179,12 +175,9 @@ class Rounds(OnDate):
             due = protected + last + self.period
         return np.asarray(np.maximum(rows.num_prompt, due), np.int32)
 
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return np.full_like(next_event, NOT_LOGGING)
-
     def plan(self, rows: RowState) -> EvictionSpec:
         start = self._protected(rows)
-        return whole_row(rows, start, lambda n: np.minimum(n, self._kept(rows)), 0)
+        return whole_row(rows, start, np.minimum(rows.kv_len - start, self._kept(rows)), 0)
 
     def _kept(self, rows: RowState) -> IntArray:
         """Entries that an event now would leave behind the protected ones."""

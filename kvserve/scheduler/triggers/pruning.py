@@ -40,7 +40,6 @@ class Pruned(OnDate):
     keeps ``share`` of the ``period``, times the layer's ``generated`` share.
     """
 
-    logs: ClassVar[bool] = True
     num_queries: ClassVar[int] = 1
     recent_ratio: float
     min_context: int

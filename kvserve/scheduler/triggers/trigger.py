@@ -8,7 +8,7 @@ policies (which need tensors) hand them out. Every method takes all rows of one 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -129,10 +129,18 @@ class Trigger(Protocol):
 
 
 class OnDate:
-    """The base of triggers whose events come exactly when they are due."""
+    """The base of triggers whose events come exactly when they are due, by default after the last
+    ``num_queries`` tokens, which are logged for it."""
 
     optional_period: ClassVar[int] = 0
     log_span: ClassVar[int] = ONE_WINDOW
+    logs: ClassVar[bool] = True
+
+    def start(self, num_prompt: IntArray) -> IntArray:
+        return np.zeros_like(num_prompt)
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        return last_queries(next_event, cast(Trigger, self).num_queries)
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         return rows.num_prompt, rows.first_uncompressed_pos
@@ -145,7 +153,6 @@ class OnDate:
 class Never(OnDate):
     """The trigger of a policy that never compacts."""
 
-    logs: ClassVar[bool] = True
     num_queries: int = 0
 
     def start(self, num_prompt: IntArray) -> IntArray:
@@ -169,12 +176,8 @@ class AtPrefillEnd(OnDate):
     ``num_queries``.
     """
 
-    logs: ClassVar[bool] = True
     budget: Budget
     num_queries: int
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         held = rows.kv_len + rows.num_prompt - rows.num_computed  # at the prompt's end
@@ -186,14 +189,9 @@ class AtPrefillEnd(OnDate):
         first_uncompressed_pos = np.where(cut, 0, rows.first_uncompressed_pos)
         return np.where(cut, num_prompt, rows.num_prompt), first_uncompressed_pos
 
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return last_queries(next_event, self.num_queries)
-
     def plan(self, rows: RowState) -> EvictionSpec:
-        def keep(n: IntArray) -> IntArray:
-            return self.budget.of(n, rows.num_computed)
-
-        return whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
+        keep = self.budget.of(rows.kv_len, rows.num_computed)
+        return whole_row(rows, np.zeros_like(keep), keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -204,27 +202,17 @@ class WhenOver(OnDate):
     limit is cut at its end, and every event selects from the whole row.
     """
 
-    logs: ClassVar[bool] = True
     limit: int
     keep: int
     num_queries: int
     protect_prompt: bool
 
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
-
     def next_event(self, rows: RowState) -> IntArray:
         free = rows.num_computed + self.limit - (rows.kv_len - self._protected(rows))
         return np.asarray(np.maximum(rows.num_prompt, free))
 
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return last_queries(next_event, self.num_queries)
-
     def plan(self, rows: RowState) -> EvictionSpec:
-        def keep(n: IntArray) -> IntArray:
-            return np.full_like(n, self.keep)
-
-        return whole_row(rows, self._protected(rows), keep, self.num_queries)
+        return whole_row(rows, self._protected(rows), self.keep, self.num_queries)
 
     def _protected(self, rows: RowState) -> IntArray:
         # The whole prompt counts, even before all of it is in the cache.
@@ -241,14 +229,10 @@ class Bounded(OnDate):
     first, if it has at least ``num_queries`` tokens, and with ``block`` only if no queries score.
     """
 
-    logs: ClassVar[bool] = True
     keep: int
     limit: int | None
     num_queries: int
     block: int | None = None
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         evicted = rows.num_computed - rows.kv_len
@@ -265,14 +249,8 @@ class Bounded(OnDate):
         cut &= self.block is None or not self.num_queries  # a block may end before they are there
         return np.where(cut, num_prompt, rows.num_prompt), rows.first_uncompressed_pos
 
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return last_queries(next_event, self.num_queries)
-
     def plan(self, rows: RowState) -> EvictionSpec:
-        def keep(n: IntArray) -> IntArray:
-            return np.full_like(n, self.keep)
-
-        return whole_row(rows, np.zeros_like(rows.kv_len), keep, self.num_queries)
+        return whole_row(rows, np.zeros_like(rows.kv_len), self.keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -283,13 +261,9 @@ class EveryStep(OnDate):
     query counts: the first event takes all of them, each later event those since the last.
     """
 
-    logs: ClassVar[bool] = True
     num_queries: ClassVar[int] = 1
     keep: int
     generated: bool = True
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         over = rows.num_computed - rows.kv_len + self.keep + 1
@@ -323,14 +297,16 @@ def last_queries(next_event: IntArray, count: int) -> IntArray:
     return np.where(next_event == NO_EVENT, NOT_LOGGING, first).astype(np.int32)
 
 
-def whole_row(rows: RowState, start: IntArray, keep: Any, num_queries: int) -> EvictionSpec:
-    """One window from ``start`` to the row's end."""
+def whole_row(
+    rows: RowState, start: IntArray, keep: IntArray | int, num_queries: int
+) -> EvictionSpec:
+    """One window from ``start`` to the row's end, of which ``keep`` entries survive."""
     length = rows.kv_len - start
     return EvictionSpec(
         region_start=start,
         windows=np.ones_like(length),
         window_len=length,
-        keep=keep(length),
+        keep=np.zeros_like(length) + keep,
         query_start=rows.num_computed - num_queries,
         num_queries=np.full_like(length, num_queries),
         first_uncompressed_pos=rows.num_computed,

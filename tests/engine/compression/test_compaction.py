@@ -19,7 +19,7 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.output import CompactionTask, ObservationTask
+from kvserve.scheduler.messages.event import EventKind, Events
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
@@ -100,9 +100,9 @@ def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> 
         return torch.stack([flat[at], flat[value_at]])
 
     before: dict[str, Tensor] = {}
-    plans: list[tuple[CompactionTask, MovePlan]] = []
+    plans: list[tuple[Events, MovePlan]] = []
 
-    def on_moves(task: CompactionTask, plan: MovePlan) -> None:
+    def on_moves(task: Events, plan: MovePlan) -> None:
         before["entries"] = entries(int(task.old_lens.max())).clone()
         plans.append((task, plan))
 
@@ -134,10 +134,9 @@ def test_plan_follows_the_worked_example() -> None:
     kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
     one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
     events = EvictionSpec(five, one, six, three, five, eight, five)
-    held = ObservationTask(
-        0, np.zeros(1, int), np.zeros(1, int), events, np.full((1, 1, 1), 14), None
-    )
-    task = CompactionTask.of(held, held.old_lens - events.evicted, five, five, five)
+    row, old = np.zeros(1, int), np.full((1, 1, 1), 14)
+    new = old - events.evicted
+    task = Events(0, EventKind.EVEN, row, row, events, old, None, new, five, five, five)
     assert task.new_lens.item() == 11
     layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=8, block_size=4)
     plan = plan_moves(task, kept + 5, three, layout)
@@ -151,8 +150,8 @@ def test_plan_of_lanes_that_keep_differently_many() -> None:
     one, two, four = (np.array([value]) for value in (1, 2, 4))
     events = EvictionSpec(two, one, four, two, two, one, four)
     old, new = np.array([[[6, 4]]]), np.array([[[5, 3]]])
-    held = ObservationTask(0, np.zeros(1, int), np.zeros(1, int), events, old, None)
-    task = CompactionTask.of(held, new, one, four, four)
+    row = np.zeros(1, int)
+    task = Events(0, EventKind.UNEVEN, row, row, events, old, None, new, one, four, four)
     kept = torch.tensor([[[[2, 4, 5], [3, 9, 9]]]])
     plan = plan_moves(task, kept, new - 2, layout)
     assert plan.counts.tolist() == [[[4, 2]]]

@@ -22,7 +22,7 @@ from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import CompactionTask
+from kvserve.scheduler.messages.event import Events
 from tests.engine.policies.cases import CASES, PROMPT, Case
 
 BLOCK, COLUMNS = 8, 16
@@ -41,7 +41,7 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_event(policy: Policy, events: int) -> CompactionTask:
+def first_event(policy: Policy, events: int) -> Events:
     """``events`` equal rows, at their first event; row e holds blocks e * COLUMNS + 1 and on."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK)
     task = warm_up.first_event(policy, layout, events, PROMPT)

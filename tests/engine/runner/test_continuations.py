@@ -270,7 +270,7 @@ def test_histories_that_were_dropped_are_computed_as_they_were(
     expected = talk(make_plain(llama_dir, policy, **settings), [policy] * 3)
     llm = make_llm(llama_dir, policy, **settings, async_scheduling=True, max_num_seqs=8)
     watch(llm)
-    turn, store = llm.generate, llm.engine.core.scheduler.blocks.idle
+    turn, store = llm.generate, llm.engine.core.scheduler.blocks
 
     def generate(*args: Any, **more: Any) -> Any:
         assert store.continuations is not None

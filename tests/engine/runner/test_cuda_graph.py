@@ -69,7 +69,7 @@ def count_steps(llm: LLM) -> dict[str, int]:
         step = launch(output)
         if graphs.replays > before:
             counts["all"] += 1
-            counts["events"] += bool(output.compactions)
+            counts["events"] += bool(output.events.compactions)
             counts["logs"] += output.logs_queries
             counts["beside"] += rows.num_rows > output.num_decoding
         return step

@@ -23,7 +23,7 @@ from kvserve.engine.core import build
 from kvserve.engine.device import pages
 from kvserve.engine.runner import memory, rank
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.scheduler.messages.output import SwapTask
+from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 GIB = 2**30
 
@@ -122,11 +122,11 @@ def test_a_swap_gathers_a_few_blocks_at_a_time(
     cache = make_llm(llama_dir, num_gpu_blocks_override=12).engine.core.runner.cache
     cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
     blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
-    task = SwapTask(0, 1, blocks, places)
+    task = RowMove(blocks, places)
     assert [len(device) for device, *_ in cache._blocks(task)] == [3, 3, 1]
-    cache.swap((task,), ())
+    cache.swap(RowMoves(outs=(task,)))
     cache.kv[1:] = 0
-    cache.swap((), (task,))
+    cache.swap(RowMoves(ins=(task,)))
     assert cache.kv.flatten(1)[blocks, 0].tolist() == blocks.tolist()
 
 

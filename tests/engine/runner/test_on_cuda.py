@@ -17,7 +17,7 @@ from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.runner.plan import block_size_of
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import SwapTask
+from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
@@ -135,10 +135,10 @@ def test_host_memory_is_not_pinned_as_a_whole() -> None:
         assert 0 < queue.pinned_bytes <= SWAP_STAGING_BYTES < cache.host.nbytes
         cache.kv[1:] = torch.arange(1, blocks + 1).view(-1, 1, 1, 1, 1, 1)
         before, there = cache.kv.clone(), np.arange(1, blocks + 1)
-        task = SwapTask(0, 0, there, there + 7)
-        cache.swap((task,), ())
+        task = RowMove(there, there + 7)
+        cache.swap(RowMoves(outs=(task,)))
         cache.kv.fill_(-1.0)
-        cache.swap((), (task,))
+        cache.swap(RowMoves(ins=(task,)))
         assert torch.equal(cache.kv[1:], before[1:])
 
 

@@ -65,9 +65,9 @@ Operator = Callable[[ModelRunner], Any]
 PLACES: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
     "a prompt": (lambda r: r.model.layers[0], "forward", lambda s: len(s.prefill.rows) > 1),
     "a decode": (lambda r: r.cache, "store", lambda s: s.num_decoding > 4),
-    "an event": (lambda r: r.compressor, "_move", lambda s: bool(s.compactions)),
+    "an event": (lambda r: r.compressor, "_move", lambda s: bool(s.events.compactions)),
     "logits": (lambda r: r.model, "logits", lambda s: s.num_decoding > 4),
-    "a swap": (lambda r: r.cache, "swap", lambda s: bool(s.swap_outs)),
+    "a swap": (lambda r: r.cache, "swap", lambda s: s.moves is not None and bool(s.moves.outs)),
 }
 
 

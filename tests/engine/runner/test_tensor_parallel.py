@@ -26,7 +26,8 @@ from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.quantized_checkpoints import AWQ, fp8_config, quantize
 
@@ -89,7 +90,7 @@ class Kept:
         self.plans: list[Tensor] = []
         llm.engine.core.runner.compressor.on_moves = self._on_moves
 
-    def _on_moves(self, task: CompactionTask, plan: MovePlan) -> None:
+    def _on_moves(self, task: Events, plan: MovePlan) -> None:
         self.plans.append(plan.src[:, :, :1].masked_fill(~plan.exists[:, :, :1], -1))
 
 

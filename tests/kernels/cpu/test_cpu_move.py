@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvserve.kernels.compact_kv import compact_kv_torch
 from kvserve.kernels.cpu import move_kv, moved_entries, slot_mapping
-from kvserve.kernels.events.entry_slots import slots_of_entries_torch
-from kvserve.kernels.events.moved_entries import moved_entries_torch
+from kvserve.kernels.events import moved_entries_torch, slots_of_entries_torch
 from kvserve.kernels.gather_kv import gather_keys_torch
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -18,7 +18,8 @@ from kvserve.engine.policies.registry import policy_class, policy_names
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.messages.output import CompactionTask, SchedulerOutput
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
@@ -157,7 +158,7 @@ def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> No
     scheduler, compressor = core.scheduler, core.runner.compressor
     launch, seen, released = core.runner.launch, [], [0]
 
-    def on_moves(task: CompactionTask, plan: MovePlan) -> None:
+    def on_moves(task: Events, plan: MovePlan) -> None:
         before, after = -(-task.old_lens // BLOCK), -(-task.new_lens // BLOCK)
         and_one_more = -(-(task.new_lens + 1) // BLOCK)
         seen.append((int(before.sum()), int(after.sum()), int(and_one_more.sum())))
@@ -165,7 +166,7 @@ def test_exactly_the_dropped_blocks_come_free(label: str, llama_dir: Path) -> No
     def launched(output: SchedulerOutput) -> LaunchedStep:
         seen.clear()
         step = launch(output)
-        if output.compactions or output.pruned:
+        if output.events.compactions or output.pruned:
             ((before, after, and_one_more),) = seen
             released.append(int(scheduler.rows.blocks_released[0]))
             assert scheduler.blocks.kv.held(1)[0] == (after if output.pruned else and_one_more)
@@ -187,10 +188,10 @@ def test_whole_blocks_stay_where_they_are(llama_dir: Path) -> None:
 
     def launched(output: SchedulerOutput) -> LaunchedStep:
         nonlocal before, events
-        if output.observations:
+        if output.events.observations:
             before = blocks.kv.blocks[:, 0, 0, : -(-len(PROMPT) // BLOCK)].copy()
         step = launch(output)
-        for task in output.compactions:
+        for task in output.events.compactions:
             events += 1
             after = blocks.kv.blocks[:, 0, 0, : -(-int(task.new_lens[0, 0, 0]) // BLOCK)]
             for was, now in zip(before, after, strict=True):

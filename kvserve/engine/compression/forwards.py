@@ -1,7 +1,6 @@
-"""Computes a prompt in one forward whose layers compute fewer and fewer tokens (PyramidInfer).
+"""Forwards that events run: over tokens that are stored already, and over a prompt that is pruned.
 
-This is the only place where a policy runs between layers: the layers above do not compute the
-tokens that it drops.
+Both give layers something that stands in for the cache.
 """
 
 from __future__ import annotations
@@ -22,11 +21,88 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.messages.output import CompactionTask
+from kvserve.kernels.store_kv import reduce_queries
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.event import Events
+
+
+class _StandIn:
+    """Reads the cache as usual. Keys come rotated, for who looks at them."""
+
+    rotate_and_store = None
+
+    def __init__(self, cache: LayerCache, *, logs_shares: bool) -> None:
+        self._cache, self.logs_shares = cache, logs_shares
+
+    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
+        return self._cache.keys_values(layer)
+
+    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        return self._cache.newest_keys_values(layer)
+
+
+class QueryRecomputer:
+    """Recomputes queries of tokens whose keys and values are in the cache: one forward that writes
+    nothing. Each token attends to what its sequence holds up to the token's own entry, so tokens do
+    not depend on each other and any subset of them may be computed."""
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, batch: InputBatch, attention: AttentionBackend
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._batch = batch
+        self._attention = attention
+
+    @property
+    def heads(self) -> int:
+        """Hq: query heads of this rank."""
+        return self._model.part.num_heads
+
+    def queries(
+        self,
+        rows: IntArray,
+        token_ids: IntArray,
+        positions: IntArray,
+        entries: IntArray,
+        heads: int,
+    ) -> Tensor:
+        """Rotated queries, reduced to ``heads``, before any of the rows is compacted.
+
+        rows: [P]; token_ids, positions (logical), entries (physical): [P, Q]. Returns
+        [P, L, heads, Q, D].
+        """
+        recorder = _QueryRecorder(self._cache, heads)
+        input_ids = to_device(token_ids, self._batch.device).view(-1)
+        batch = self._batch.build_recompute(rows, positions, entries)
+        nobody = input_ids[:0]
+        self._model(input_ids, batch, recorder, self._attention.plan(batch), nobody)
+        by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)
+        return by_layer.permute(1, 0, 3, 2, 4)
+
+
+class _QueryRecorder(_StandIn):
+    """Keeps only the queries."""
+
+    def __init__(self, cache: KVCache, heads: int) -> None:
+        super().__init__(cache, logs_shares=False)
+        self.queries: list[Tensor] = []
+        self._heads = heads
+
+    def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        pass
+
+    def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
+        self.queries.append(reduce_queries(q, self._heads))
 
 
 class PrunedPrefill:
-    """Runs the model's layers one by one; each stores the entries of the tokens it computes."""
+    """Computes a prompt in one forward whose layers compute fewer and fewer tokens (PyramidInfer);
+    each layer stores the entries of the tokens it computes.
+
+    This is the only place where a policy runs between layers: the layers above do not compute the
+    tokens that it drops.
+    """
 
     def __init__(
         self,
@@ -42,9 +118,7 @@ class PrunedPrefill:
         self._batch = batch
         self._attention = attention
 
-    def run(
-        self, task: CompactionTask, policy: Policy, logs_queries: bool
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, task: Events, policy: Policy, logs_queries: bool) -> tuple[Tensor, Tensor]:
         """Compute the prompt of ``task``'s only row.
 
         Returns the last token's hidden state [1, hidden], and which tokens each layer holds: int64
@@ -74,17 +148,14 @@ class PrunedPrefill:
         return model.finish(hidden[-1:], added[-1:]), held
 
 
-class _Seen:
-    """Wraps the cache and remembers a layer's queries and keys, to score them after the layer."""
-
-    rotate_and_store = None  # keys are wanted rotated
+class _Seen(_StandIn):
+    """Remembers a layer's queries and keys, to score them after the layer."""
 
     def __init__(self, cache: LayerCache, group: RankGroup) -> None:
-        self._cache = cache
+        super().__init__(cache, logs_shares=cache.logs_shares)
         self._group = group
         self._queries: Tensor
         self._keys: Tensor
-        self.logs_shares = cache.logs_shares
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         self._keys = k
@@ -93,12 +164,6 @@ class _Seen:
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:
         self._queries = q
         self._cache.log(layer, batch, q, shares)
-
-    def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
-        return self._cache.keys_values(layer)
-
-    def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
-        return self._cache.newest_keys_values(layer)
 
     def observation(self, recent: int, scale: float) -> Observation:
         """The layer as one event, with the queries of the ``recent`` tokens."""
