@@ -180,11 +180,13 @@ class Reads:
         for layer in range(self.layers):
             begun = None
             if self.newest is not None:
-                store, *where = self.newest
-                begun = begin_attention(self.query, *store.layer(layer), *where, 0, self.scale)
-            store, *where = self.held
-            how = *where, 0, self.scale
-            paged_attention(self.query, *store.layer(layer), *how, begun=begun)
+                keys, values = self.newest.store.layer(layer)
+                assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+                where = self.newest.tables, self.newest.chunks
+                begun = begin_attention(self.query, keys, values, *where, 0, self.scale)
+            own = self.held.store.layer(layer)
+            how = self.held.tables, self.held.chunks, 0, self.scale
+            paged_attention(self.query, own[0], own[1], *how, begun=begun)
 
     def sum_blocks(self) -> None:
         """Read what attention reads, in its order."""

@@ -30,7 +30,7 @@ class DensePass:
     of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens: float32.
 
     Keys and values are those that events see. ``exact`` are those of every layer as they were
-    computed, in float64; ``held`` the numbers they are held as.
+    computed, in float64.
     """
 
     logits: Tensor
@@ -38,8 +38,7 @@ class DensePass:
     keys: Tensor
     values: Tensor
     sinks: Tensor | None
-    exact: list[Vectors]
-    held: list[Vectors]
+    exact: tuple[Vectors, ...]
 
 
 def load_dense(directory: Path) -> PreTrainedModel:
@@ -118,8 +117,8 @@ def dense_pass(
     queries = torch.stack([found[layer][0] for layer in full]).float()
     keys, values = (torch.stack([found[layer][2][at] for layer in full]).float() for at in (0, 1))
     stacked = torch.stack(sinks).float() if sinks else None
-    exact, rounded = ([each[at] for each in found] for at in (1, 2))
-    return DensePass(logits.float(), queries, keys, values, stacked, exact, rounded)
+    exact = tuple(each[1] for each in found)
+    return DensePass(logits.float(), queries, keys, values, stacked, exact)
 
 
 @contextmanager

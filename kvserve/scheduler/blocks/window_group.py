@@ -44,7 +44,8 @@ class WindowGroup(TokenGroup):
         """Entries that each table of a row holds where ``computed [n]`` tokens have been computed
         one by one."""
         first = self._first_column(np.maximum(computed - 1 - self.spec.slack, 0))
-        return computed - first * self.block_tokens
+        held: IntArray = computed - first * self.block_tokens
+        return held
 
     def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         return super().wanted(rows, np.minimum(new, self._chunk), positions)
