@@ -1,14 +1,17 @@
 """How fast a CPU attends, does the parts of an event, and multiplies matrices.
 
     python -m bench.cpu_attention --save-result bench/results/DATE-cpu-attention.json
-    python -m bench.cpu_attention --part events --save-result bench/results/DATE-cpu-events.json
+    python -m bench.cpu_attention --part events --forms bfloat16 k8v4 k4v4 \
+        --save-result bench/results/DATE-cpu-events.json
     python -m bench.cpu_attention --part products --save-result bench/results/DATE-cpu-products.json
 
 Attention reads blocks that rows hold in random order, in a pool larger than a CPU's caches, beside
 a sum of the same blocks in the same order (``block_sum.cpp``) and torch's sum from end to end. Of
-each row in turn an event gathers keys, scores a window of 128 queries from the 4-bit log, and moves
-half of the entries, beside a copy of as many bytes. Products are those of all layers of a model,
-compiled, oneDNN's and torch's. Everything takes turns; a figure is the median turn's.
+forms that hold the newest entries as they were computed, too, it reads half of the most so. Of each
+row in turn an event gathers keys and values, scores a window of 128 queries from the 4-bit log, and
+moves half of the entries, beside a copy of as many bytes of numbers; "all" is one such event.
+Products are those of all layers of a model, compiled, oneDNN's and torch's. Everything takes turns;
+a figure is the median turn's.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +35,21 @@ from tqdm import tqdm
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from kvserve.engine.cache.entry_store import EntryStore, QuantizedEntries, RawEntries
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
-from kvserve.kernels.cpu.move_kv import gather_keys, move_kv
-from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
+from kvserve.kernels.cpu.move_kv import COMPILED as MOVES
+from kvserve.kernels.cpu.paged_attention import (
+    CpuQuerySegments,
+    begin_attention,
+    paged_attention,
+)
+from kvserve.kernels.cpu.quantized_entries import COMPILED as LEVELS
 from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.scores.window_scores import window_scores
+from kvserve.kernels.store_kv import store_kv
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
@@ -62,6 +72,7 @@ COLUMNS = (
     Column("spread", "spread", left=True),
     Column("million entries/s", "entries_m_s", ".1f"),
     Column("of bfloat16's", "of_bfloat16", ".2f"),
+    Column("times bfloat16's", "times_bfloat16", ".2f"),
     Column("copy GB/s", "copy_gb_s", ".1f"),
     Column("of a copy", "of_copy", ".2f"),
     *(Column("GFLOP/s", "gflop_s", ".0f"), Column("compiled GFLOP/s", "gflops", ",.0f")),
@@ -97,17 +108,45 @@ def compiled_block_sum() -> Any:
     return block_sum
 
 
-def filled_pool(shape: tuple[int, ...], form: EntryFormat, dim: int, dtype: torch.dtype) -> Tensor:
-    """Blocks of random entries, in large pages as an engine's are."""
-    pool = torch.empty(shape, dtype=torch.uint8 if form.quantized else dtype)
+def filled_store(
+    blocks: int, layers: int, kv_heads: int, dim: int, name: str, tokens: int = BLOCK
+) -> EntryStore:
+    """Blocks of ``tokens`` random entries, in large pages as an engine's are."""
+    form, dtype = form_of(name)
+    lane = form.lane_bytes(tokens, dim)
+    block = (lane * kv_heads,) if form.quantized else (2, tokens, kv_heads, dim)
+    pool = torch.empty((blocks, layers, *block), dtype=torch.uint8 if form.quantized else dtype)
     use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
     if not form.quantized:
-        return pool.normal_()
-    blocks = QuantizedBlocks(pool, form, BLOCK, dim)
-    for held in (blocks.keys, blocks.values):
-        for layer in range(shape[1]):
-            held[:, layer].set(..., quantize(torch.randn(held[:, layer].shape), held.form))
-    return pool
+        return RawEntries(pool.normal_(), store_kv, moves=MOVES)
+    held = QuantizedBlocks(pool, form, tokens, dim)
+    for vectors in (held.keys, held.values):
+        for layer in range(layers):
+            one = vectors[:, layer]
+            one.set(..., quantize(torch.randn(one.shape), one.form))
+    return QuantizedEntries(held, LEVELS, dtype)
+
+
+def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
+    """A form, and the type of the numbers that attention and events compute with."""
+    dtype = DTYPES.get(name, torch.bfloat16)
+    return entry_format(name if name in FORMATS else "auto", dtype.itemsize), dtype
+
+
+class Held(NamedTuple):
+    """What rows hold in blocks of one kind, in random order."""
+
+    store: EntryStore
+    tables: Tensor
+    chunks: CpuQuerySegments
+
+    @classmethod
+    def of(cls, store: EntryStore, batch: int, count: int) -> Held:
+        """``count`` entries of each row, in all blocks but the first."""
+        blocks = len(store.memory) - 1
+        last = torch.full((1, 1, batch), count - 1)
+        chunks = CpuQuerySegments(torch.arange(batch), torch.arange(batch + 1), last)
+        return cls(store, (torch.randperm(blocks) + 1).int().view(1, batch, 1, -1), chunks)
 
 
 class Reads:
@@ -115,40 +154,50 @@ class Reads:
 
     def __init__(self, heads: str, rows: str, form: str, mib: int, block_sum: Any) -> None:
         (dim, group, kv_heads), (batch, context) = HEADS[heads], ROWS[rows]
-        dtype = torch.float32 if form == "float32" else torch.bfloat16
-        self.form = entry_format(form if form in FORMATS else "auto", dtype.itemsize)
-        columns = -(-context // BLOCK)
-        num_blocks = batch * columns + 1
-        lane = self.form.lane_bytes(BLOCK, dim)
-        layers = max(1, round(mib * 2**20 / (lane * kv_heads * num_blocks)))
-        block = (lane * kv_heads,) if self.form.quantized else (2, BLOCK, kv_heads, dim)
-        self.pool = filled_pool((num_blocks, layers, *block), self.form, dim, dtype)
-        if self.form.quantized:
-            blocks = QuantizedBlocks(self.pool, self.form, BLOCK, dim)
-            self.layers: list[Any] = [blocks.layer(layer) for layer in range(layers)]
-        else:
-            self.layers = [(self.pool[:, i, 0], self.pool[:, i, 1]) for i in range(layers)]
+        own, dtype = form_of(form)
+        raw = entry_format("auto", dtype.itemsize)
+        newest = own.newest // 2
+        blocks = batch * -(-(context - newest) // BLOCK) + 1
+        lane = own.lane_bytes(BLOCK, dim)
+        self.layers = max(1, round(mib * 2**20 / (lane * kv_heads * blocks)))
+        shape = self.layers, kv_heads, dim
+        self.held = Held.of(filled_store(blocks, *shape, form), batch, context - newest)
+        self.newest = None
+        if newest:
+            tokens = own.newest_tokens(BLOCK, dim, dtype.itemsize)
+            store = filled_store(batch * -(-newest // tokens) + 1, *shape, "bfloat16", tokens)
+            self.newest = Held.of(store, batch, newest)
         self.block_sum = block_sum
-        self.words = self.pool.view(-1).view(torch.uint8).view(torch.int64)
+        self.words = self.held.store.memory.view(-1).view(torch.uint8).view(torch.int64)
         self.query = torch.randn(batch, kv_heads * group, dim).to(dtype)
-        self.tables = (torch.randperm(num_blocks - 1) + 1).int().view(1, batch, 1, columns)
-        last = torch.full((1, 1, batch), context - 1)
-        self.chunks = CpuQuerySegments(torch.arange(batch), torch.arange(batch + 1), last)
         self.scale = dim**-0.5
-        self.entries = batch * context * kv_heads * layers
-        self.bytes = self.entries * self.form.entry_bytes(dim)
+        lanes = batch * kv_heads * self.layers
+        self.entries = lanes * context
+        each = (context - newest) * own.entry_bytes(dim) + newest * raw.entry_bytes(dim)
+        self.bytes = lanes * each
 
     def attend(self) -> None:
-        for keys, values in self.layers:
-            paged_attention(self.query, keys, values, self.tables, self.chunks, 0, self.scale)
+        for layer in range(self.layers):
+            begun = None
+            if self.newest is not None:
+                keys, values = self.newest.store.layer(layer)
+                assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+                where = self.newest.tables, self.newest.chunks
+                begun = begin_attention(self.query, keys, values, *where, 0, self.scale)
+            own = self.held.store.layer(layer)
+            how = self.held.tables, self.held.chunks, 0, self.scale
+            paged_attention(self.query, own[0], own[1], *how, begun=begun)
 
     def sum_blocks(self) -> None:
         """Read what attention reads, in its order."""
-        blocks = self.tables.view(-1)
-        stride, size = (self.pool.stride(at) * self.pool.itemsize for at in (0, 1))
-        for layer in range(self.pool.shape[1]):
-            start = self.pool.data_ptr() + layer * size
-            self.block_sum(start, blocks.data_ptr(), len(blocks), stride, size)
+        for held in (self.held, self.newest):
+            if held is None:
+                continue
+            pool, blocks = held.store.memory, held.tables.view(-1)
+            stride, size = (pool.stride(at) * pool.itemsize for at in (0, 1))
+            for layer in range(self.layers):
+                start = pool.data_ptr() + layer * size
+                self.block_sum(start, blocks.data_ptr(), len(blocks), stride, size)
 
     def figures(self, repeat: int) -> Figures:
         runs = (self.attend, self.sum_blocks, self.words.sum)
@@ -180,18 +229,22 @@ def attention(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def events(args: argparse.Namespace) -> Iterator[Figures]:
-    for heads, dtype in product(args.heads, args.dtypes):
-        torch.manual_seed(0)
-        for row in _event_parts(heads, DTYPES[dtype], args.mib, args.repeat):
-            yield {"heads": heads, "dtype": dtype, **row}
+    for heads in args.heads:
+        plain: dict[str, float] = {}
+        for form in args.forms:
+            torch.manual_seed(0)
+            for row in _event_parts(heads, form, args.mib, args.repeat):
+                if form == "bfloat16":
+                    plain[row["part"]] = row["ms"]
+                times = row["ms"] / plain[row["part"]] if plain else None
+                yield {"heads": heads, "form": form, **row, "times_bfloat16": times}
 
 
-def _event_parts(heads: str, dtype: torch.dtype, mib: int, repeat: int) -> Iterator[Figures]:
-    dim, group, kv_heads = HEADS[heads]
-    rows = max(1, mib * 2**20 // (LENGTH * LAYERS * 2 * kv_heads * dim * dtype.itemsize))
+def _event_parts(heads: str, form: str, mib: int, repeat: int) -> Iterator[Figures]:
+    (dim, group, kv_heads), (own, _) = HEADS[heads], form_of(form)
+    rows = max(1, mib * 2**20 // (LENGTH * LAYERS * kv_heads * own.entry_bytes(dim)))
     blocks, lanes = rows * LENGTH // BLOCK, (LAYERS, kv_heads, LENGTH)
-    shape = blocks + 1, LAYERS, 2, BLOCK, kv_heads, dim
-    pool = filled_pool(shape, entry_format("auto", dtype.itemsize), dim, dtype)
+    store = filled_store(blocks + 1, LAYERS, kv_heads, dim, form)
     order = (torch.randperm(blocks) + 1).view(rows, -1, 1) * BLOCK
     every = (order + torch.arange(BLOCK)).view(rows, 1, 1, LENGTH)
     slots = every.expand(rows, *lanes).contiguous()
@@ -200,29 +253,36 @@ def _event_parts(heads: str, dtype: torch.dtype, mib: int, repeat: int) -> Itera
     front = slots[..., : LENGTH // 2].contiguous()
     queries = torch.randn(LAYERS, kv_heads * group, WINDOW, dim)
     logged = quantize_queries(queries, torch.zeros(queries.shape[:-1]))
-    keys = gather_keys(pool, slots[0])
-    numbers, copied = pool.view(-1), torch.empty_like(keys).view(-1)
+    keys = store.keys(slots[0], None)
+    pool = store.memory.view(-1).view(torch.uint8)
+    copied = torch.empty(min(keys.nbytes, len(pool)), dtype=torch.uint8)
 
     def copy(row: int) -> None:
-        first = (row * 2 + 1) * copied.numel() % (numbers.numel() - copied.numel() + 1)
-        copied.copy_(numbers[first : first + copied.numel()])
+        first = (row * 2 + 1) * len(copied) % (len(pool) - len(copied) + 1)
+        copied.copy_(pool[first : first + len(copied)])
 
     flops = 2.0 * dim * WINDOW * LENGTH * LAYERS * kv_heads * group
     parts: dict[str, Callable[[int], Any]] = {
-        "gather keys": lambda row: gather_keys(pool, slots[row]),
+        "gather keys": lambda row: store.keys(slots[row], None),
+        "gather values": lambda row: store.values(slots[row], None),
         "score a window": lambda row: window_scores(logged, keys, dim**-0.5),
-        "move half": lambda row: move_kv(pool, kept_slots[row], front[row]),
+        "move half": lambda row: store.move(kept_slots[row], front[row], 1),
     }
-    for part, run in parts.items():
+
+    def whole(row: int) -> None:
+        for run in parts.values():
+            run(row)
+
+    for part, run in {**parts, "all": whole}.items():
         turns = []
         for row in [0, *(row for _ in range(repeat) for row in range(rows))]:
             turns.append(seconds_of((partial(run, row), partial(copy, row))))
-        own, copy_s = (median(each) for each in zip(*turns[1:], strict=True))
+        seconds, copy_s = (median(each) for each in zip(*turns[1:], strict=True))
         yield {
-            **{"part": part, "ms": 1e3 * own, "gb_s": 1e-9 * keys.nbytes / own},
-            "copy_gb_s": 1e-9 * keys.nbytes / copy_s,
+            **{"part": part, "ms": 1e3 * seconds, "gb_s": 1e-9 * keys.nbytes / seconds},
+            "copy_gb_s": 1e-9 * len(copied) / copy_s,
             "of_copy": median(other / mine for mine, other in turns[1:]),
-            "gflop_s": 1e-9 * flops / own if part == "score a window" else None,
+            "gflop_s": 1e-9 * flops / seconds if part == "score a window" else None,
         }
 
 

@@ -25,11 +25,16 @@ def test_each_form_is_read() -> None:
     assert all(row["gb_s"] > 0 and row["sum_gb_s"] > 0 for row in found.values())
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_each_part_of_an_event_is_measured() -> None:
-    found = rows("--part", "events", "--heads", "32x2", "--dtypes", "bfloat16")
-    assert [row["part"] for row in found] == ["gather keys", "score a window", "move half"]
+    found = rows("--part", "events", "--heads", "32x2", "--forms", "bfloat16", "k4v4")
+    parts = ["gather keys", "gather values", "score a window", "move half", "all"]
+    assert [row["part"] for row in found] == 2 * parts
     assert all(row["ms"] > 0 and row["of_copy"] > 0 for row in found)
-    assert [row["gflop_s"] is None for row in found] == [True, False, True]
+    assert [row["gflop_s"] is None for row in found[:5]] == [True, True, False, True, True]
+    plain = {row["part"]: row["ms"] for row in found[:5]}
+    for row in found:
+        assert row["times_bfloat16"] == row["ms"] / plain[row["part"]]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

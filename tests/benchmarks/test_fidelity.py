@@ -14,8 +14,10 @@ from kvserve.benchmarks.measuring.fidelity import Text, fidelity, full_log_probs
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
+from kvserve.scheduler.blocks.window_group import WindowGroup
 from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
+from tests.checkpoints import write_checkpoint
 
 KARA = {"window": 64, "buffer": 8}
 LENGTH, PROMPT = 330, 40
@@ -77,6 +79,43 @@ def test_bytes_are_those_of_the_second_half() -> None:
     # Of 290 forced tokens the second half: 185 to 329 are held when each of them is predicted.
     assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 329) / 2, rel=0.005)
     assert own.bytes_at_end(given[0]) == entry * (LENGTH - 1)
+
+
+@pytest.mark.usefixtures("few_newest")
+def test_windows_are_held_as_decoding_holds_them(tmp_path: Path) -> None:
+    """Of layers with windows, and of newest tokens as they were computed: a chunk needs more at
+    once, which does not count."""
+    directory = write_checkpoint("gemma3", tmp_path, head_dim=64)
+    ids = np.random.default_rng(0).integers(2, 120, 180, np.int32)
+    found = []
+    for chunk in (16, 170):
+        config = EngineConfig.from_flat(
+            model=str(directory),
+            dtype="float32",
+            kv_cache_dtype="k4v4",
+            max_num_batched_tokens=chunk,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            skip_tokenizer_init=True,
+        )
+        engine = LLMEngine(config)
+        found.append(full_log_probs(engine, [Text("0", ids, PROMPT)])[1][0].held)
+    assert np.array_equal(found[0], found[1]) and found[0][-1] > found[0][0]
+    params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
+    engine.add_request("0", ids[:PROMPT].tolist(), params)
+    scheduler, steps = engine.core.scheduler, 0
+    windows = [group for group in scheduler.blocks.groups if isinstance(group, WindowGroup)]
+    assert [group.kind for group in windows] == ["windows", "newest"]
+    while engine.has_unfinished_requests:
+        engine.step()
+        computed = scheduler.rows.num_computed[: len(scheduler.running)]
+        if len(computed) and computed[0] > PROMPT:
+            steps += 1
+            for group in windows:
+                columns = -(-group.held_behind(computed) // group.block_tokens)
+                assert np.array_equal(columns * group.tables[0].num_lanes, group.held(1))
+    assert steps > 130
 
 
 def test_the_command(bench: Bench, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""What decoding over a compacted cache must equal: dense attention that sees the kept sets only."""
+"""What decoding over a compacted cache must equal: dense attention that sees the kept sets only.
+
+Transformers' modules in float64, with attention that is written here.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,27 +13,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import quantize
 
+_NAME = "written_in_a_test"
+Vectors = tuple[Tensor, Tensor]
+"""Keys and values of one layer, [Hkv, T, D]."""
+
 
 @dataclass(frozen=True)
 class DensePass:
     """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE, values in the shape
-    of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens."""
+    of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens: float32.
+
+    Keys and values are those that events see. ``exact`` are those of every layer as they were
+    computed, in float64.
+    """
 
     logits: Tensor
     queries: Tensor
     keys: Tensor
     values: Tensor
     sinks: Tensor | None
+    exact: tuple[Vectors, ...]
 
 
 def load_dense(directory: Path) -> PreTrainedModel:
-    how: Any = {"dtype": torch.float32, "attn_implementation": "eager"}  # it takes masks by head
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    how: Any = {"dtype": torch.float64, **eager}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **how)
     return model.eval()
 
@@ -43,51 +55,82 @@ def dense_pass(
     *,
     pruned: bool = False,
     form: EntryFormat | None = None,
+    held: Mapping[int, Vectors] | None = None,
 ) -> DensePass:
     """One dense pass of transformers; every query sees what its layer and head then held: what
     events say of KV heads, or of query heads. Keys and values are rounded to ``form``, if given,
-    except those that a query reads as they were computed.
+    or are those that layers ``held``; except those that a query reads as they were computed.
 
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
-    heads = model.config.num_attention_heads
-    hooks, values = [], list[Tensor]()
+    heads, count = model.config.num_attention_heads, len(tokens)
     full = full_layers(model)
-    for layer, block in enumerate(model.model.layers):
-        visible = torch.ones(heads, len(tokens), len(tokens), dtype=torch.bool)
-        for number, event in enumerate(events if layer in full else ()):
+    near = exact_entries(count, events, form, pruned=pruned)
+    found: list[tuple[Tensor, Vectors, Vectors]] = []
+    sinks: list[Tensor] = []
+
+    def visible(layer: int) -> Tensor:
+        """Which entries each query sees, bool [Hq, T, T]."""
+        seen = torch.ones(heads, count, count, dtype=torch.bool).tril()
+        if layer not in full:
+            return seen.triu(1 - model.config.sliding_window)
+        for number, event in enumerate(events):
             # Later events overwrite the rows they share.
             first = 0 if pruned and number == 0 else event.seen
             for head in range(heads):
-                visible[head, first:, : event.seen] = False
                 of_layer = event.held[full.index(layer)]
-                held = torch.as_tensor(of_layer[head * len(of_layer) // heads]).long()
-                visible[head, first:, held[held >= 0]] = True
-        if layer not in full:
-            visible = visible.triu(1 - model.config.sliding_window)
-        mask = torch.where(visible.tril(), 0.0, -torch.inf)[None]
-        if layer in full:
-            noting = _noting(model, values, form)
-            hooks.append(block.self_attn.v_proj.register_forward_hook(noting))
-        hooks.append(
-            block.self_attn.register_forward_pre_hook(
-                lambda _, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
-                with_kwargs=True,
-            )
+                kept = torch.as_tensor(of_layer[head * len(of_layer) // heads]).long()
+                seen[head, first:, : event.seen] = False
+                seen[head, first:, kept[kept >= 0]] = True
+        return seen.tril()
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
+        layer, exact = module.layer_idx, (k[0], v[0])
+        keys, values = exact
+        if held is not None:
+            keys, values = (x.double() for x in held[layer])
+        elif form is not None:
+            keys = quantize(keys, form.key).widened().double()
+            values = quantize(values, form.value).widened().double()
+        rounded = keys, values
+        found.append((q[0], exact, rounded))
+        keys, values = (
+            torch.cat(pair, dim=1).repeat_interleave(heads // len(k[0]), dim=0)
+            for pair in zip(rounded, exact, strict=True)
         )
+        logits = q[0] @ keys.mT * how["scaling"]
+        if how.get("softcap") is not None:
+            logits = torch.tanh(logits / how["softcap"]) * how["softcap"]
+        seen = visible(layer)
+        hidden = ~torch.cat([seen & ~near, seen & near], dim=-1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if hasattr(module, "sinks"):
+            sink = module.sinks.detach()
+            if layer in full:
+                sinks.append(sink)
+            logits = torch.cat([logits, sink[:, None, None].expand(-1, count, 1)], dim=-1)
+        shares = logits.softmax(dim=-1)[..., : 2 * count]
+        return (shares @ values).transpose(0, 1)[None], None
+
+    with attention(model, attend), torch.no_grad():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    queries = torch.stack([found[layer][0] for layer in full]).float()
+    keys, values = (torch.stack([found[layer][2][at] for layer in full]).float() for at in (0, 1))
+    stacked = torch.stack(sinks).float() if sinks else None
+    exact = tuple(each[1] for each in found)
+    return DensePass(logits.float(), queries, keys, values, stacked, exact)
+
+
+@contextmanager
+def attention(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
+    """Let every layer of ``model`` attend with ``attend``, a function as transformers calls them;
+    it gets no mask."""
+    AttentionInterface.register(_NAME, attend)
+    before, model.config._attn_implementation = model.config._attn_implementation, _NAME
     try:
-        exact = exact_entries(len(tokens), events, form, pruned=pruned)
-        with torch.no_grad(), _rotated(model, form) as rotated, _rounded(model, form, exact):
-            logits: Tensor = model(torch.tensor([tokens])).logits[0]
+        yield
     finally:
-        for hook in hooks:
-            hook.remove()
-    seen = [rotated[layer] for layer in full]
-    queries, keys = (torch.cat(layers) for layers in zip(*seen, strict=True))
-    attention = [model.model.layers[layer].self_attn for layer in full]
-    sinks = [module.sinks.data for module in attention if hasattr(module, "sinks")]
-    given = torch.cat(values).transpose(1, 2)
-    return DensePass(logits, queries, keys, given, torch.stack(sinks) if sinks else None)
+        model.config._attn_implementation = before
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:
@@ -112,61 +155,3 @@ def exact_entries(
         if (event.held >= 0).sum(-1).min() < event.before or (pruned and number == 0):
             first[event.seen :] = first[event.seen :].clamp(min=event.seen)
     return (at >= first[:, None]) & (at <= at[:, None])
-
-
-@contextmanager
-def _rounded(model: PreTrainedModel, form: EntryFormat | None, exact: Tensor) -> Iterator[None]:
-    """Attention over entries that are rounded to ``form``, unless they are ``exact``."""
-    module: Any = sys.modules[type(model).__module__]
-    original = module.eager_attention_forward
-
-    def attend(
-        layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, **how: Any
-    ) -> Any:
-        assert form is not None
-        both = [
-            torch.cat([quantize(x, of).widened(), x], dim=2)
-            for x, of in ((k, form.key), (v, form.value))
-        ]
-        masks = [attention_mask.masked_fill(hidden, -torch.inf) for hidden in (exact, ~exact)]
-        return original(layer, q, *both, torch.cat(masks, dim=-1), **how)
-
-    if form is not None:
-        module.eager_attention_forward = attend
-    try:
-        yield
-    finally:
-        module.eager_attention_forward = original
-
-
-def _noting(
-    model: PreTrainedModel, found: list[Tensor], form: EntryFormat | None
-) -> Callable[..., None]:
-    """A hook behind a projection: adds what it gives, rounded, to ``found``, [1, T, H, D]."""
-    heads = model.config.num_key_value_heads
-
-    def note(module: Any, args: Any, values: Tensor) -> None:
-        values = values.unflatten(-1, (heads, -1))
-        found.append(values if form is None else quantize(values, form.value).widened())
-
-    return note
-
-
-@contextmanager
-def _rotated(
-    model: PreTrainedModel, form: EntryFormat | None
-) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Queries and keys of every layer after RoPE, [1, H, T, D], as the model runs; keys rounded."""
-    module: Any = sys.modules[type(model).__module__]
-    original, seen = module.apply_rotary_pos_emb, []
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        queries, keys = original(*args, **kwargs)
-        seen.append((queries, keys if form is None else quantize(keys, form.key).widened()))
-        return queries, keys
-
-    module.apply_rotary_pos_emb = watched
-    try:
-        yield seen
-    finally:
-        module.apply_rotary_pos_emb = original

@@ -6,23 +6,19 @@ have dropped. Nothing here is the engine's: keys, values and queries are those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.quantized_entries import quantize
-from tests.engine.dense_reference import exact_entries
-
-_NAME = "evicting"
+from tests.engine.dense_reference import Vectors, attention, exact_entries
 
 
 @dataclass
@@ -104,29 +100,27 @@ class EvictingPass:
     lanes: dict[tuple[int, int], Lane]
 
 
-def load_exact(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    return model.eval()
-
-
 def evicting_pass(
     model: PreTrainedModel,
     tokens: list[int],
     events: Sequence[Event],
     fit: Fit,
     form: EntryFormat | None = None,
+    held: Mapping[int, Vectors] | None = None,
 ) -> EvictingPass:
     """One pass over ``tokens`` whose queries see what ``events`` have left, and remainders.
 
-    Keys and values are rounded to ``form``, if given, except those that a query reads as they were
-    computed.
+    Keys and values are rounded to ``form``, if given, or are those that layers ``held``; except
+    those that a query reads as they were computed.
     """
     lanes: dict[tuple[int, int], Lane] = {}
     near = exact_entries(len(tokens), events, form)
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
         exact = k[0], v[0]
-        if form is not None:
+        if held is not None:
+            k, v = (x[None].double() for x in held[module.layer_idx])
+        elif form is not None:
             both = zip((k, v), (form.key, form.value), strict=True)
             k, v = (quantize(x, of).widened().double() for x, of in both)
         group = q.shape[1] // k.shape[1]
@@ -140,7 +134,7 @@ def evicting_pass(
             lanes[module.layer_idx, head] = lane
         return torch.cat(heads).transpose(0, 1)[None], None
 
-    with _attention(model, attend), torch.no_grad():
+    with attention(model, attend), torch.no_grad():
         logits: Tensor = model(torch.tensor([tokens])).logits[0]
     return EvictingPass(logits, lanes)
 
@@ -184,16 +178,6 @@ def _attend(
             held = list(map(int, kept))
         start = end
     return out
-
-
-@contextmanager
-def _attention(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[None]:
-    AttentionInterface.register(_NAME, attend)
-    before, model.config._attn_implementation = model.config._attn_implementation, _NAME
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
 
 
 def as_arrays(found: EvictingPass, layers: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:

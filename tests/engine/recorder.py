@@ -17,8 +17,9 @@ from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.entry_format import EntryFormat
 from kvserve.kernels.gather_kv import entry_rows
-from kvserve.kernels.quantized_entries import places_of
+from kvserve.kernels.quantized_entries import QuantizedVectors, places_of
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.continuation import NO_PLACE
@@ -44,6 +45,18 @@ class Record:
     choices: list[Choice] = field(default_factory=list)
     copied: list[bool] = field(default_factory=list)
     """Whether each event left keys and values equal, bit for bit, to those it kept."""
+    stored: list[list[Tensor]] = field(default_factory=list)
+    """Levels, if the recorder reads them: of each step that computed tokens, of the layers that see
+    all and then of those with windows, as ``Recorder._entries`` gives them."""
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens whose levels are there."""
+        return sum(parts[0].shape[3] for parts in self.stored)
+
+    def levels(self) -> list[Tensor]:
+        """Those of all tokens, by kind of layer: uint8 [1, L', Hkv, T, bytes]."""
+        return [torch.cat(parts, dim=3) for parts in zip(*self.stored, strict=True)]
 
     @property
     def events(self) -> list[Event]:
@@ -73,13 +86,16 @@ class _Watched:
 
 
 class Recorder:
-    """``records`` and ``logits`` by sequence id, from when it is made; one per engine."""
+    """``records`` and ``logits`` by sequence id, from when it is made; one per engine. With
+    ``levels`` it reads what is stored of each token, where entries are held in few bits and a row's
+    lanes have one length; no event may have changed them when it reads them again."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, levels: bool = False) -> None:
         self.llm = llm
         self.records: dict[int, Record] = {}
         self.logits: dict[int, list[Tensor]] = defaultdict(list)
         self._runner = runner = llm.engine.core.runner
+        self._levels = levels and runner.cache.form.quantized
         self._owner: dict[int, int] = {}
         self._choices: list[tuple[Tensor, Tensor]] = []
         self._new: list[Tensor] = []
@@ -112,7 +128,24 @@ class Recorder:
                 continue
             kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
             self.records[seq.seq_id] = Record(kept)
+        if self._levels:
+            self._take_levels([*range(output.num_decoding), *output.prefill.rows.tolist()])
         return step
+
+    def _take_levels(self, rows: list[int]) -> None:
+        """What the tokens that a step has computed are stored as."""
+        batch, kinds = self._runner.batch, self._runner.cache.layers
+        for row in rows:
+            record = self.records[self._owner[row]]
+            end, computed = int(batch.kv_lens[0, row, 0]), int(batch.num_computed[row])
+            new = computed - record.num_stored
+            tables, at = batch.block_tables[:, [row]], range(end - new, end)
+            parts = [self._entries(tables, at, len(kinds.full))]
+            if batch._windows is not None:  # in the columns of their positions
+                [tables] = batch._windows.tables
+                at = range(computed - new, computed)
+                parts.append(self._entries(tables[:, [row]], at, len(kinds.windowed)))
+            record.stored.append(parts)
 
     def _on_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model_logits(hidden)
@@ -142,7 +175,8 @@ class Recorder:
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
-        before = [self._entries(tables[e], int(task.old_lens[0, e, 0])) for e in events]
+        count = self._runner.cache.layout.num_layers
+        before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), count) for e in events]
         watched: Any = _Watched(policy, self._choices)
         self._run(task, watched, block_tables, log_tables, kept_scores)
         size = self._runner.cache.layout.block_size
@@ -152,14 +186,20 @@ class Recorder:
             after_table = tables[e].clone()
             written = torch.as_tensor(task.dst_blocks[:, e])
             after_table[:, 0, :, columns] = written[..., : columns.stop - columns.start]
-            after = self._entries(after_table, new)
+            after = self._entries(after_table, range(new), count)
             source = self._sources.pop(int(task.rows[e]))
             moved = before[e].gather(
                 3, source[None, ..., None].expand(len(after), -1, -1, -1, after.shape[4])
             )
             same = torch.equal(after[..., :start, :], before[e][..., :start, :])
+            same = same and torch.equal(after[..., start:, :], moved)
             record = self.records[self._owner[int(task.rows[e])]]
-            record.copied.append(same and torch.equal(after[..., start:, :], moved))
+            if self._levels:  # nor has anything changed since they were stored
+                held = torch.as_tensor(record.events[-1].held).long()[None, ..., None]
+                stored = record.levels()[0]
+                kept = stored.gather(3, held.expand(*held.shape[:4], stored.shape[4]))
+                same = same and torch.equal(after, kept)
+            record.copied.append(same)
 
     def _on_moves(self, task: Events, plan: MovePlan) -> None:
         """One group of equal-shaped events; its choices were made since the last group."""
@@ -177,18 +217,32 @@ class Recorder:
             record.choices.append(Choice(part.plan, scores[at], kept[at]))
             self._sources[int(row)] = one.src[0]
 
-    def _entries(self, table: Tensor, length: int) -> Tensor:
-        """Keys and values of one row, as they are stored: [2, L, Hkv, length, D], or bytes."""
+    def _entries(self, table: Tensor, at: range, num_layers: int) -> Tensor:
+        """Keys and values of a row's entries ``at``, as they are stored: [2, L', Hkv, n, D], or
+        bytes [1, L', Hkv, n, bytes]. ``table [LG, 1, R, M]`` is one kind of layers'."""
         cache = self._runner.cache
         layout = cache.layout
-        rows = torch.zeros(length, dtype=torch.long)
-        lanes = torch.arange(length).expand(layout.num_layers, layout.num_kv_heads, -1)
+        layers = len(table) * layout.layers_per_block  # a last table may have room for more
+        rows = torch.zeros(len(at), dtype=torch.long)
+        lanes = torch.arange(at.start, at.stop).expand(layers, layout.num_kv_heads, -1)
         slots = slot_mapping(table, rows, lanes, layout.block_size)
         if isinstance(cache.entries, QuantizedEntries):
-            blocks, at = cache.entries.blocks, places_of(cache.entries.blocks.keys, slots)
-            parts = [part[at] for held in (blocks.keys, blocks.values) for part in held.parts]
+            blocks, where = cache.entries.blocks, places_of(cache.entries.blocks.keys, slots)
+            parts = [part[where] for held in (blocks.keys, blocks.values) for part in held.parts]
             stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
-            return torch.cat(stored, dim=-1)[None]
+            return torch.cat(stored, dim=-1)[None, :num_layers]
         rows = entry_rows(cache.kv, slots)
         flat = cache.kv.view(-1, layout.head_dim)
         return torch.stack([flat[rows], flat[rows + layout.block_size * layout.heads_per_block]])
+
+
+def vectors_of(levels: Tensor, form: EntryFormat, dim: int) -> tuple[QuantizedVectors, ...]:
+    """Keys and values from their levels [..., bytes], as ``Record.levels`` gives them."""
+    found, first = [], 0
+    for of in (form.key, form.value):
+        widths = [of.levels(dim), *[2 * of.groups(dim)] * (1 + of.low)]
+        own, *ranges = levels[..., first : first + sum(widths)].split(widths, dim=-1)
+        ranges = [part.contiguous().view(torch.bfloat16) for part in ranges]
+        found.append(QuantizedVectors(of, own, *ranges))
+        first += sum(widths)
+    return tuple(found)

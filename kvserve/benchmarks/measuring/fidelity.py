@@ -8,17 +8,19 @@ few thousand tokens take as long as a prompt, and need no reference answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.newest_group import NewestGroup
+from kvserve.scheduler.blocks.window_group import WindowGroup
 
+FloatArray = NDArray[np.float64]
 LogProbs = dict[int, Tensor]
 """By text: what the full cache says of each token after the prompt, float32 [n, V]."""
 
@@ -60,8 +62,8 @@ class Fidelity:
     """Whether both have the same likeliest token."""
     right: Tensor
     """Whether the likeliest token is the text's."""
-    held: list[tuple[int, float, float]] = field(default_factory=list)
-    """Of each chunk: tokens, bytes held at its end, and how many more of them each token takes."""
+    held: FloatArray
+    """Bytes held when each token is predicted."""
     events: int = 0
 
     def facts_found(self, text: Text) -> list[bool]:
@@ -73,14 +75,11 @@ class Fidelity:
 
     def mean_bytes(self, text: Text) -> float:
         """Bytes held, averaged over the text's second half."""
-        return _mean_bytes(self.held, text)
+        return float(self.held[text.later].mean())
 
     def bytes_at_end(self, text: Text) -> float:
         """Bytes held when the text's last token is computed."""
-        ends = np.cumsum([count for count, *_ in self.held])
-        chunk = int(np.searchsorted(ends, text.num_text))
-        _, held, growth = self.held[chunk]
-        return float(held - growth * (ends[chunk] - text.num_text))
+        return float(self.held[text.num_text - 1])
 
 
 def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
@@ -95,12 +94,12 @@ def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, 
 
     held = _force(engine, texts, keep)
     figures = [_compared(text, found[i], found[i]) for i, text in enumerate(texts)]
-    return found, [_with_held(each, *held[i]) for i, each in enumerate(figures)]
+    return found, [Fidelity(*each, *held[i]) for i, each in enumerate(figures)]
 
 
 def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[Fidelity]:
     """The figures of the engine's policy on ``texts``; ``full`` is what the full cache says."""
-    parts: dict[int, list[Fidelity]] = {i: [] for i in range(len(texts))}
+    parts: dict[int, list[tuple[Tensor, ...]]] = {i: [] for i in range(len(texts))}
 
     def compare(index: int, at: int, logits: Tensor) -> None:
         there = slice(at, at + len(logits))
@@ -108,62 +107,46 @@ def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[F
         parts[index].append(_compared(texts[index], full[index][there], mine, at))
 
     held = _force(engine, texts, compare)
-    return [_with_held(_joined(found), *held[i]) for i, found in parts.items()]
+    figures = []
+    for i, found in parts.items():
+        nll, kl, same, right = map(torch.cat, zip(*found, strict=True))
+        figures.append(Fidelity(nll, kl, same, right, *held[i]))
+    return figures
 
 
 def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
     """Bytes that each text holds under the engine's policy, averaged over its second half."""
     held = _force(engine, texts, lambda index, at, logits: None)
-    return [_mean_bytes(held[i][0], text) for i, text in enumerate(texts)]
+    return [float(held[i][0][text.later].mean()) for i, text in enumerate(texts)]
 
 
-def _mean_bytes(held: Sequence[tuple[int, float, float]], text: Text) -> float:
-    counts, at_end, growth = np.array(held).T
-    ends = np.cumsum(counts)
-    low, high = np.clip([ends - counts, ends], text.later.start, text.later.stop)
-    return float(np.average(at_end - growth * (ends - (low + high) / 2), weights=high - low))
-
-
-def _compared(text: Text, full: Tensor, mine: Tensor, at: int = 0) -> Fidelity:
-    """Figures of the forced tokens from ``at`` on, from log-probabilities [T, V]."""
+def _compared(
+    text: Text, full: Tensor, mine: Tensor, at: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``nll``, ``kl``, ``same`` and ``right`` of the forced tokens from ``at`` on, from
+    log-probabilities [T, V]."""
     first = text.num_prompt + at
     ids = torch.from_numpy(text.token_ids[first : first + len(mine)].astype(np.int64))
-    likeliest = mine.argmax(dim=-1)
-    return Fidelity(
-        nll=-mine.gather(1, ids[:, None])[:, 0],
-        kl=(full.exp() * (full - mine)).sum(dim=-1),
-        same=likeliest == full.argmax(dim=-1),
-        right=likeliest == ids,
-    )
-
-
-def _joined(parts: Sequence[Fidelity]) -> Fidelity:
-    """Figures of a text from those of its chunks."""
-    nll, kl, same, right = (
-        torch.cat([getattr(part, name) for part in parts])
-        for name in ("nll", "kl", "same", "right")
-    )
-    return Fidelity(nll, kl, same, right)
-
-
-def _with_held(figures: Fidelity, held: list[tuple[int, float, float]], events: int) -> Fidelity:
-    figures.held, figures.events = held, events
-    return figures
+    likeliest, nll = mine.argmax(dim=-1), -mine.gather(1, ids[:, None])[:, 0]
+    kl = (full.exp() * (full - mine)).sum(dim=-1)
+    return nll, kl, likeliest == full.argmax(dim=-1), likeliest == ids
 
 
 def _force(
     engine: LLMEngine, texts: Sequence[Text], on_scored: Callable[[int, int, Tensor], None]
-) -> dict[int, tuple[list[tuple[int, float, float]], int]]:
+) -> dict[int, tuple[FloatArray, int]]:
     """Compute ``texts``; ``on_scored`` gets each one's number, where among its forced tokens it is,
-    and logits. Returns what each held by chunk, and its events."""
+    and logits. Returns the bytes that each held by token, and its events."""
     core = engine.core
     meter = _Meter(engine)
+    held: dict[int, list[FloatArray]] = {i: [] for i in range(len(texts))}
     events: dict[int, int] = {}
 
     def scored(seq_id: int, start: int, logits: Tensor) -> None:
         skipped = max(0, texts[seq_id].num_prompt - start)
         if skipped < len(logits):
-            meter.note(seq_id, start + len(logits), len(logits) - skipped)
+            before = np.arange(start + skipped, start + len(logits))
+            held[seq_id].append(meter.bytes_held(seq_id, before))
             on_scored(seq_id, start + skipped - texts[seq_id].num_prompt, logits[skipped:])
 
     core.runner.on_scored = scored
@@ -177,7 +160,7 @@ def _force(
             events |= {ended.seq_id: ended.details.compactions for ended in outputs.finished}
     finally:
         core.runner.on_scored = None
-    return {i: (meter.chunks[i], events[i]) for i in range(len(texts))}
+    return {i: (np.concatenate(held[i]), events[i]) for i in range(len(texts))}
 
 
 def _sequence(number: int, text: Text) -> NewSequence:
@@ -202,7 +185,7 @@ def _sequence(number: int, text: Text) -> NewSequence:
 
 
 class _Meter:
-    """Notes what sequences hold while a chunk of theirs is scored."""
+    """Says what sequences hold while a chunk of theirs is scored."""
 
     def __init__(self, engine: LLMEngine) -> None:
         core = engine.core
@@ -210,30 +193,27 @@ class _Meter:
         blocks, layout = core.scheduler.blocks, core.scheduler.layout
         self._block_bytes = self._sequences.block_bytes
         self._of_entry = self._block_bytes * layout.groups / layout.block_size
-        newest = blocks.find(NewestGroup)
-        self._of_newest = 0.0
-        if newest is not None:  # half a window, on average
-            each = self._block_bytes * newest.tables[0].num_lanes / newest.block_tokens
-            self._of_newest = each * newest.spec.window / 2
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
-        self.chunks: dict[int, list[tuple[int, float, float]]] = {}
+        self._windows = [group for group in blocks.groups if isinstance(group, WindowGroup)]
 
-    def note(self, number: int, end: int, count: int) -> None:
-        """Of a text the ``count`` tokens before ``end`` are predicted, the last of them by
-        ``end - 1`` entries. Bytes of blocks are those of the entries in them: a partial block
-        counts as a part."""
+    def bytes_held(self, number: int, before: IntArray) -> FloatArray:
+        """Bytes that a text holds where ``before [n]`` of its tokens are computed, as decoding
+        computes them: one by one, so that nothing is held for the rest of a chunk. Bytes of blocks
+        are those of the entries in them: a partial block counts as a part."""
         blocks, rows = self._scheduler.blocks, self._scheduler.rows
         [seq] = self._sequences.known([number])
         row, computed = seq.row, int(rows.num_computed[seq.row])
         entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
-        queries = max(0, computed - int(blocks.queries.logged_from([row])[0]))
+        queries = np.maximum(before - int(blocks.queries.logged_from([row])[0]), 0)
+        held = (entries - (computed - before)) * self._of_entry + queries * self._of_query
+        for group in self._windows:
+            of_token = self._block_bytes * group.tables[0].num_lanes / group.block_tokens
+            held += group.held_behind(before) * of_token
         kinds = blocks.held_by_kind(slice(row, row + 1))
-        others = sum(n for kind, n in kinds.items() if kind not in ("entries", "log", "newest"))
-        held = entries * self._of_entry + queries * self._of_query + others * self._block_bytes
-        held += self._of_newest + bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
-        growth = self._of_entry + (self._of_query if queries else 0.0)
-        held -= growth * (computed - (end - 1))  # the chunk is longer than what is scored at once
-        self.chunks.setdefault(number, []).append((count, held, growth))
+        for kind in {"entries", "log", *(group.kind for group in self._windows)}:
+            kinds.pop(kind, None)
+        left = bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
+        return np.asarray(held + kinds.total() * self._block_bytes + left)
 
 
 # ---- texts -----------------------------------------------------------------------------------

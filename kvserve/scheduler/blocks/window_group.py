@@ -40,6 +40,13 @@ class WindowGroup(TokenGroup):
         if len(moved):
             self._table.move_front(moved, first[moved, None])
 
+    def held_behind(self, computed: IntArray) -> IntArray:
+        """Entries that each table of a row holds where ``computed [n]`` tokens have been computed
+        one by one."""
+        first = self._first_column(np.maximum(computed - 1 - self.spec.slack, 0))
+        held: IntArray = computed - first * self.block_tokens
+        return held
+
     def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         return super().wanted(rows, np.minimum(new, self._chunk), positions)
 

@@ -18,13 +18,13 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 from tests.engine.compression.test_compaction import run_one
+from tests.engine.dense_reference import load_dense
 from tests.engine.evicting_reference import (
     EvictingPass,
     Fit,
     as_arrays,
     evicting_pass,
     fitted,
-    load_exact,
     mean,
 )
 from tests.engine.policies.cases import PROMPT, UNEVEN_BLOCK, UNEVEN_CASES, Case
@@ -104,9 +104,8 @@ def fit_of(case: Case, run: Run) -> Fit:
 def reference(lab: Lab, label: str) -> tuple[Run, EvictingPass]:
     run, form = lab.alone(label), FORMATS.get(lab.form)
     case = lab.cases[label]
-    found = evicting_pass(
-        load_exact(lab.directory), IDS + run.tokens[:-1], run.events, fit_of(case, run), form
-    )
+    ids, fit, held = IDS + run.tokens[:-1], fit_of(case, run), lab.held(run)
+    found = evicting_pass(load_dense(lab.directory), ids, run.events, fit, form, held)
     return run, found
 
 
@@ -209,7 +208,7 @@ def test_several_windows_of_an_event_leave_one_remainder(tmp_path: Path) -> None
     recorder = lab.engine(enable_prefix_caching=False)
     (run,) = generate(recorder, [(IDS, spec)])
     assert len(run.choices[0].scores) > 1
-    found = evicting_pass(load_exact(directory), IDS + run.tokens[:-1], run.events, mean)
+    found = evicting_pass(load_dense(directory), IDS + run.tokens[:-1], run.events, mean)
     within = 2 * lab.within
     torch.testing.assert_close(
         run.logits, found.logits[PROMPT - 1 :].float(), atol=within, rtol=within
@@ -237,7 +236,7 @@ def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
         ends = [event.seen for event in kept.events]
         first = 0 if "threshold" not in name or not policy.protect_prompt else PROMPT  # type: ignore[attr-defined]
         fit = fitted(lambda e: (list(range(ends[e] - policy.protected, ends[e])), None), first)
-    found = evicting_pass(load_exact(directory), IDS + tokens[:-1], kept.events, fit)
+    found = evicting_pass(load_dense(directory), IDS + tokens[:-1], kept.events, fit)
     expected = found.logits[PROMPT - 1 :].float()
     torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=2e-4)
 
