@@ -17,7 +17,7 @@ from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.recorder import Recorder
 from tests.thinning import slow
 
-TOKENS = 64
+TOKENS = 40
 PROMPTS = random_prompts([5, 90, 1, 33])
 CHUNKED = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
 ROPE: dict[str, dict[str, Any]] = {

@@ -75,6 +75,9 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "mxfp4": ("gpt-oss", MXFP4, {}, "float32"),
 }
 
+WIDENED = {"fp8", "awq", "gptq, desc_act, experts", "pack, zeros, ordered"}
+"""Each way to store levels, once."""
+
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_are_those_of_the_dequantised_weights(
@@ -89,6 +92,8 @@ def test_answers_are_those_of_the_dequantised_weights(
     assert row[2].startswith("as stored" if form != "mxfp4" else "widened when read"), row
     if config is MXFP4:
         return
+    if form not in WIDENED:
+        return
     # Where nothing multiplies levels, the weights are widened, and it is said.
     monkeypatch.setattr(held, "select_level_product", lambda *_: ("", "there is no product"))
     row = check(tmp_path, expected)
@@ -97,7 +102,7 @@ def test_answers_are_those_of_the_dequantised_weights(
 
 @pytest.mark.parametrize(
     "form",
-    ["awq, experts", "gptq, 8 bits, zeros", *slow("fp8 by channel", "awq", "pack, odd")],
+    ["awq, experts", *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd")],
 )
 def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     kind, config, changes, held_as = FORMS[form]
