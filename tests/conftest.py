@@ -131,10 +131,10 @@ def the_log_is_as_libraries_have_it() -> Iterator[None]:
     """A program that a test runs in its own process sends the package's log to stderr from then on,
     and pytest would hear later messages twice."""
     yield
-    log = logging.getLogger("kvserve")
-    log.handlers.clear()
-    log.propagate = True
-    log.setLevel(logging.NOTSET)
+    for name in ("kvserve", "uvicorn.error", "uvicorn.access"):  # which share their handlers
+        log = logging.getLogger(name)
+        log.handlers, log.filters, log.propagate = [], [], True
+        log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
