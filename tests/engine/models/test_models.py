@@ -140,6 +140,7 @@ def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path
     assert (ours - sdpa).abs().max() < allowed.max()
 
 
+@pytest.mark.compiler
 def test_the_last_layer_finishes_only_tokens_that_are_sampled_from(tmp_path: Path) -> None:
     directory = str(write_checkpoint("llama", tmp_path))
     settings: dict[str, Any] = {**CHUNKED, "max_num_batched_tokens": 64}
