@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import socket
 import sys
 import weakref
@@ -28,6 +29,8 @@ from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 
 torch.set_num_threads(1)
+for name in [name for name in os.environ if name.startswith("KVSERVE_")]:
+    del os.environ[name]  # settings of whoever runs the tests, which servers would read
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -44,11 +47,15 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if shutil.which("g++") is None:
+        missing["compiler"] = pytest.mark.skip(reason="needs g++")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, skip in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:
@@ -114,14 +121,20 @@ def nobody() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
+def random_numbers_are_the_same_each_time() -> None:
+    """Whichever tests came before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def the_log_is_as_libraries_have_it() -> Iterator[None]:
     """A program that a test runs in its own process sends the package's log to stderr from then on,
     and pytest would hear later messages twice."""
     yield
-    log = logging.getLogger("kvserve")
-    log.handlers.clear()
-    log.propagate = True
-    log.setLevel(logging.NOTSET)
+    for name in ("kvserve", "uvicorn.error", "uvicorn.access"):  # which share their handlers
+        log = logging.getLogger(name)
+        log.handlers, log.filters, log.propagate = [], [], True
+        log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from itertools import chain, combinations, product
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def thinned(
@@ -36,11 +37,11 @@ def thinned(
         missing -= met[best]
         used.update(met[best])
     names = [name.split(",") for name in axes]
-    params = [
-        pytest.param(*_flat(names, case), marks=() if at in chosen else pytest.mark.slow)
-        for at, case in enumerate(cases)
-        if rest or at in chosen
-    ]
+    params = []
+    for at, case in enumerate(cases):
+        if rest or at in chosen:
+            marks = [*_marks(case), *([] if at in chosen else [pytest.mark.slow])]
+            params.append(pytest.param(*_flat(names, case), marks=marks))
     return pytest.mark.parametrize(list(chain(*names)), params)
 
 
@@ -51,5 +52,13 @@ def slow(*values: Any) -> list[Any]:
 
 def _flat(names: list[list[str]], case: tuple[Any, ...]) -> list[Any]:
     """A value for each argument."""
-    pairs = zip(names, case, strict=True)
-    return [each for name, value in pairs for each in (value if len(name) > 1 else (value,))]
+    found = []
+    for name, value in zip(names, case, strict=True):
+        marked = isinstance(value, ParameterSet)
+        found += value.values if marked else value if len(name) > 1 else (value,)
+    return found
+
+
+def _marks(case: tuple[Any, ...]) -> list[Any]:
+    """Those of values that are given as ``pytest.param``."""
+    return [mark for value in case if isinstance(value, ParameterSet) for mark in value.marks]

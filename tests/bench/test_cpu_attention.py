@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ def rows(*flags: str) -> list[Any]:
     return list(speed.report().rows)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.compiler
 def test_each_form_is_read() -> None:
     found = {row["form"]: row for row in rows("--heads", "64x3", "--rows", "16x2048")}
     assert list(found) == list(FORMS)
@@ -37,7 +36,7 @@ def test_each_part_of_an_event_is_measured() -> None:
         assert row["times_bfloat16"] == row["ms"] / plain[row["part"]]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.compiler
 def test_each_product_is_measured() -> None:
     flags = ("--part", "products", "--shapes", "4m", "--dtypes", "float32", "--tokens", "1", "4")
     found = rows(*flags)

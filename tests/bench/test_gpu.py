@@ -38,7 +38,7 @@ ABSENT = [
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU, what was checked is right, and rows run in this process."""
+    """No GPU, what was checked is right, and rows run in this process, whose clock stands still."""
 
     def run_here(arguments: list[str], result: Path, limit: float) -> Ended:
         with monkeypatch.context() as patch:
@@ -49,6 +49,8 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 return Ended(1.0, {}, repr(error))
         return Ended(1.0, json.loads(result.read_text()), None)
 
+    clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr(gpu_row, "time", clock)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "wrong_parts", lambda *_: [])
     monkeypatch.setattr(gpu, "run_apart", run_here)
@@ -105,7 +107,7 @@ def test_it_goes_on_where_it_stopped(
     assert gpu.main() == 0  # one row, however little time there is
     assert "3 rows left: run the same command again" in capsys.readouterr().out
     first = json.loads(path.read_text())["rows"]
-    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "--seconds=1e9"])
     assert gpu.main() == 0 and "all 4 rows are done" in capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
     (kept,) = first.values()

@@ -17,7 +17,7 @@ from bench.gpu_runs import parts as gpu_parts
 from bench.gpu_runs.parts import PARTS, Findings
 from bench.machine import Ended, run_apart, write_json
 from kvserve.engine.models.transformer import Transformer
-from tests.waiting import wait_until
+from tests.waiting import WAIT, wait_until
 
 RIGHT = Ended(1.0, {"rows": [{"case": "a", "right": True}], "left_out": []}, None)
 WRONG = Ended(1.0, {"rows": [{"case": "a", "right": False}], "left_out": []}, None)
@@ -73,8 +73,8 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Its errors, its time and its children end with it; what it has written stays."""
     result = tmp_path / "part.json"
     write = f"import pathlib, sys, time; pathlib.Path({str(result)!r}).write_text('[1]'); "
-    assert run_apart(["-c", write], result, 60.0).found == [1]
-    failed = run_apart(["-c", write + "raise ValueError('an illegal access')"], result, 60.0)
+    assert run_apart(["-c", write], result, WAIT).found == [1]
+    failed = run_apart(["-c", write + "raise ValueError('an illegal access')"], result, WAIT)
     assert failed.found == [1] and failed.error is not None
     assert "ended with status 1" in failed.error and "an illegal access" in failed.error
     begun = tmp_path / "child"
@@ -94,7 +94,7 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         cut = run_apart(["-c", write + child], result, 3.0)
     assert cut.error is not None and "took longer than 3 s" in cut.error and cut.found == [1]
     wait_until(lambda: not alive(int(begun.read_text())))
-    assert run_apart(["-c", "pass"], result, 60.0).found == {}, "of another run"
+    assert run_apart(["-c", "pass"], result, WAIT).found == {}, "of another run"
 
 
 def alive(pid: int) -> bool:

@@ -66,14 +66,14 @@ def test_requests_are_answered_one_by_one(tmp_path: Path) -> None:
 class FakeProcess:
     """So many tokens per second, all of them a prompt's first one."""
 
-    def __init__(self, rate: float, length: int | None = None) -> None:
-        self.rate, self.length, self.closed = rate, length, False
+    def __init__(self, rate: float) -> None:
+        self.rate, self.closed = rate, False
 
     def load(self, **settings: Any) -> dict[str, str]:
         return {"fake": "1.0"}
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        tokens = [[prompt[0]] * (self.length or max_tokens) for prompt in prompts]
+        tokens = [[prompt[0]] * max_tokens for prompt in prompts]
         return {"seconds": len(prompts) * max_tokens / self.rate, "tokens": tokens}
 
     def close(self) -> None:
@@ -89,6 +89,14 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dic
     return saved
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """These peers and no others."""
+    monkeypatch.setattr(peers, "FOLDER", folder)
+    for name in names:
+        (folder / name / "bin").mkdir(parents=True)
+        (folder / name / "bin" / "python").touch()
+
+
 def test_ratios_are_to_the_best_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"kvserve_cpu_model": 300.0, "kvserve_cpu_head": 270.0, "vllm": 200.0}
     rates["llama_cpp"] = 100.0
@@ -101,11 +109,7 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return started[-1]
 
     monkeypatch.setattr(cpu_peers.Contestant, "start", start)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)  # where nothing is installed
-    for name in ("vllm", "transformers"):
-        python = tmp_path / name / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.touch()
+    install(tmp_path, monkeypatch, "vllm", "transformers")
     names = [*rates, "transformers"]
     flags = ("--contestants", *names, "--dtypes", "float32", "--repeat", "2", "--disable-tqdm")
     saved = compare(tmp_path, monkeypatch, *flags)
@@ -121,14 +125,6 @@ def test_ratios_are_to_the_best_peer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "transformers did not start and is left out: ImportError: no torch",
     ]
     assert len(started) == 3 and all(process.closed for process in started)
-
-
-def test_outputs_of_other_lengths_are_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: FakeProcess(1.0, length=3))
-    with pytest.raises(PeerError, match="gave other lengths"):
-        compare(tmp_path, monkeypatch, "--contestants", "kvserve_cpu_model", "--disable-tqdm")
 
 
 @pytest.mark.slow
@@ -170,10 +166,7 @@ def test_guesses_are_found_in_a_text_that_is_copied(
         "start",
         lambda self, cpu: Stand(self.name) if self.peer else start(self, cpu),
     )
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    python = tmp_path / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
+    install(tmp_path, monkeypatch, "vllm")
     names = ("kvserve_cpu_model", "kvserve_ngram", "vllm", "vllm_ngram")
     flags = ("--contestants", *names, "--dtypes", "float32", "--repeat", "1", "--disable-tqdm")
     lengths = ("--prompts", prompts, "--input-len", "60", "--output-len", "50")
@@ -244,10 +237,7 @@ def test_long_answers_get_as_many_bytes_everywhere(
         return started.setdefault(self.name, FakeEngine(rates[self.name.rpartition(" ")[0]]))
 
     monkeypatch.setattr(cpu_peers.Contestant, "start", start)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    python = tmp_path / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
+    install(tmp_path, monkeypatch, "vllm")
     long = ("--traffic", "long", "--dtypes", "bfloat16", "--num-prompts", "5", "--repeat", "2")
     held = ("--kv-cache-dtypes", "auto", "fp8", "--output-len", "400", "--disable-tqdm")
     saved = compare(tmp_path, monkeypatch, *long, *held)
@@ -284,15 +274,18 @@ def test_engines_answer_a_task_at_the_lengths_of_right_answers(
     assert 300 < min(limits) <= max(limits) < 340  # 30 sums and the end of the answer
 
 
+@pytest.mark.parametrize(
+    "traffic", [("--batches", "1"), ("--traffic", "long", "--num-prompts", "2")], ids=" ".join
+)
 def test_answers_of_other_lengths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: tuple[str, ...]
 ) -> None:
-    class Short(FakeEngine):
+    class Short(FakeProcess):
         def run(self, prompts: list[list[int]], max_tokens: Any) -> dict[str, Any]:
             return {"seconds": 1.0, "tokens": [[7]] * len(prompts)}
 
     monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: Short(1.0))
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    long = ("--traffic", "long", "--dtypes", "bfloat16", "--num-prompts", "2", "--disable-tqdm")
+    install(tmp_path, monkeypatch)
+    flags = (*traffic, "--dtypes", "bfloat16", "--disable-tqdm")
     with pytest.raises(PeerError, match="other lengths"):
-        compare(tmp_path, monkeypatch, *long)
+        compare(tmp_path, monkeypatch, *flags)

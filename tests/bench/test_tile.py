@@ -28,7 +28,6 @@ def test_what_is_written_is_the_table_that_it_is_read_from() -> None:
 
 @pytest.mark.parametrize("chunk", [20, 1])
 def test_a_reference_in_pieces_is_the_same(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(tile, "_AT_ONCE", 7)
     given = {}
 

@@ -23,16 +23,20 @@ from tests.waiting import WAIT, until
 Mode = Literal["thread", "process"]
 
 
+LONG = 30_000
+"""Tokens of an answer that nobody waits for: it must not end by itself before it is ended."""
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_checkpoint("llama", tmp_path_factory.mktemp("model"), vocab_size=259)
-    return write_tokenizer(path)
+    sizes = {"vocab_size": 259, "max_position_embeddings": 2**15}
+    return write_tokenizer(write_checkpoint("llama", tmp_path_factory.mktemp("model"), **sizes))
 
 
 @pytest_asyncio.fixture(params=["thread", "process"])
 async def engine(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[AsyncEngine]:
     config = EngineConfig.from_flat(
-        model=str(directory), dtype="float32", num_gpu_blocks_override=60
+        model=str(directory), dtype="float32", num_gpu_blocks_override=2000
     )
     started = AsyncEngine(config, mode=request.param)
     await started.start()
@@ -68,15 +72,15 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
         await collect(engine, "d", kv_policy="kora")
     assert refused.value.param == "kv_policy.name"
     with pytest.raises(RequestError) as refused:
-        await collect(engine, "e", max_tokens=600)
+        await collect(engine, "e", max_tokens=2**15)
     assert refused.value.code == "context_length_exceeded"
 
-    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "f")
+    stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "f")
     await anext(stream)
     await stream.aclose()
     await all_free(engine)
 
-    doomed = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "g")
+    doomed = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "g")
     await anext(doomed)
     await engine.abort("g")
     with pytest.raises(RequestError, match="aborted"):
@@ -93,12 +97,12 @@ async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> Non
     await collect(engine, "a")
     assert engine.pool is None
     engine.watch_pool(True)
-    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "b")
+    stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "b")
     await anext(stream)
     await until(lambda: engine.pool is not None and engine.pool.stats.num_running > 0)
     view = engine.pool
     assert view is not None and [r.request_id for r in view.stats.requests] == ["b"]
-    assert sum(view.cells[1::2]) == view.stats.blocks_total == 60
+    assert sum(view.cells[1::2]) == view.stats.blocks_total == 2000
     await stream.aclose()
     await until(lambda: engine.pool is not None and not engine.pool.stats.num_running)
     assert engine.pool is not None and not engine.pool.stats.requests, "rest is not told"
@@ -108,9 +112,9 @@ async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> Non
 
 
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
-    engine = AsyncEngine(EngineConfig.from_flat(model=str(directory)))
+    engine = AsyncEngine(EngineConfig.from_flat(model=str(directory), num_gpu_blocks_override=2000))
     await engine.start()
-    stream = engine.generate("x", SamplingParams(max_tokens=400, ignore_eos=True), "a")
+    stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "a")
     await anext(stream)
     os.kill(engine._client._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
@@ -140,7 +144,9 @@ async def test_a_slow_grammar_stalls_nobody(
         return compile_now(self, wanted)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    config = EngineConfig.from_flat(model=str(directory), dtype="float32")
+    config = EngineConfig.from_flat(
+        model=str(directory), dtype="float32", num_gpu_blocks_override=2000
+    )
     engine = AsyncEngine(config, mode="thread")
     await engine.start()
 

@@ -25,7 +25,7 @@ def details_of(directory: Path, policy: Any, prompt: int) -> tuple[KVCacheDetail
     ("policy", "prompt"),
     [
         ({"name": "pyramidinfer", "interval": 3, "min_context": 42}, 99),
-        ({"name": "spindlekv", "window": 26}, 15),
+        pytest.param({"name": "spindlekv", "window": 26}, 15, marks=pytest.mark.compiler),
     ],
     ids=["pyramidinfer", "spindlekv"],
 )

@@ -65,7 +65,18 @@ def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
 
 
-@thinned({"name": list(POLICIES), "overlapped": [False, True]})
+CODED = "spindlekv-codes"
+
+
+@thinned(
+    {
+        "name": [
+            *(each for each in POLICIES if each != CODED),
+            pytest.param(CODED, marks=pytest.mark.compiler),
+        ],
+        "overlapped": [False, True],
+    }
+)
 def test_what_is_left_is_what_is_counted(llama_dir: Path, name: str, overlapped: bool) -> None:
     policy = POLICIES[name]
     llm = make_llm(llama_dir, policy, async_scheduling=overlapped, block_size=UNEVEN_BLOCK)

@@ -37,7 +37,10 @@ def owners(view: PoolView) -> Counter[int]:
     [
         KARA,
         {"name": "adakv", "budget": 20, "window": 4},
-        {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False},
+        pytest.param(
+            {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False},
+            marks=pytest.mark.compiler,
+        ),
     ],
     ids=lambda policy: policy["name"],
 )

@@ -12,7 +12,6 @@ import torch
 def device() -> Iterator[str]:
     """Where Triton kernels run; skips if Triton is not installed."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
-    torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield str(device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from itertools import product
 
 import pytest
@@ -22,7 +21,6 @@ from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 SCALE = 0.3
 COMBINATIONS = list(product(AGGREGATES, GROUP_AGGREGATES))
 
@@ -38,7 +36,6 @@ def attention_of(q: Tensor, keys: Tensor, own: int, recent: int) -> tuple[Tensor
 @pytest.mark.parametrize(("first", "step"), [(0, 1), (8, 1), (1, 2)])
 def test_against_a_loop(aggregate: str, group_aggregate: str, first: int, step: int) -> None:
     """With exact queries a share says what the softmax over everything would: nothing is lost."""
-    torch.manual_seed(0)
     before, n, later, dim, group = 20, 8, 4, 8, 3
     places = range(first, n + later, step)
     keys = torch.randn(2, before + n + later, dim) * 2
@@ -124,7 +121,7 @@ def views(query: Int4Queries, window: int, n: int, later: int) -> list[Seen | No
     return [None, Seen(query.shares, n, 0, 1, later), Seen(query.shares, 7, last % step, step, 0)]
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("aggregate", "group_aggregate"), COMBINATIONS)
@@ -140,7 +137,7 @@ def test_compiled(
         torch.testing.assert_close(found, window_scores_torch(q, *how), rtol=1e-4, atol=1e-6)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_threads_change_nothing() -> None:
     q, k = case(32, 20, 15, 5, 3)
     seen, threads = Seen(q.shares, 15, later=5), torch.get_num_threads()

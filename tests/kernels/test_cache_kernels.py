@@ -35,7 +35,6 @@ def entry(cache: torch.Tensor, layout: KVLayout, tables: torch.Tensor, *at: int)
 
 @pytest.mark.parametrize("granularity", list(Granularity))
 def test_store_gather_and_compact(granularity: Granularity) -> None:
-    torch.manual_seed(0)
     layout = layout_of(granularity)
     tables = random_tables(layout)
     cache = torch.full(layout.cache_shape(BLOCKS), float("nan"))

@@ -28,6 +28,7 @@ def case(dim: int, dtype: torch.dtype, future: str, group: int) -> tuple[Tensor,
     return keys[..., 3:, :], centres.seen_from(positions, future), centres.spread
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("future", FUTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

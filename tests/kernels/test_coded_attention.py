@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -55,7 +54,7 @@ KERNELS = [
     pytest.param(partial(of_triton, num_splits=3), id="triton-split"),
     pytest.param(
         of_cpu,
-        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+        marks=pytest.mark.compiler,
         id="cpu",
     ),
 ]
@@ -137,7 +136,7 @@ def test_a_group_as_large_as_a_mask(attend: Attention) -> None:
     assert_same(attend, coded_case([[40]], [[36]], [2], group=32))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.compiler
 def test_parts_of_a_long_row_are_merged() -> None:
     assert_same(of_cpu, coded_case([[2100]], [[1600]], [3], block=16, num_vectors=900))
 

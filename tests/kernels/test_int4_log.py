@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +20,6 @@ from kvserve.kernels.int4_log import (
     store_int4_triton,
 )
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 Store = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 BLOCKS, LAYERS, BYTES = 6, 3, 1006
 
@@ -35,7 +33,6 @@ def log_of(heads: int, dim: int, fill: int = 0) -> tuple[Tensor, Int4Queries, in
 
 
 def test_what_comes_back() -> None:
-    torch.manual_seed(0)
     x = torch.randn(50, 3, 32) * torch.logspace(-3, 3, 50)[:, None, None]
     shares = torch.randn(50, 3) * 10
     found = quantize(x, shares)
@@ -82,14 +79,14 @@ def compare_stores(store: Store, dtype: torch.dtype, heads: int, rows: int, dim:
 SHAPES = [(4, 1, 32), (3, 2, 16), (1, 4, 64)]
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize(("heads", "rows", "dim"), [*SHAPES, (5, 1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_store(dtype: torch.dtype, heads: int, rows: int, dim: int) -> None:
     compare_stores(query_log.store_int4, dtype, heads, rows, dim)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_the_compiled_store_leaves_out_the_null_block_and_refuses_what_is_not_there() -> None:
     memory, log, tokens = log_of(2, 16)
     query, shares = torch.randn(2, 2, 16), torch.randn(2, 2)

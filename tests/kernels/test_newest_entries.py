@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from kvserve.entry_format import FORMATS
 from tests.kernels.newest_case import NewestCase
 from tests.thinning import thinned
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.compiler
 
 
 @thinned(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,6 @@ from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedK
 from kvserve.kernels.query_segments import QuerySegments
 from tests.thinning import thinned
 
-compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 FORMS = sorted({form for each in FORMATS.values() for form in (each.key, each.value)}, key=str)
 EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.code}-{form.group}")
@@ -180,7 +178,7 @@ def test_store_gather_and_move(form: EntryFormat, rows: int) -> None:
     assert (pool.bytes[0] == 7).all()
 
 
-@compiled
+@pytest.mark.compiler
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 48, 128])
@@ -199,7 +197,7 @@ def test_the_compiled_kernels_give_the_same_bytes(
     assert torch.equal(*found)
 
 
-@compiled
+@pytest.mark.compiler
 def test_the_compiled_kernels_refuse() -> None:
     pool = Pool(FORMATS["int8"], 16)
     before = pool.bytes.clone()
@@ -258,7 +256,7 @@ class Rows:
         return paged_attention_torch(q, k, v, self.tables[0], reference, SCALE)
 
 
-@compiled
+@pytest.mark.compiler
 @thinned(
     {
         "name": list(FORMATS),
@@ -277,7 +275,7 @@ def test_attention_widens_levels(name: str, dtype: torch.dtype, dim: int) -> Non
             torch.testing.assert_close(found, expected, atol=within, rtol=within)
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
     """Of both heads, the second of which has negative ones: as values, and as keys one by one."""
@@ -309,7 +307,7 @@ def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
         torch.testing.assert_close(attend(query, 2)[..., 0], weight, atol=4e-3, rtol=4e-3)
 
 
-@compiled
+@pytest.mark.compiler
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 48, 128])
@@ -325,7 +323,7 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
         assert torch.equal(rows.run([1], [0])[0], together[token])
 
 
-@compiled
+@pytest.mark.compiler
 def test_attention_refuses_what_it_was_not_built_for() -> None:
     rows = Rows(FORMATS["int8"], 16, torch.float32)
     k, v = rows.blocks.layer(1)

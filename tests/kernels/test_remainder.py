@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,7 +29,6 @@ from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 
-compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NOTHING = -torch.inf
 
 
@@ -67,7 +65,7 @@ def test_it_is_one_more_entry_with_a_weight() -> None:
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("entry", [0, 3, 39])
 def test_a_remainder_of_one_entry_is_that_entry_kept(entry: int) -> None:
     """Drop any entry, let the remainder stand for it alone: attention is as it was."""
@@ -122,7 +120,7 @@ def test_merging_with_nothing_changes_nothing() -> None:
         assert torch.equal(both.values[there], some.values[there])
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("shape", "held", "lengths"),
@@ -157,7 +155,7 @@ def test_the_compiled_kernel(
     assert torch.equal(same, case.run()), "rows without a remainder changed"
 
 
-@compiled
+@pytest.mark.compiler
 def test_a_remainder_of_another_shape_is_refused() -> None:
     case = make(Shape(), [9, 9], [1, 1])
     left = random_remainder(3, 2, 16, 0)
@@ -168,7 +166,7 @@ def test_a_remainder_of_another_shape_is_refused() -> None:
         )
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> None:
@@ -188,7 +186,7 @@ def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(given.keys, probs, rtol=1e-3, atol=1e-5)
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 24, 64, 128])
 def test_a_compiled_fit_is_that_of_torch(dim: int, dtype: torch.dtype) -> None:
@@ -242,7 +240,7 @@ def test_sharp_queries_leave_a_weight_that_is_a_number(form: str) -> None:
     torch.testing.assert_close(left, expected, rtol=1e-3, atol=1e-3)
 
 
-@compiled
+@pytest.mark.compiler
 def test_what_rows_have_lost_is_merged_in_place() -> None:
     """Lanes that had lost nothing, or lose nothing now, hold anything there; other rows stay."""
     lanes = [random_remainder(7, 4, 16, seed) for seed in range(2)]

@@ -98,17 +98,17 @@ def played(chance: float, weights: float, rows: int, tokens: int = 2_000) -> flo
     return float(made.mean() / took)
 
 
-@pytest.mark.parametrize("weights", [1.2, 3.4, 50.0], ids=["epyc", "xeon", "large"])
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 16])
 @pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.8, 0.9, 1.0])
-def test_guesses_never_lose_by_what_they_cost(chance: float, rows: int, weights: float) -> None:
+def test_guesses_never_lose_by_what_they_cost(chance: float, rows: int) -> None:
     """Among few rows they gain much where they are right; among many there are none."""
-    gain = played(chance, weights, rows)
-    assert gain > 0.975
-    if rows > 4:
-        assert gain == 1.0
-    elif chance == 1.0:
-        assert gain > (1.8 if rows == 1 else 1.2)
+    for weights in (1.2, 3.4, 50.0):  # of an EPYC, of a Xeon, and large ones
+        gain = played(chance, weights, rows)
+        assert gain > 0.975, weights
+        if rows > 4:
+            assert gain == 1.0
+        elif chance == 1.0:
+            assert gain > (1.8 if rows == 1 else 1.2), weights
 
 
 def test_what_a_row_must_have_guessed_right() -> None:

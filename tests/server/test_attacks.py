@@ -42,13 +42,13 @@ def test_grammars_that_overflow_a_stack(server: Server) -> None:
     bombs = grammar_bombs()
     server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
     with beside(server) as other, ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs * 3))
+        answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs))
         assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
-    for answer, bomb in zip(answers, bombs * 3, strict=True):
+    for answer, bomb in zip(answers, bombs, strict=True):
         assert answer.status_code in (200, 400), answer.text
         if answer.status_code == 400:
             assert answer.json()["error"]["param"] == next(iter(bomb))
-    assert sum(answer.status_code == 400 for answer in answers) >= 3 * len(CHAINS)
+    assert sum(answer.status_code == 400 for answer in answers) >= len(CHAINS)
     assert not other.failures
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from tests.engine.test_parity import PROMPTS, TOKENS, generate
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 from tests.thinning import slow, thinned
 
-compiled = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)
 
 
@@ -61,7 +59,7 @@ def forward_batch(case: Case, block_size: int) -> ForwardBatch:
     return ForwardBatch(empty, empty, empty, None, last, case.tables, *arrays)
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize(("groups", "tables"), [(1, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize(
     "lengths",
@@ -83,7 +81,7 @@ def test_backends_agree(lengths: list[int], groups: int, tables: int) -> None:
         assert expected.isfinite().all()
 
 
-@compiled
+@pytest.mark.compiler
 @thinned(
     {
         "layout": ["model", "layer", "head"],
@@ -103,7 +101,7 @@ def test_greedy_equals_transformers(
         assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("layout", [*slow("model", "layer"), "head"])
 def test_recomputed_queries_keep_the_same_entries(llama_dir: Path, layout: str) -> None:
     """Observation passes, whose tokens see their rows up to entries of their own."""
@@ -179,7 +177,7 @@ def test_a_compiler_that_fails_is_run_once(
 
 
 @pytest.mark.slow
-@compiled
+@pytest.mark.compiler
 def test_a_cached_build_needs_no_compiler(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +202,7 @@ def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
     assert select_backend("torch", needs).reason == "gathered blocks and torch's SDPA"
 
 
-@compiled
+@pytest.mark.compiler
 @pytest.mark.parametrize("form", ["auto", "int8"])
 def test_the_reason_names_the_instructions(form: str) -> None:
     reason = select_backend("cpu", replace(NEEDS, form=form)).reason

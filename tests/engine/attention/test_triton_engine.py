@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
     **{"theta_k": 0.6, "theta_v": 0.5},
 }
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
@@ -113,7 +111,7 @@ def test_tokens_equal_those_of_torch(
     assert launched == kernels | {"_choose", "_survey", "_pick", "_narrow", "_draw"}
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.slow
 def test_rows_of_codes_give_the_tokens_of_others(
     tiny_dir: Path, request: pytest.FixtureRequest

@@ -26,6 +26,8 @@ from kvserve.scheduler.messages.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.scheduler.traffic import preempt_now_and_then
 
+pytestmark = pytest.mark.compiler
+
 BLOCK = 4
 (PROMPT,) = random_prompts([70], seed=8)
 MATES = random_prompts([3, 22, 55, 4, 41, 90], seed=9)

@@ -55,6 +55,7 @@ def test_variants_have_the_same_spec(family: str, changes: dict[str, Any], tmp_p
     assert replace(spec, **same) == read_spec(directory)
 
 
+@pytest.mark.compiler
 def test_stored_types_are_widened(tmp_path: Path) -> None:
     """Queries, keys and values are one matrix, whose parts have several forms; gates and ups too.
     Queries and keys have their rows in another order."""
@@ -74,6 +75,7 @@ def test_stored_types_are_widened(tmp_path: Path) -> None:
     assert row[2] == "as stored; 6 matrices are widened: its parts have several forms"
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     ("ranks", "kind"),
     [

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvserve import LLM, SamplingParams
+from kvserve import SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import write_checkpoint
+from tests.engine.models import decoding
+from tests.engine.models.decoding import PROMPTS, make, tokens
 
 SHAPE: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
@@ -45,45 +46,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["gpt_oss"] = {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}
 QUICK = {"gemma2", "gpt2", "gpt_oss"}
-PROMPTS = random_prompts([5, 60, 1, 33])
-TOKENS = 64
 
 
 def write(kind: str, directory: Path, **changes: Any) -> Path:
-    """A random checkpoint; norms keep activations in range, so that greedy tokens are stable."""
-    torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**MODELS.get(kind, GQA), **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.2)
-        else:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(directory)
-    return directory
-
-
-def expected(directory: Path) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        how: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
-        how["attention_mask"] = torch.ones_like(ids)
-        answer = model.generate(ids, max_new_tokens=TOKENS, **how)
-        found.append(answer[0, len(prompt) :].tolist())
-    return found
-
-
-def make(directory: Path, **settings: Any) -> LLM:
-    how: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
-    return LLM(str(directory), num_gpu_blocks_override=200, **how)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return decoding.write(AutoModelForCausalLM, config, directory)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +58,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS],
 )
 def test_the_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    wanted = expected(write(kind, tmp_path))
+    wanted = decoding.expected(AutoModelForCausalLM, write(kind, tmp_path))
     how = {"model_impl": "transformers"}
     llm = make(tmp_path, max_num_batched_tokens=16, max_num_seqs=4, **how)
     assert isinstance(llm.engine.core.runner.model, Borrowed)

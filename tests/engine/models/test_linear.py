@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from kvserve.engine.models.linear import linear, packed, select_product
 from kvserve.kernels.cpu.linear import Panels
 from tests.thinning import thinned
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -27,7 +25,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-@needs_compiler
+@pytest.mark.compiler
 @thinned(
     {
         "threads": [1, 2],
@@ -44,7 +42,6 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def test_panels_multiply_like_plain_weights(
     tokens: int, outputs: int, inputs: int, dtype: torch.dtype, threads: int, *, with_bias: bool
 ) -> None:
-    torch.manual_seed(0)
     weight = weight_of(outputs, inputs, dtype)
     bias = torch.randn(outputs).to(dtype) if with_bias else None
     x = torch.randn(tokens, 2 * inputs).to(dtype)[:, inputs:]  # rows that lie apart
@@ -59,10 +56,9 @@ def test_panels_multiply_like_plain_weights(
     torch.testing.assert_close(product.double(), wanted, atol=error * inputs**0.5, rtol=error)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_neither_others_nor_threads(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, panels = torch.randn(777, 256).to(dtype), packed(weight_of(320, 256, dtype), "compiled")
     together = linear(x, panels)
     for rows in (slice(0, 1), slice(3, 9), slice(100, 117), slice(0, 776)):
@@ -75,7 +71,7 @@ def test_a_row_depends_on_neither_others_nor_threads(dtype: torch.dtype) -> None
         torch.set_num_threads(before)
 
 
-@needs_compiler
+@pytest.mark.compiler
 @pytest.mark.parametrize("outputs", [64 * 10, 64 * 10 + 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_weights_are_laid_out_piece_by_piece_in_place(
@@ -91,7 +87,7 @@ def test_large_weights_are_laid_out_piece_by_piece_in_place(
     torch.testing.assert_close(linear(x, panels).double(), wanted, atol=error * 32**0.5, rtol=error)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_a_copied_weight_keeps_its_shape() -> None:
     panels = packed(weight_of(70, 32), "compiled")
     one, same = copy.deepcopy([panels, panels])
@@ -100,7 +96,7 @@ def test_a_copied_weight_keeps_its_shape() -> None:
     assert torch.equal(linear(x, one), linear(x, panels)) and linear(x, one).shape == (3, 70)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_what_does_not_fit_is_refused() -> None:
     panels = packed(weight_of(64, 32), "compiled")
     for x in (torch.zeros(2, 33), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).T):
@@ -122,14 +118,13 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_onednn_multiplies_like_plain_weights(tokens: int, *, with_bias: bool) -> None:
-    torch.manual_seed(0)
     x, weight = torch.randn(tokens, 48), weight_of(80, 48)
     bias = torch.randn(80) if with_bias else None
     product = linear(x, packed(weight, "oneDNN"), bias)
     torch.testing.assert_close(product, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
+@pytest.mark.compiler
 def test_amx_is_preferred_where_the_library_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that was compiled for other CPUs leaves it to oneDNN."""
     if not module.compiled.has_tiles():

@@ -40,6 +40,7 @@ def weights_row(llm: LLM) -> tuple[str, ...]:
     return row
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("multiplies")
 @pytest.mark.parametrize(
     ("kind", "per_channel"),
@@ -91,6 +92,7 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
     assert (error <= 2**-8 * np.abs(expected).max(axis=1, keepdims=True)).all()
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("multiplies")
 @pytest.mark.parametrize("change", ["static", "none", "mixed", "float32"])
 def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
     assert ("1 matrices are widened: its parts have several forms" in said) == (change == "mixed")
 
 
+@pytest.mark.compiler
 @pytest.mark.usefixtures("multiplies")
 def test_random_weights_of_an_fp8_model(tmp_path: Path) -> None:
     quantize("llama", tmp_path, fp8_config())

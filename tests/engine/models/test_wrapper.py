@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import random_prompts
+from tests.engine.models import decoding
+from tests.engine.models.decoding import make, tokens
 
-PROMPTS = random_prompts([5, 60, 1, 33])
-TOKENS = 32
 TEXT: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
@@ -67,44 +64,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 
 def write(kind: str, directory: Path) -> Path:
-    """A random checkpoint; norms keep activations in range, so that greedy tokens are stable."""
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **WRAPPERS[kind]))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.2)
-        else:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(directory)
-    return directory
-
-
-def expected(directory: Path) -> list[list[int]]:
-    model: Any = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager")
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        for _ in range(TOKENS):
-            logits = model(input_ids=ids, use_cache=False).logits[0, -1]
-            ids = torch.cat([ids, logits.argmax().view(1, 1)], dim=1)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
-
-
-def make(directory: Path, **settings: Any) -> LLM:
-    how: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
-    return LLM(str(directory), num_gpu_blocks_override=200, **how)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    config = AutoConfig.for_model(kind, **WRAPPERS[kind])
+    return decoding.write(AutoModelForImageTextToText, config, directory)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
-    wanted = expected(write(kind, tmp_path))
+    wanted = decoding.expected(AutoModelForImageTextToText, write(kind, tmp_path))
     llm = make(tmp_path)
     assert not isinstance(llm.engine.core.runner.model, Borrowed)
     assert tokens(llm) == wanted

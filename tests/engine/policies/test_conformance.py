@@ -67,17 +67,16 @@ def matrix(
     return pytest.mark.parametrize(("lab", "case"), params, indirect=["lab"])
 
 
+SPECS = [("llama", "model", "auto"), ("qwen3", "head", "auto"), ("qwen3", "model", "k4v4")]
 _LEVELS = [
     *(("llama", "head", "k4v4"), ("qwen3", "layer", "k4v4"), ("qwen3", "model", "k8v4")),
     *(("llama", "head", "int8"), ("qwen3", "layer", "fp8")),
 ]
-EACH = matrix(
-    [("llama", "model", "auto"), ("qwen3", "head", "auto"), ("qwen3", "model", "k4v4")],
-    CASES,
-    all_of=[("llama", "model", "auto")],
-    slow=[("llama", "layer", "auto"), *_LEVELS],
-)
-IN_LEVELS = matrix([("qwen3", "model", "k4v4")], CASES, slow=_LEVELS)
+OTHERS = [("llama", "layer", "auto"), *_LEVELS]
+EACH = matrix(SPECS, CASES, all_of=SPECS[:1], slow=OTHERS)
+EACH_KIND = matrix(SPECS, CASES, slow=OTHERS)
+"""Of what differs by the kind of event, and not by who is kept."""
+IN_LEVELS = matrix(SPECS[2:], CASES, slow=_LEVELS)
 
 
 @dataclass(frozen=True)
@@ -401,11 +400,14 @@ def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, case: Case) -> None:
     same(lab.alone(case.label), lab.crowd[case.label], lab.within)
 
 
-@pytest.mark.parametrize("swap_space", [0, 1])
 @EACH
-def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case, swap_space: int) -> None:
-    """It replays the events it had, or comes back from host memory as it was."""
-    same(lab.alone(case.label), lab.preempted(swap_space)[case.label], lab.within)
+def test_a_preempted_sequence_replays_its_events(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.preempted(0)[case.label], lab.within)
+
+
+@EACH_KIND
+def test_a_preempted_sequence_comes_back_from_host_memory(lab: Lab, case: Case) -> None:
+    same(lab.alone(case.label), lab.preempted(1)[case.label], lab.within)
 
 
 @EACH
@@ -414,17 +416,16 @@ def test_guesses_do_not_matter(lab: Lab, case: Case) -> None:
     same(lab.alone(case.label), lab.guessed[case.label], lab.within)
 
 
-@pytest.mark.parametrize("hits", [False, True])
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        16,
-        *slow(4096, 1, WINDOW - 1),
-    ],
-)
+@pytest.mark.parametrize("chunk", [16, *slow(4096, 1, WINDOW - 1)])
 @EACH
-def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, chunk: int, hits: bool) -> None:
-    same(lab.alone(case.label), lab.chunked(chunk, hits)[case.label], lab.within)
+def test_chunks_do_not_matter(lab: Lab, case: Case, chunk: int) -> None:
+    same(lab.alone(case.label), lab.chunked(chunk, False)[case.label], lab.within)
+
+
+@pytest.mark.parametrize("chunk", [16, *slow(4096, 1, WINDOW - 1)])
+@EACH_KIND
+def test_hits_do_not_matter(lab: Lab, case: Case, chunk: int) -> None:
+    same(lab.alone(case.label), lab.chunked(chunk, True)[case.label], lab.within)
 
 
 @EACH

@@ -20,23 +20,8 @@ HERE = [
     for case in CASES
     if case.policy != "long_entries" and case.fields.get("query_source") != "recompute"
 ]
-CHECKS = [
-    matrix.test_kept_sets_and_counts,
-    matrix.test_entries_are_copied_bit_for_bit,
-    matrix.test_with_room_for_everything_nothing_changes,
-    matrix.test_mates_chunks_and_blocks_do_not_matter,
-    matrix.test_logits_are_those_of_dense_attention_over_the_kept_set,
-    matrix.test_scores_are_those_of_the_true_queries_and_keys,
-]
-
-
-EACH = matrix.matrix(
-    [("gpt-oss", "model", "auto"), ("gemma3", "head", "auto")],
-    HERE,
-    slow=[
-        *(("gpt-oss", "layer", "k8v4"), ("gemma3", "layer", "k4v4"), ("gemma3", "model", "int8")),
-    ],
-)
+GPT_OSS, GEMMA = ("gpt-oss", "model", "auto"), ("gemma3", "head", "auto")
+OTHERS = [("gpt-oss", "layer", "k8v4"), ("gemma3", "layer", "k4v4"), ("gemma3", "model", "int8")]
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +47,29 @@ def lab(request: pytest.FixtureRequest, labs: Callable[..., matrix.Lab]) -> matr
 
 @pytest.mark.parametrize(
     "check",
-    [*CHECKS, *slow(matrix.test_guesses_do_not_matter)],
+    [
+        matrix.test_kept_sets_and_counts,
+        matrix.test_entries_are_copied_bit_for_bit,
+        matrix.test_with_room_for_everything_nothing_changes,
+        matrix.test_mates_chunks_and_blocks_do_not_matter,
+        matrix.test_logits_are_those_of_dense_attention_over_the_kept_set,
+        matrix.test_scores_are_those_of_the_true_queries_and_keys,
+        *slow(matrix.test_guesses_do_not_matter),
+    ],
     ids=lambda check: check.__name__[5:],
 )
-@EACH
+@matrix.matrix([GPT_OSS, GEMMA], HERE, slow=OTHERS)
 def test_the_matrix(lab: matrix.Lab, case: Case, check: Callable[[matrix.Lab, Case], None]) -> None:
     check(lab, case)
 
 
-@pytest.mark.parametrize("swap_space", [0, 1])
-@EACH
-def test_a_preempted_sequence_ends_up_the_same(
-    lab: matrix.Lab, case: Case, swap_space: int
-) -> None:
-    matrix.test_a_preempted_sequence_ends_up_the_same(lab, case, swap_space)
+@matrix.matrix([GPT_OSS], HERE, slow=[GEMMA, *OTHERS])
+def test_neither_chunks_nor_a_way_through_host_memory_matter(lab: matrix.Lab, case: Case) -> None:
+    matrix.test_chunks_do_not_matter(lab, case, 16)
+    matrix.test_a_preempted_sequence_comes_back_from_host_memory(lab, case)
 
 
-@pytest.mark.parametrize("hits", [False, True])
-@EACH
-def test_neither_chunks_nor_hits_matter(lab: matrix.Lab, case: Case, hits: bool) -> None:
-    matrix.test_neither_chunks_nor_hits_matter(lab, case, 16, hits)
+@matrix.matrix([GEMMA], HERE, slow=[GPT_OSS, *OTHERS])
+def test_neither_hits_nor_replayed_events_matter(lab: matrix.Lab, case: Case) -> None:
+    matrix.test_hits_do_not_matter(lab, case, 16)
+    matrix.test_a_preempted_sequence_replays_its_events(lab, case)

@@ -147,6 +147,7 @@ def test_chunks_are_whole_but_for_one() -> None:
     assert torch.equal(one_each, best_and_newest(scores, 50, 29))
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("length", [1, 7, 300])
 def test_compiled_selection_is_that_of_a_stable_sort(length: int) -> None:
     """Ties, zeros of both signs and infinities, at every count."""

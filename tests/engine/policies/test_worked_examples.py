@@ -180,7 +180,6 @@ def test_chunkkv_layers_follow_their_leader() -> None:
 
 
 def test_chunks_of_one_are_snapkv_without_pooling() -> None:
-    torch.manual_seed(0)
     obs = observe(torch.randn(6, 3, 8), torch.randn(2, 20, 8))
     chunks = ChunkKV(budget=9, window=3, chunk_size=1, head_mode="kv_head")
     assert choose(chunks, obs, 9) == choose(SnapKV(budget=9, window=3, pooling="none"), obs, 9)
@@ -308,7 +307,6 @@ def test_h2o_worked_example() -> None:
 
 
 def test_h2o_mass_equals_a_naive_loop_and_adds_up() -> None:
-    torch.manual_seed(0)
     heads, group, length, dim = 2, 3, 7, 4
     query, key = torch.randn(heads * group, length, dim), torch.randn(heads, length, dim)
     expected = torch.zeros(heads, length)

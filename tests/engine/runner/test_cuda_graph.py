@@ -151,6 +151,7 @@ def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: An
     assert before == [x.data_ptr() for x in [*now, runner.cache.kv]]
 
 
+@pytest.mark.compiler
 def test_codes_are_read_in_replays(llama_dir: Path) -> None:
     """Rows become codes between replays, some are computed again, and freed blocks are spoilt."""
     policy = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}

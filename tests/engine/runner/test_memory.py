@@ -58,6 +58,7 @@ def test_a_rehearsal_is_the_largest_step_and_leaves_nothing(
     assert not runner.batch.kv_lens.any() and not runner.batch.num_computed.any()
 
 
+@pytest.mark.compiler
 def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     measure, build_runner = rank.measure, rank.build_runner

@@ -33,6 +33,8 @@ from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow, thinned
 
+pytestmark = pytest.mark.compiler
+
 
 def recorded_steps(llm: LLM) -> RecordedSteps:
     graphs = llm.engine.core.runner.graphs

@@ -185,6 +185,7 @@ def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, An
     assert oracle.guessed > oracle.confirmed > 20
 
 
+@pytest.mark.compiler
 @thinned({"kind": ["llama", "gemma3"], "sizes": [(), (2, 3, 8)], "layout": ["model", "head"]})
 def test_chunks_are_captured_too(
     kind: str, sizes: tuple[int, ...], layout: str, tmp_path: Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from kvserve.kernels.cpu import store_kv
 from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.query_segments import QuerySegments
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.compiler
 SCALE = 0.3
 COLUMNS = 12
 
@@ -224,7 +223,6 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_store(tokens: int, tables: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     cache, expected = torch.zeros(2, 20, 3, 2, 8, 4 // tables, 16, dtype=dtype)
     slots = torch.randperm(160)[: tables * tokens].view(tables, tokens)
     key, value = torch.randn(tokens, 9, 16).to(dtype).split([5, 4], dim=1)
@@ -239,7 +237,6 @@ def test_store(tokens: int, tables: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (2, 16), (4, 12)])
 def test_log_queries(tables: int, group: int, dim: int, dtype: torch.dtype) -> None:
     """Means over groups; what goes to block 0 is not written."""
-    torch.manual_seed(0)
     log, expected = torch.zeros(2, 20, 3, 8, 4 // tables, dim, dtype=dtype)
     slots = torch.cat([torch.zeros(3, dtype=torch.int64), torch.randperm(152)[:11] + 8])
     slots = slots[torch.randperm(14)].view(tables, -1)

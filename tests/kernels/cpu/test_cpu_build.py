@@ -13,7 +13,7 @@ import pytest
 from kvserve.kernels.cpu import build, levels, prebuild
 from tests.waiting import WAIT
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.compiler
 
 BUILD = "from kvserve.kernels.cpu.build import load_library; print(load_library('store_kv')._name)"
 
@@ -43,12 +43,12 @@ def test_a_build_that_does_not_load_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_cut_build_is_made_anew(tmp_path: Path) -> None:
     """It loads, and the process ends by a bus error at the first page that is not there."""
-    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=60)[0].strip()
+    library = start_build(XDG_CACHE_HOME=str(tmp_path)).communicate(timeout=WAIT)[0].strip()
     whole = Path(library).read_bytes()
     for part in (0.3, 0.6, 0.8):
         Path(library).write_bytes(whole[: int(part * len(whole))])
         again = start_build(XDG_CACHE_HOME=str(tmp_path))
-        assert again.communicate(timeout=60)[0].strip() == library and not again.returncode
+        assert again.communicate(timeout=WAIT)[0].strip() == library and not again.returncode
         assert len(Path(library).read_bytes()) == len(whole)
 
 

@@ -17,6 +17,8 @@ from tests.kernels.on_triton.test_triton_decode_inputs import (
 )
 from tests.thinning import thinned
 
+pytestmark = pytest.mark.compiler
+
 
 @thinned(
     {

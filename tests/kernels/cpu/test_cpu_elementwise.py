@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from kvserve.kernels import elementwise as reference
 from kvserve.kernels.cpu import elementwise as compiled
 from tests.thinning import thinned
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.compiler
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -31,7 +30,6 @@ def assert_alike(one: Tensor, other: Tensor) -> None:
 
 @thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, weight = 3 * torch.randn(tokens, width, dtype=dtype), torch.randn(width, dtype=dtype)
     assert_alike(compiled.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
@@ -47,7 +45,6 @@ def test_rms_norm_of_heads_within_a_wider_row(dtype: torch.dtype) -> None:
 
 @thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, added = 3 * torch.randn(2, tokens, width, dtype=dtype)
     weight = torch.randn(width, dtype=dtype)
     whole, normed = compiled.add_rms_norm(x, added, weight, 1e-5)
@@ -57,7 +54,6 @@ def test_add_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 
 @thinned({**EACH, "width": [8, 32, 70]}, together=2, rest=False)
 def test_rotate(tokens: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     qkv = torch.randn(tokens, 4, width, dtype=dtype)
     cos, sin = torch.randn(2, tokens, 1, width, dtype=dtype)
     torch.testing.assert_close(
@@ -71,7 +67,6 @@ def test_rotate(tokens: int, width: int, dtype: torch.dtype) -> None:
 @dtypes
 @tokens
 def test_silu_and_mul(tokens: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     gate_up = 4 * torch.randn(tokens, 2 * 37, dtype=dtype)
     assert_alike(compiled.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
 
@@ -87,14 +82,12 @@ def test_silu_far_from_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 40])
 @pytest.mark.parametrize("width", [1, 15, 48, 1003])
 def test_argmax(rows: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x = torch.randint(-9, 10, (rows, width + 5)).to(dtype)[:, :width]  # many are the largest
     x[1:3] = -torch.inf
     assert torch.equal(compiled.argmax(x), reference.argmax(x))
 
 
 def test_threads_change_no_bit() -> None:
-    torch.manual_seed(0)
     gate_up, before = torch.randn(512, 2 * 256), torch.get_num_threads()
     alone = compiled.silu_and_mul(gate_up)
     try:
@@ -125,7 +118,6 @@ def test_what_does_not_fit_is_refused(call: Callable[[], Tensor]) -> None:
 
 @thinned({**EACH, "width": [8, 48, 131]}, together=2, rest=False)
 def test_wide_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, weight = 3 * torch.randn(tokens, width).to(dtype), torch.randn(width)
     assert_alike(compiled.wide_rms_norm(x, weight, 1e-5), reference.wide_rms_norm(x, weight, 1e-5))
     with pytest.raises(ValueError, match="wide_rms_norm"):
@@ -134,7 +126,6 @@ def test_wide_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 
 @thinned({**EACH, "width": [8, 32, 70]}, together=2, rest=False)
 def test_gelu_and_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     gate_up = (2 * torch.randn(tokens, 2 * width)).to(dtype)
     assert_alike(compiled.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
 

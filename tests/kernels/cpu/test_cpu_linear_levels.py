@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from kvserve.kernels.cpu.linear_levels import LevelPanels
 from kvserve.kernels.weight_levels import Levels, rounded
 from tests.kernels.weight_level_cases import FORMS, random_levels
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = pytest.mark.compiler
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 128), (70, 96), (200, 320), (33, 90), (1, 2)]
 ROWS = [0, 1, 5, 7, 33, 250]
@@ -37,7 +36,6 @@ def check(found: Tensor, x: Tensor, weight: Levels, bias: Tensor | float = 0.0) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_products(form: str, dtype: torch.dtype, *, ordered: bool) -> None:
-    torch.manual_seed(0)
     for outputs, width in SHAPES:
         weight = random_levels(FORMS[form], outputs, width, dtype, ordered=ordered)
         panels = LevelPanels(copy.deepcopy(weight))
@@ -50,7 +48,6 @@ def test_products(form: str, dtype: torch.dtype, *, ordered: bool) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts(form: str) -> None:
-    torch.manual_seed(0)
     weight = random_levels(FORMS[form], 70, 90, experts=4, ordered=form == "Q4_0")
     panels = LevelPanels(copy.deepcopy(weight))
     x, ends = torch.randn(41, 90), torch.tensor([3, 3, 30, 41], dtype=torch.int32)
@@ -67,7 +64,6 @@ def test_experts(form: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["Q4_1", "4 bits and zeros", "Q8_0", "FP8"])
 def test_a_row_depends_on_neither_others_nor_threads(form: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     panels = LevelPanels(random_levels(FORMS[form], 320, 256, dtype))
     x = torch.randn(777, 256).to(dtype)
     together, before = panels.linear(x), torch.get_num_threads()

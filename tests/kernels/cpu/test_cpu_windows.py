@@ -14,6 +14,8 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
 
+pytestmark = pytest.mark.compiler
+
 LONG = Shape(heads=8, kv_heads=2, block=16, columns=200)
 
 

@@ -22,7 +22,7 @@ KERNELS = Path(__file__).parents[1]
 SANITIZED = "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.compiler,
 ]
 
 

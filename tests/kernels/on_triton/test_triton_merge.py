@@ -38,14 +38,14 @@ def unwritten(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain(*sizes: Any, chunks: list[int] | None = None) -> Inputs:
-    lengths = [150, 0, 3, 65] if chunks is None else [150, 21]
+    lengths = [70, 0, 3, 33] if chunks is None else [70, 21]
     return Case(*(*sizes, lengths, chunks)).inputs, {}
 
 
 def with_everything(tables: int, chunks: list[int] | None = None) -> Inputs:
     """Shares, a remainder, sinks and capped logits."""
     heads = 2 // tables
-    case = Case(tables, heads, 3, 32, 16, torch.float32, [150, 40], chunks)
+    case = Case(tables, heads, 3, 32, 16, torch.float32, [70, 40], chunks)
     left = random_remainder(len(case.tables), 2, 32, 1)
     recent = torch.full((len(case.q),), 4)
     more = {"remainder": left, "sinks": torch.randn(6), "soft_cap": 1.5}
@@ -53,7 +53,7 @@ def with_everything(tables: int, chunks: list[int] | None = None) -> Inputs:
 
 
 def in_a_window() -> Inputs:
-    case = Case(1, 2, 4, 64, 16, torch.float16, [150, 2, 3, 65])
+    case = Case(1, 2, 4, 64, 16, torch.float16, [70, 2, 3, 33])
     q, keys, values, tables, _, scale = case.inputs
     return (q, keys, values, tables, windowed(case, 20), scale), {"sinks": torch.randn(8)}
 

@@ -13,6 +13,7 @@ from kvserve.kernels.attention.paged_attention_triton import paged_attention_tri
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
 from kvserve.kernels.quantized_triton import TRITON
 from kvserve.kernels.query_segments import QuerySegments
+from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -84,11 +85,14 @@ class Rows:
         return self.q[: sum(lengths)], k, v, self.tables, segments, 0.3
 
 
-@EACH
-@pytest.mark.parametrize(
-    ("tables", "dim"), [(1, 32), (2, 128), pytest.param(1, 64, marks=pytest.mark.slow)]
+@thinned(
+    {
+        "form": list(FORMATS.values()),
+        "lengths": [[1, 1], [9, 4]],
+        "tables,dim": [(1, 32), (2, 128)],
+    },
+    together=2,
 )
-@pytest.mark.parametrize("lengths", [[1, 1], [9, 4]], ids=["decode", "chunks"])
 def test_attention(form: EntryFormat, tables: int, dim: int, lengths: list[int]) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16
     case = Rows(form, tables, 2, dtype, dim).arguments(lengths)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import types
@@ -24,13 +23,6 @@ def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
     parser = Parser(prog="kvserve serve")
     serve.add_arguments(parser)
     return reading.read_settings(parser.parse(gather_dotted(argv)))
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("KVSERVE_"):
-            monkeypatch.delenv(name)
 
 
 # ---- flags ------------------------------------------------------------------------------------

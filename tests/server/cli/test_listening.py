@@ -26,8 +26,11 @@ def test_an_open_door_is_named(
     assert ("--api-key" in caplog.text) == warned
 
 
-def test_a_sockets_file_goes_with_the_server(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
+def test_a_sockets_file_goes_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an address has room for a hundred characters
+    path = Path("socket")
     with listen(ServeSettings(uds=str(path))):
         assert path.exists()
     assert not path.exists()

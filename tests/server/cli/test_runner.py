@@ -1,7 +1,10 @@
-"""``kvserve serve`` as a process with a fake engine: start-up, signals, exit status."""
+"""``kvserve serve`` with a fake engine: start-up, signals, exit status."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import re
 import signal
 import socket
@@ -9,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +23,26 @@ from kvserve.server.cli import runner
 from kvserve.server.cli.commands import run as run_command
 from kvserve.server.cli.runner import table
 from kvserve.server.http.http_protocol import MAX_HEAD
-from tests.server.fake_engine import FakeEngine
+from kvserve.server.settings.serve_settings import ServeSettings
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.waiting import WAIT, wait_until
 
 CODE = """
-import contextlib, sys
-from kvserve.server.cli import commands as cli
-from kvserve.server.cli import runner
+import sys
+from kvserve.server.cli import commands, runner
 from tests.server.fake_engine import FakeEngine
 
-@contextlib.contextmanager
-def listen(settings, listen=runner.listen):
-    with listen(settings) as listener:
-        print(listener.getsockname()[1], flush=True)
-        yield listener
-
-runner.listen = listen
-runner.make_engine = lambda config: FakeEngine(**eval(sys.argv[1]))
-cli.main(sys.argv[2:])
+runner.make_engine = lambda config: FakeEngine()
+commands.main(sys.argv[1:])
 """
 
 
 class Process:
-    """The command in a process of its own: it prints the port it has got, and its stderr is read
-    as it comes."""
+    """The command in a process of its own; its stderr is read as it comes."""
 
-    def __init__(self, engine: dict[str, Any], *argv: str) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", CODE, repr(engine), *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, *argv: str) -> None:
+        command = [sys.executable, "-c", CODE, *argv]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -76,23 +68,9 @@ class Process:
         return status
 
 
-@pytest.fixture
-def run() -> Iterator[Callable[..., Process]]:
-    processes = []
-
-    def start(*argv: str, **engine: Any) -> Process:
-        processes.append(Process(engine, "--model", "m", *argv))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.popen.kill()
-        process.popen.wait()
-
-
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Process]:
-    process = Process({}, "--model", "m", "--port", "0", "--served-model-name", "a", "b")
+    process = Process("--model", "m", "--port", "0", "--served-model-name", "a", "b")
     yield process
     process.popen.kill()
     process.popen.wait()
@@ -109,67 +87,117 @@ def complete(url: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT)
 
 
-def until_running(url: str, number: int) -> None:
-    with httpx.Client(base_url=url, timeout=WAIT) as http:
-        wait_until(lambda: http.get("/v1/kv/stats").json()["num_running"] == number)
+Serve = Callable[..., tuple[int, Any, str]]
 
 
-def test_what_does_not_finish_in_time_is_told_so(run: Callable[..., Process]) -> None:
-    process = run("--port", "0", "--shutdown-timeout", "0.2")
-    url = process.url
-    body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: complete(url, body))
-    stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
-    streaming, streamed = in_thread(lambda: complete(url, stream))
-    until_running(url, 2)
-    process.popen.send_signal(signal.SIGINT)
-    thread.join()
-    streaming.join()
-    assert results[0].status_code == 503
-    assert results[0].json()["error"]["code"] == "draining"
-    assert '"code":"draining"' in streamed[0].text and streamed[0].text.endswith("[DONE]\n\n")
-    assert process.wait() == 0
-    assert "Traceback" not in process.text
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Serve:
+    """Run the command in this process, and a client of it in a thread; signals come to this
+    process. Returns the exit status, what the client returned, and stderr."""
+    listen, ports = runner.listen, queue.Queue[int]()
+
+    @contextlib.contextmanager
+    def noted(settings: ServeSettings) -> Iterator[socket.socket]:
+        with listen(settings) as listener:
+            ports.put(listener.getsockname()[1])
+            yield listener
+
+    def run(client: Callable[[str], Any], *argv: str, **engine: Any) -> tuple[int, Any, str]:
+        monkeypatch.setattr(runner, "make_engine", lambda config: FakeEngine(**engine))
+
+        def ask() -> Any:
+            url = f"http://127.0.0.1:{ports.get(timeout=WAIT)}"
+            try:
+                return client(url)
+            except BaseException:
+                for _ in range(2):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise
+
+        with ThreadPoolExecutor(1) as clients:
+            asked = clients.submit(ask)
+            status = run_command(["serve", "--model", "m", "--port", "0", *argv])
+            return status, asked.result(WAIT), capfd.readouterr().err
+
+    monkeypatch.setattr(runner, "listen", noted)
+    monkeypatch.setattr(runner, "freeze_heap", lambda: None)
+    return run
 
 
-def test_a_second_signal_stops_at_once(run: Callable[..., Process]) -> None:
-    process = run("--port", "0")
-    url = process.url
-    body = {"prompt": "STUCK", "max_tokens": 40}
-    thread, results = in_thread(lambda: complete(url, body))
-    until_running(url, 1)
-    process.popen.send_signal(signal.SIGTERM)
-    wait_until(lambda: "again to stop at once" in process.text)
-    process.popen.send_signal(signal.SIGTERM)
-    thread.join()
-    assert results[0].status_code == 503
-    assert process.wait() == 0
-
-
-def test_health_while_loading(run: Callable[..., Process]) -> None:
-    process = run("--port", "0", start_delay=3600.0)
-    assert process.popen.stdout is not None
-    url = f"http://127.0.0.1:{int(process.popen.stdout.readline())}"
-
+def until_healthy(url: str, status: int) -> None:
     with httpx.Client(base_url=url, timeout=WAIT) as http:
 
-        def status() -> int:
+        def found() -> int:
             try:
                 return http.get("/health").status_code
             except httpx.ConnectError:
                 return 0
 
-        wait_until(lambda: status() == 503, process.popen)
-    process.popen.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
-    assert "stopped before" in process.text and "Traceback" not in process.text
+        wait_until(lambda: found() == status)
 
 
-def test_an_error_at_the_start(run: Callable[..., Process]) -> None:
+def until_running(url: str, number: int) -> None:
+    with httpx.Client(base_url=url, timeout=WAIT) as http:
+        wait_until(lambda: http.get("/v1/kv/stats").json()["num_running"] == number)
+
+
+def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
+    def client(url: str) -> tuple[httpx.Response, httpx.Response]:
+        until_healthy(url, 200)
+        body = {"prompt": "STUCK", "max_tokens": 40}
+        thread, results = in_thread(lambda: complete(url, body))
+        stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
+        streaming, streamed = in_thread(lambda: complete(url, stream))
+        until_running(url, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        thread.join()
+        streaming.join()
+        return results[0], streamed[0]
+
+    status, (answer, streamed), said = serve(client, "--shutdown-timeout", "0.2")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
+    assert '"code":"draining"' in streamed.text and streamed.text.endswith("[DONE]\n\n")
+    assert status == 0 and "Traceback" not in said
+
+
+def test_a_second_signal_stops_at_once(serve: Serve) -> None:
+    def client(url: str) -> httpx.Response:
+        until_healthy(url, 200)
+        thread, results = in_thread(lambda: complete(url, {"prompt": "STUCK", "max_tokens": 40}))
+        until_running(url, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until_healthy(url, 503)
+        os.kill(os.getpid(), signal.SIGTERM)
+        thread.join()
+        return results[0]
+
+    status, answer, said = serve(client, "--shutdown-timeout", "3600")
+    assert (status, answer.status_code) == (0, 503) and "again to stop at once" in said
+
+
+def test_health_while_loading(serve: Serve) -> None:
+    def client(url: str) -> None:
+        until_healthy(url, 503)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    status, _, said = serve(client, start_delay=3600.0)
+    assert status == 0 and "stopped before" in said and "Traceback" not in said
+
+
+def test_an_error_at_the_start(serve: Serve) -> None:
     message = "model-00002-of-00003.safetensors is missing"
-    process = run("--port", "0", start_error=message)
-    assert process.wait() == 1
-    assert process.text.splitlines()[1:] == [f"kvserve serve: error: {message}"]
+    status, _, said = serve(lambda url: None, start_error=message)
+    assert status == 1
+    assert said.splitlines()[1:] == [f"kvserve serve: error: {message}"]
+
+
+def test_the_tokenizer_is_looked_at_before_a_model_is_loaded(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "encode", lambda *_, **__: [5, 6])
+    flags = "--reasoning-parser", "qwen3"
+    status, _, said = serve(lambda url: None, *flags, start_delay=3600.0)
+    assert status == 1 and "--reasoning-parser" in said
 
 
 class NeverStarted(FakeEngine):
@@ -260,14 +288,14 @@ def test_it_drains(plain: Process, tmp_path: Path) -> None:
     assert "/health" not in process.text
 
 
-def test_a_dead_engine_ends_the_server(run: Callable[..., Process]) -> None:
-    process = run("--port", "0")
-    response = complete(process.url, {"prompt": "DIE"})
-    assert response.status_code == 500
-    assert httpx.get(f"{process.url}/health").status_code == 503
-    assert process.wait() == 1
-    assert "the engine stopped: out of memory" in process.text
-    assert "Traceback" not in process.text
+def test_a_dead_engine_ends_the_server(serve: Serve) -> None:
+    def client(url: str) -> int:
+        until_healthy(url, 200)
+        return complete(url, {"prompt": "DIE"}).status_code
+
+    status, answered, said = serve(client)
+    assert (status, answered) == (1, 500)
+    assert "the engine stopped: out of memory" in said and "Traceback" not in said
 
 
 def test_table() -> None:

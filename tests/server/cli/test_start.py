@@ -50,22 +50,6 @@ def test_the_first_line_comes_before_anything_is_loaded() -> None:
     assert re.match(r"kvserve \S+ starts with kvserve/tiny .*False False", done.stdout), done
 
 
-def test_the_tokenizer_is_looked_at_before_a_model_is_loaded() -> None:
-    command = [sys.executable, "-c", CODE_WITHOUT_THINKING, "--reasoning-parser", "qwen3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
-    assert done.returncode == 1 and "--reasoning-parser" in done.stderr, done.stderr
-
-
-CODE_WITHOUT_THINKING = """
-import sys
-from kvserve.server.cli import commands, runner
-from tests.server.fake_engine import FakeEngine, FakeTokenizer
-FakeTokenizer.encode = lambda self, text, add_special_tokens=True: [5, 6]
-runner.make_engine = lambda config: FakeEngine(start_delay=1800.0)
-commands.main(["--model", "m", "--port", "0", *sys.argv[1:]])
-"""
-
-
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
