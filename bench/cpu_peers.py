@@ -36,12 +36,12 @@ from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES, opened_checkpoint
 from kvserve.benchmarks.setup.options import (
-    KV_CACHE_DTYPES,
     add_report_arguments,
     at_least,
     number,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
+from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.models.hub import find_model
 
 _WARMUP_TOKENS = 8

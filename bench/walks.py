@@ -113,11 +113,10 @@ def _is_given(frame: FrameType) -> bool:
 def walk_from_argv() -> tuple[EngineConfig, Walk]:
     """Read the command line: the engine's settings, and where the field came by."""
     from kvserve.server.cli.commands import parser_of
-    from kvserve.server.settings.args import gather_dotted
     from kvserve.server.settings.reading import read_settings
 
     with Walk(_is_given) as walk:
-        config, _ = read_settings(parser_of("serve").parse(gather_dotted(ARGV)))
+        config, _ = read_settings(parser_of("serve").parse(ARGV))
     return config, walk
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvserve.setting_values import did_you_mean
+from kvserve.fields import did_you_mean
 
 
 def _by_name(groups: Mapping[str, str]) -> dict[str, str]:

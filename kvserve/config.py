@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias
 
 from kvserve import absent
 from kvserve.entry_format import FORMATS
+from kvserve.fields import (
+    Setting,
+    check_limits,
+    did_you_mean,
+    number_wanted,
+    setting,
+    settings_of,
+)
 from kvserve.log import ConfigError, shown
-from kvserve.setting_values import check_limits, checked, did_you_mean
 
 NGRAM = "ngram"
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
@@ -50,11 +57,12 @@ class SpeculativeConfig:
 
 
 def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
-    value = given.get(key)
+    value: Any = given.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise _wrong(key, f"must be a whole number from 1 to {most}, got {shown(value)}")
-    return value
+    if (wanted := number_wanted(value, int, 1, most)) is not None:
+        raise _wrong(key, f"must be {wanted}, got {shown(value)}")
+    number: int = value
+    return number
 
 
 def _wrong(key: str, what: str) -> ConfigError:
@@ -67,20 +75,6 @@ KV_CACHE_DTYPES = ("auto", *FORMATS)
 
 Checks: TypeAlias = Sequence[tuple[bool, str]]
 """What must hold, each with the message if it does not."""
-
-
-def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field with its help text.
-
-    ``extra`` may hold ``choices``, ``synonyms`` (other names of choices), ``aliases`` (flags), and
-    limits of numbers: ``least``, or ``above`` (``setting_values.check_limits``).
-
-    The flag is the field's name with dashes (``max_num_seqs`` -> ``--max-num-seqs``).
-    """
-    metadata = {"help": help, **extra}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +156,11 @@ class CacheConfig:
         above=0,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of the GPU's memory the engine may use", aliases=("--mem-fraction-static",)
+        0.9,
+        "share of the GPU's memory the engine may use",
+        aliases=("--mem-fraction-static",),
+        above=0,
+        most=1,
     )
     enable_prefix_caching: bool = setting(
         True, "keep computed prompt blocks and reuse them for prompts that begin alike"
@@ -204,10 +202,6 @@ class CacheConfig:
             (
                 kept is None or (self.continuations == "on" and kept > 0),
                 "--continuation-memory must be above 0, and goes with --continuations on",
-            ),
-            (
-                0.0 < self.gpu_memory_utilization <= 1.0,
-                "--gpu-memory-utilization must be in (0, 1]",
             ),
         )
 
@@ -388,19 +382,17 @@ class EngineConfig:
         for settings in (self, *(getattr(self, name) for name in SECTIONS)):
             check_limits(settings)
         sections = self.cache, self.scheduler, self.parallel, self.compression
-        for ok, message in chain(*(section.checks() for section in sections), self._checks()):
-            if not ok:
-                raise ConfigError(message)
-
-    def _checks(self) -> Checks:
         sizes = self.cudagraph_capture_sizes
-        return (
+        own: Checks = (
             (all(size >= 1 for size in sizes), "--cudagraph-capture-sizes must be >= 1"),
             (
                 not (self.enforce_eager and sizes),
                 "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
             ),
         )
+        for ok, message in chain(*(section.checks() for section in sections), own):
+            if not ok:
+                raise ConfigError(message)
 
     @classmethod
     def from_flat(cls, **settings: Any) -> EngineConfig:
@@ -409,21 +401,23 @@ class EngineConfig:
         Sizes may be text, as on the command line (``max_model_len="32k"``). ``ConfigError`` names
         what is unknown or has the wrong type.
         """
-        sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-        own: dict[str, Any] = {}
-        known = {*_SETTINGS, *_ALIASES}
-        settings = absent.take_known(
-            settings, known, absent.SETTINGS, lambda text, _: ConfigError(text)
-        )
-        for given, value in settings.items():
-            name = _ALIASES.get(given, given)
-            if name != given and name in settings:
-                raise ConfigError(f"{name} is given twice, once as {given}")
-            section, item, hint = _SETTINGS[name]
-            target = own if section is None else sections[section]
-            target[name] = checked(item, hint, value)
-        built = {name: SECTIONS[name](**values) for name, values in sections.items()}
-        return cls(**built, **own)
+        known = {*SETTINGS, *_ALIASES}
+        if not settings.keys() <= known:
+            settings = absent.take_known(
+                settings, known, absent.SETTINGS, lambda text, _: ConfigError(text)
+            )
+        given: dict[str, Any] = {}
+        for name, value in settings.items():
+            known_as = _ALIASES.get(name, name)
+            if name != known_as and known_as in settings:
+                raise ConfigError(f"{known_as} is given twice, once as {name}")
+            given[known_as] = SETTINGS[known_as].checked(value)
+
+        built = {}
+        for name, kind in SECTIONS.items():
+            own = {item.name for item in settings_of(kind)} & given.keys()
+            built[name] = kind(**{each: given.pop(each) for each in own})
+        return cls(**built, **given)
 
 
 SECTIONS: dict[str, type] = {
@@ -433,22 +427,12 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "compression": CompressionConfig,
 }
-
-
-def _settings() -> dict[str, tuple[str | None, Field[Any], Any]]:
-    """By name: the section (``None``: the engine's own), the field and its type."""
-    return {
-        item.name: (section, item, hints[item.name])
-        for section, kind in [*SECTIONS.items(), (None, EngineConfig)]
-        for hints in [get_type_hints(kind)]
-        for item in fields(kind)
-        if "help" in item.metadata
-    }
-
-
-_SETTINGS = _settings()
+SETTINGS: dict[str, Setting] = {
+    item.name: item for kind in (*SECTIONS.values(), EngineConfig) for item in settings_of(kind)
+}
+"""All settings by name."""
 _ALIASES = {
-    alias.lstrip("-").replace("-", "_"): name
-    for name, (_, item, _) in _SETTINGS.items()
-    for alias in item.metadata.get("aliases", ())
+    alias.lstrip("-").replace("-", "_"): item.name
+    for item in SETTINGS.values()
+    for alias in item.aliases
 }

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvserve import absent
+from kvserve.fields import FINITE, limited, settings_of
 from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, shown
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS, _MAX_WORD_LENGTH = 128, 1000
-_MAX_INT = 2**31
+_MAX_INT = 2**31 - 1
 _MAX_BIAS = 2**16
 MAX_CHOICES, MAX_GRAMMAR = 10_000, 2**20
 """The most strings of a choice, and the most characters of any structured output."""
@@ -119,20 +119,20 @@ class SamplingParams:
     as they are: ``clone(temperature=0.5)`` is another one.
     """
 
-    n: int = 1
+    n: int = limited(1, least=1, most=128)
     """How many choices to generate, 1 to 128."""
-    temperature: float = 1.0
+    temperature: float = limited(1.0, least=0, most=100)
     """0 to 100; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = limited(1.0, above=0, most=1)
     """Draw from the most probable tokens that together have this probability; above 0, at most
     1."""
-    top_k: int = 0
+    top_k: int = limited(0, least=-1, most=_MAX_INT)
     """Draw from the k most probable tokens; 0 and -1: from all."""
-    min_p: float = 0.0
+    min_p: float = limited(0.0, least=0, most=1)
     """Draw from tokens at least this probable, relative to the most probable one; 0 to 1."""
-    max_tokens: int | None = 16
+    max_tokens: int | None = limited(16, least=1, most=2**63 - 1)
     """The most tokens to generate, at least 1; ``None``: up to the model's context."""
-    min_tokens: int = 0
+    min_tokens: int = limited(0, least=0, most=_MAX_INT)
     """The answer does not stop before it has this many tokens."""
     stop: str | Sequence[str] | None = None
     """A string, or up to 128, that end the answer; each has at most 1,000 characters."""
@@ -144,17 +144,17 @@ class SamplingParams:
     """Go on after the model's end-of-sequence token."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
-    seed: int | None = None
+    seed: int | None = limited(None, least=-(2**63), most=2**63 - 1)
     """Seed of the draws, 64 bits; ``None``: derived from the engine's seed."""
-    logprobs: int | None = None
+    logprobs: int | None = limited(None, least=0, most=MAX_LOGPROBS)
     """Report log-probabilities of each token and of this many most probable ones, 0 to 20."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = limited(None, least=0, most=MAX_LOGPROBS)
     """The same for prompt tokens; needs a policy that does not compress during the prompt."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = limited(0.0, least=-2, most=2)
     """Subtracted from the logits of tokens that the answer already has; -2 to 2."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = limited(0.0, least=-2, most=2)
     """Subtracted once for each time that the answer already has the token; -2 to 2."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = limited(1.0, above=0, most=FINITE)
     """Divides positive and multiplies negative logits of tokens that the prompt or the answer has;
     above 1 discourages them."""
     logit_bias: Mapping[int, float] | None = None
@@ -166,14 +166,14 @@ class SamplingParams:
     structured_outputs: Mapping[str, Any] | StructuredOutput | None = None
     """What the text must match: ``{"json": schema}``, ``{"regex": ...}``, ``{"choice": [...]}``,
     ``{"grammar": ...}`` or ``{"json_object": True}``."""
-    thinking_end: int | None = None
+    thinking_end: int | None = limited(None, least=0, most=_MAX_INT)
     """The token that ends the model's reasoning. Structured output applies after it."""
-    thinking_start: int | None = None
+    thinking_start: int | None = limited(None, least=0, most=_MAX_INT)
     """The token that begins the reasoning, if it is not known whether the model reasons: it does if
     this is its first token. ``None``: it reasons, if ``thinking_end`` is given."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = limited(None, least=0, most=_MAX_INT)
     """The most tokens of reasoning; then ``thinking_end`` is forced, which must be given."""
-    priority: int = 0
+    priority: int = limited(0, least=-_MAX_INT - 1, most=_MAX_INT)
     """Lower numbers run first; needs ``scheduling_policy="priority"``."""
     kv_policy: str | Mapping[str, Any] | None = None
     """This request's policy in place of the engine's: a name, or ``{"name": ..., **fields}``;
@@ -213,8 +213,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_output", parsed)
         for name, ok, allowed in self._checks():
             if not ok:
-                given = shown(getattr(self, name))
-                raise RequestError(f"{name} must be {allowed}, got {given:.200}", param=name)
+                _refuse(name, allowed, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -230,29 +229,16 @@ class SamplingParams:
             self._check_grammar(parsed)
 
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
-        bias, words = self.logit_bias or {}, self.bad_words or ()
-        budget, limit = self.thinking_token_budget, self.max_tokens
-        stop_ids, allowed = self.stop_token_ids or (), self.allowed_token_ids
+        """Of what is no number: the field, whether it may be so, and what it must be."""
+        bias, stop_ids = self.logit_bias or {}, self.stop_token_ids or ()
+        allowed = self.allowed_token_ids
         return (
-            ("n", 1 <= self.n <= 128, "between 1 and 128"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("top_k", -1 <= self.top_k < _MAX_INT, "-1 or 0 (off), or at least 1"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("max_tokens", limit is None or 1 <= limit < 2**63, "from 1 to the context's length"),
-            ("min_tokens", 0 <= self.min_tokens < _MAX_INT, "between 0 and 2147483647"),
             ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
             (
                 "stop_token_ids",
                 _token_ids(stop_ids) and len(stop_ids) <= _MAX_WORDS,
                 "up to 128 token ids",
             ),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("logprobs", _in_range(self.logprobs), f"between 0 and {MAX_LOGPROBS}"),
-            ("prompt_logprobs", _in_range(self.prompt_logprobs), f"between 0 and {MAX_LOGPROBS}"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
             ("logit_bias", len(bias) <= _MAX_BIAS, f"of at most {_MAX_BIAS} tokens"),
             (
                 "logit_bias",
@@ -264,14 +250,12 @@ class SamplingParams:
                 allowed is None or (len(allowed) > 0 and _token_ids(allowed)),
                 "at least one token id",
             ),
-            ("bad_words", _short(words, 100), "up to 128 non-empty strings of 100 characters"),
             (
-                "thinking_token_budget",
-                budget is None or 0 <= budget < _MAX_INT,
-                "between 0 and 2147483647",
+                "bad_words",
+                _short(self.bad_words or (), 100),
+                "up to 128 non-empty strings of 100 characters",
             ),
             ("cache_salt", _is_salt(self.cache_salt), "a string of 1 to 1000 characters"),
-            ("priority", -_MAX_INT <= self.priority < _MAX_INT, "a 32-bit integer"),
         )
 
     def _check_grammar(self, wanted: StructuredOutput) -> None:
@@ -290,12 +274,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def _in_range(logprobs: int | None) -> bool:
-    return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
-
-
 def _token_ids(ids: Sequence[int]) -> bool:
-    return not ids or 0 <= min(ids) <= max(ids) < _MAX_INT
+    return not ids or 0 <= min(ids) <= max(ids) <= _MAX_INT
 
 
 def _within(numbers: Collection[float], most: float) -> bool:
@@ -311,45 +291,32 @@ def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:
     return len(texts) <= _MAX_WORDS and all(0 < len(text) <= longest for text in texts)
 
 
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-_WHOLE = ("n", "top_k", "min_tokens", "priority")
-_WHOLE_OR_NONE = (
-    *("max_tokens", "seed", "logprobs", "prompt_logprobs"),
-    *("thinking_start", "thinking_end", "thinking_token_budget"),
-)
-
-
 def check_types(settings: Any) -> None:
-    """``RequestError`` for the first field of a ``SamplingParams`` that has the wrong type."""
-    single: tuple[tuple[tuple[str, ...], Any, bool, str], ...] = (
-        (_NUMBERS, Real, False, "a number"),
-        (_WHOLE, Integral, False, "an integer"),
-        (_WHOLE_OR_NONE, Integral, True, "an integer or None"),
-        (("logit_bias",), Mapping, True, "a mapping of token ids to numbers"),
-        (("client",), str, False, "a string"),
-    )
-    for names, kind, none, wanted in single:
-        for name in names:
-            value = getattr(settings, name)
-            if not (isinstance(value, kind) or (none and value is None)):
-                _refuse(name, wanted, value)
-    several: tuple[tuple[str, Any, str], ...] = (
-        ("stop_token_ids", Integral, "a list of token ids"),
-        ("allowed_token_ids", Integral, "a list of token ids"),
-        ("logit_bias", Integral, "a mapping of token ids to numbers"),
-        ("bad_words", str, "a list of strings"),
-        ("stop", str, "a string or a list of strings"),
-    )
-    for name, kind, wanted in several:
+    """``RequestError`` for the first field of a ``SamplingParams`` that has the wrong type, or is a
+    number beyond its limits."""
+    for item in settings_of(type(settings)):
+        value = getattr(settings, item.name)
+        if (wanted := item.wanted(value)) is not None:
+            _refuse(item.name, wanted, value)
+    for name, kind, wanted in _SEVERAL:
         value = getattr(settings, name)
         items = () if value is None else value
         if not isinstance(items, Iterable) or not _all_are(items, kind):
             _refuse(name, wanted, value)
-    if not _all_are((settings.logit_bias or {}).values(), Real):
-        _refuse("logit_bias", "a mapping of token ids to numbers", settings.logit_bias)
+    bias = settings.logit_bias
+    if bias is not None and not (isinstance(bias, Mapping) and _all_are(bias.values(), Real)):
+        _refuse("logit_bias", "a mapping of token ids to numbers", bias)
+    if not isinstance(settings.client, str):
+        _refuse("client", "a string", settings.client)
+
+
+_SEVERAL: tuple[tuple[str, Any, str], ...] = (
+    ("stop_token_ids", Integral, "a list of token ids"),
+    ("allowed_token_ids", Integral, "a list of token ids"),
+    ("logit_bias", Integral, "a mapping of token ids to numbers"),
+    ("bad_words", str, "a list of strings"),
+    ("stop", str, "a string or a list of strings"),
+)
 
 
 def _all_are(items: Iterable[Any], kind: Any) -> bool:
@@ -357,5 +324,5 @@ def _all_are(items: Iterable[Any], kind: Any) -> bool:
     return all(issubclass(each, kind) for each in set(map(type, items)))
 
 
-def _refuse(name: str, wanted: str, value: object) -> None:
+def _refuse(name: str, wanted: str, value: object) -> NoReturn:
     raise RequestError(f"{name} must be {wanted}, got {shown(value):.200}", param=name)

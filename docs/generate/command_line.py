@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from docs.generate.markdown import table
 from kvserve.server.cli.commands import COMMANDS, parser_of
-from kvserve.server.settings.args import ENV_PREFIX, Parser
+from kvserve.server.settings.args import Parser
+from kvserve.server.settings.reading import ENV_PREFIX
 
 _INTRO = f"""\
 # Command line

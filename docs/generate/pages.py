@@ -15,7 +15,6 @@ from docs.generate import (
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.server.settings.serve_settings import ServeSettings
-from kvserve.server.state.options import server_options
 from kvserve.server.state.server_state import ServerState
 
 
@@ -37,4 +36,4 @@ def all_pages() -> dict[str, str]:
 def _idle_server() -> ServerState:
     """A server with default settings that is never started: it has a schema and metrics."""
     config = EngineConfig()
-    return ServerState(AsyncEngine(config), config, server_options(config, ServeSettings()))
+    return ServerState(AsyncEngine(config), config, ServeSettings())

@@ -30,15 +30,15 @@ class NewSequence:
     token_ids: list[int]
     max_tokens: int | None
     stop_token_ids: list[int]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-    branch: int
-    min_tokens: int
-    logprobs: int | None
-    kv_policy: str | dict[str, Any] | None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    branch: int = 0
+    min_tokens: int = 0
+    logprobs: int | None = None
+    kv_policy: str | dict[str, Any] | None = None
     priority: int = 0
     prompt_logprobs: int | None = None
     presence_penalty: float = 0.0

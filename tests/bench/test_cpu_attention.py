@@ -24,7 +24,7 @@ def test_each_form_is_read() -> None:
     assert all(row["gb_s"] > 0 and row["sum_gb_s"] > 0 for row in found.values())
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.compiler
 def test_each_part_of_an_event_is_measured() -> None:
     found = rows("--part", "events", "--heads", "32x2", "--forms", "bfloat16", "k4v4")
     parts = ["gather keys", "gather values", "score a window", "move half", "all"]

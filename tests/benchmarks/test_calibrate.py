@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.commands.calibrate import verdict
-from kvserve.benchmarks.measuring.query_census import QueryCensus
+from kvserve.benchmarks.commands.calibrate import QueryCensus, verdict
 from kvserve.engine.compression.query_statistics import QueryStatistics, load_statistics
 from kvserve.log import ConfigError
 from kvserve.server.cli.commands import run

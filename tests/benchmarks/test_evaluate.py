@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from kvserve.benchmarks.commands.evaluate import score
-from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
-from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.workload import NeedleGrid, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
 from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput

@@ -12,7 +12,7 @@ import pytest
 from kvserve.benchmarks.commands.frontier import joined, usual_file
 from kvserve.server.cli import commands as cli
 from kvserve.server.cli import serve
-from kvserve.server.settings.args import Parser, UsageError, gather_dotted
+from kvserve.server.settings.args import Parser, UsageError
 from kvserve.server.settings.reading import read_settings
 
 _POINTS = {  # policy, dtype: bytes, KL, tok/s
@@ -89,7 +89,7 @@ def test_nothing_within_the_bounds(tmp_path: Path, capsys: pytest.CaptureFixture
 def settings_of(*argv: str) -> tuple[str, dict[str, Any], str, str]:
     parser = Parser()
     serve.add_arguments(parser)
-    config, _ = read_settings(parser.parse(gather_dotted(argv)))
+    config, _ = read_settings(parser.parse(argv))
     found = config.compression
     dtype = config.cache.kv_cache_dtype
     return found.policy, dict(found.policy_args), dtype, found.policy_reason

@@ -248,7 +248,7 @@ def test_a_server_that_wants_a_key_is_named(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was said to list no model."""
-    for server in run_server(FakeEngine(), api_keys=("a",)):
+    for server in run_server(FakeEngine(), api_key=("a",)):
         assert serve("--num-prompts", "1", url=server.url)[0] == 1
         assert "--api-key: the server answers HTTP 401" in capsys.readouterr().err
         key = ("--api-key", "a", "--num-prompts", "1", "--input-len", "4")

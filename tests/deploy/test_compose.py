@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 import kvserve
-from kvserve.server.settings.args import ENV_PREFIX
-from kvserve.server.settings.reading import settings_from
+from kvserve.server.settings.reading import ENV_PREFIX, settings_from
 from kvserve.server.settings.serve_settings import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]

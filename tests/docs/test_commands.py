@@ -17,7 +17,6 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.policies.registry import make_policy
 from kvserve.server.cli import commands
-from kvserve.server.settings.args import gather_dotted
 from kvserve.server.settings.reading import read_settings
 from tests.docs.pages import ALL_FENCES, NEEDS, ROOT, SERVED, Fence
 from tests.docs.small import small
@@ -36,7 +35,7 @@ def where(item: tuple[Fence, list[str]]) -> str:
 
 def split(words: list[str]) -> tuple[str, list[str]]:
     name, rest = commands._split(list(words))
-    return name, gather_dotted(rest)
+    return name, rest
 
 
 def run_here(words: list[str]) -> None:

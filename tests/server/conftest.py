@@ -17,7 +17,8 @@ import uvicorn
 
 from kvserve.config import EngineConfig
 from kvserve.server.http.app import create_app
-from kvserve.server.state.server_state import ServerOptions, ServerState
+from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state.server_state import ServerState
 from tests.server.fake_engine import FakeEngine
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
@@ -83,12 +84,14 @@ def run_server(
     config: EngineConfig | None = None,
     ready: bool = True,
     port: int = 0,
-    **options: Any,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     state = ServerState(
         engine,
         config or EngineConfig.from_flat(model=MODEL),
-        ServerOptions(**{"served_names": (MODEL, "alias"), **options}),
+        ServeSettings(
+            **{"served_model_name": (MODEL, "alias"), "allowed_hosts": ("*",), **settings}
+        ),
     )
     if ready:
         state.mark_ready()

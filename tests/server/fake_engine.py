@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from kvserve.engine.core.request_policies import read_policy
 from kvserve.engine.frontend.chat_template import Forms
-from kvserve.engine.messages import PolicyOffer
+from kvserve.engine.messages import EngineInfo, PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
     Compaction,
@@ -120,6 +120,22 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     seen: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     stopped: bool = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model_path="fake",
+            max_model_len=self.max_model_len,
+            vocab_size=0x110000,
+            eos_token_ids=[EOS],
+            policy_name=self.policy_name,
+            block_size=16,
+            num_blocks=self.stats.blocks_total,
+            default_sampling=self.default_sampling,
+            summary=self.summary,
+            token_bytes=self.token_bytes,
+            offers=self.offers,
+        )
 
     @property
     def stats_by_engine(self) -> dict[str, EngineStats]:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.config import EngineConfig
 from kvserve.log import ConfigError
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.api_keys import ApiKeys
-from kvserve.server.state.options import server_options
 from tests.server.conftest import StartServer
 
 
@@ -27,7 +25,7 @@ def test_keys_rotate_without_a_restart(
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("old\n")
-    server = start_server(api_keys=("fixed",), api_key_file=str(file))
+    server = start_server(api_key=("fixed",), api_key_file=str(file))
 
     def works(key: str) -> bool:
         headers = {"Authorization": f"Bearer {key}"}
@@ -76,6 +74,4 @@ def test_a_server_does_not_start_without_its_keys(
 
 
 def test_a_file_alone_asks_for_keys() -> None:
-    options = server_options(EngineConfig(), ServeSettings(api_key_file="keys"))
-    assert options.api_key_file == "keys" and options.has_keys
-    assert not server_options(EngineConfig(), ServeSettings()).has_keys
+    assert ServeSettings(api_key_file="keys").has_keys and not ServeSettings().has_keys

@@ -21,7 +21,7 @@ MODEL = "kvserve/tiny"
 
 
 def test_a_key_is_a_client_by_its_number(start_server: StartServer) -> None:
-    server = start_server(api_keys=("first", "second"))
+    server = start_server(api_key=("first", "second"))
     asked = {
         "/v1/completions": {"prompt": "a"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -56,7 +56,7 @@ def test_a_request_cannot_say_who_it_is_from(start_server: StartServer) -> None:
 
 def test_who_fills_the_queue_turns_away_himself(start_server: StartServer) -> None:
     config = EngineConfig.from_flat(model="org/fake", max_num_seqs=8)
-    server = start_server(config=config, max_queued=8)
+    server = start_server(config=config, max_queued_requests=8)
     body = {"prompt": ["HALF"] * 16, "max_tokens": 300, "stream": True}
     transport = httpx.HTTPTransport(local_address="127.0.0.2")
     other = httpx.Client(transport=transport, base_url=server.url, timeout=WAIT)
@@ -93,7 +93,7 @@ def test_a_network_is_a_client(host: str | None, client: str) -> None:
 def test_settings_are_checked_by_name() -> None:
     wrong = {"max_prefill_tokens": 0, "max_num_seqs_per_client": 0}
     for name, value in wrong.items():
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be >= 1"):
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be an integer"):
             EngineConfig.from_flat(**{name: value})
     with pytest.raises(ConfigError, match="--max-prefill-tokens needs --enable-chunked-prefill"):
         EngineConfig.from_flat(max_prefill_tokens=8, enable_chunked_prefill=False)
@@ -124,7 +124,7 @@ async def test_one_request_passes_the_flood_of_another_client() -> None:
         await asyncio.gather(*flood)
     finally:
         await engine.shutdown()
-    said = {row[0]: row for row in engine.summary}
+    said = {row[0]: row for row in engine.info.summary}
     assert said["scheduling"][1] == "fcfs, clients take turns"
     assert "at most 2 sequences" in said["scheduling"][2]
     assert said["chunked prefill"][1] == "at most 512 tokens beside decodes"

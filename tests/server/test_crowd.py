@@ -14,7 +14,8 @@ from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.server.cli.runner import freeze_heap
 from kvserve.server.http.app import create_app
-from kvserve.server.state.server_state import ServerOptions, ServerState
+from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state.server_state import ServerState
 from tests.server.real_server import MODEL
 from tests.waiting import until
 
@@ -27,7 +28,7 @@ async def test_a_crowd_comes_and_goes(count: int) -> None:
     config = EngineConfig.from_flat(model=MODEL, max_num_seqs=64, max_model_len=512)
     engine = AsyncEngine(config)
     await engine.start()
-    state = ServerState(engine, config, ServerOptions(served_names=(MODEL,)))
+    state = ServerState(engine, config, ServeSettings(served_model_name=(MODEL,)))
     state.mark_ready()
     freeze_heap()
     server = uvicorn.Server(

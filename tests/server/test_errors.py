@@ -267,7 +267,7 @@ def test_routes_that_do_not_exist(server: RunningServer) -> None:
 
 
 def test_a_body_that_is_too_large(start_server: StartServer) -> None:
-    server = start_server(max_body_bytes=1000)
+    server = start_server(max_body_size=1000)
     check(server.complete("x" * 2000), 413, None, "body_too_large")
 
     def chunks() -> Any:
@@ -331,7 +331,7 @@ def test_loading_and_draining(start_server: StartServer) -> None:
 
 def test_a_full_queue(start_server: StartServer) -> None:
     config = EngineConfig.from_flat(model=MODEL, max_num_seqs=2)
-    server = start_server(config=config, max_queued=1)
+    server = start_server(config=config, max_queued_requests=1)
     body = {"prompt": ["HALF"] * 2, "max_tokens": 300, "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as running:
         lines = running.iter_lines()
@@ -392,7 +392,7 @@ class TestApiKeys:
 
     @pytest.fixture
     def keyed(self, start_server: StartServer) -> RunningServer:
-        return start_server(api_keys=("first", "zweiter Schlüssel"), allowed_origins=("http://a",))
+        return start_server(api_key=("first", "zweiter Schlüssel"), allowed_origins=("http://a",))
 
     def test_guarded_and_open_routes(self, keyed: RunningServer) -> None:
         for path in self.OPEN:
@@ -434,6 +434,6 @@ class TestApiKeys:
         assert response.headers["access-control-allow-credentials"] == "true"
 
     def test_metrics_may_be_open(self, start_server: StartServer) -> None:
-        server = start_server(api_keys=("k",), guard_metrics=False)
+        server = start_server(api_key=("k",), open_metrics=True)
         assert server.http.get("/metrics").status_code == 200
         check(server.http.get("/server_info"), 401)

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvserve.config import EngineConfig
 from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
 from kvserve.server.state.metrics import Metrics
-from kvserve.server.state.server_state import ServerOptions
 from kvserve.server.state.stats_log import StatsLog
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
@@ -180,7 +179,7 @@ def test_requests_that_do_not_finish_are_counted(start_server: StartServer) -> N
 
 
 def test_answers_are_counted_by_route(start_server: StartServer) -> None:
-    server = start_server(FakeEngine(), api_keys=("k",))
+    server = start_server(FakeEngine(), api_key=("k",))
     headers = {"Authorization": "Bearer k"}
     server.http.headers.update(headers)
     server.http.get("/v1/models/alias")
@@ -260,7 +259,7 @@ def test_the_document_has_every_detail_of_the_cache(server: RunningServer) -> No
 
 
 def test_root_path(start_server: StartServer) -> None:
-    server = start_server(root_path="/llm", api_keys=("k",))
+    server = start_server(root_path="/llm", api_key=("k",))
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/llm/health").status_code == 200
     assert server.http.get("/llm/v1/models").status_code == 401
@@ -269,7 +268,7 @@ def test_root_path(start_server: StartServer) -> None:
 def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvserve")
     engine = FakeEngine(stats=STATS)
-    metrics = Metrics(engine, EngineConfig(), ServerOptions(served_names=(MODEL,)), lambda: "ready")
+    metrics = Metrics(engine, EngineConfig(), MODEL, lambda: "ready")
     metrics.count_prompt(200, 50, "0")
     log = StatsLog(engine, metrics)
     log.log()

@@ -20,7 +20,11 @@ SAYS = f"<think>hm</think>Look: {CALL}"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    options: Any = {
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+    }
     yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 
@@ -286,7 +290,7 @@ def test_a_failure_in_a_stream_has_its_form(start_server: StartServer) -> None:
 
 
 def test_keys_come_in_its_header(start_server: StartServer) -> None:
-    server = start_server(api_keys=("k",))
+    server = start_server(api_key=("k",))
     refused = ask(server, "hi")
     assert refused.status_code == 401 and refused.json()["type"] == "error"
     server.http.headers["x-api-key"] = "k"

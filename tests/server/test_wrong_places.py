@@ -92,7 +92,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes"}
+    options: Any = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 

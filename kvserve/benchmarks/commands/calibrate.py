@@ -12,19 +12,34 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import task_prompts
 from kvserve.benchmarks.measuring.measure import play
-from kvserve.benchmarks.measuring.query_census import QueryCensus
 from kvserve.benchmarks.reports.plots import panels, styled
 from kvserve.benchmarks.reports.report import Column, markdown_table
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
-from kvserve.benchmarks.setup.options import at_least, check_matplotlib, file_name
+from kvserve.benchmarks.setup.options import (
+    add_setting_flags,
+    at_least,
+    check_matplotlib,
+    file_name,
+)
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
-from kvserve.config import ModelConfig
-from kvserve.engine.compression.query_statistics import FILE, QueryStatistics, refusal
+from kvserve.config import SETTINGS
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.compression.query_statistics import (
+    FILE,
+    QueryStatistics,
+    identity_of,
+    refusal,
+)
 from kvserve.engine.frontend.llm_engine import LLMEngine
+from kvserve.engine.models.rotary import Rotary
+from kvserve.engine.models.transformer import Transformer
 from kvserve.log import ConfigError, RequestError
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
@@ -40,11 +55,7 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = ModelConfig().model
-    words = f"directory or hub id (default: {default})"
-    parser.add_argument("--model", default=default, metavar="M", help=words)
-    words = "directory or hub id (default: the model's)"
-    parser.add_argument("--tokenizer", metavar="M", help=words)
+    SETTINGS["model"].add_to(parser, default=SETTINGS["model"].default)
     text = parser.add_mutually_exclusive_group()
     words = "text that is like what the model will read and write"
     text.add_argument("--text", type=Path, metavar="FILE", help=words)
@@ -59,15 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=_output, required=True, metavar="FILE", help=words)
     words = "draw the concentration of every head"
     parser.add_argument("--plot", type=file_name(".png"), metavar="FILE.png", help=words)
-    parser.add_argument("--dtype", metavar="DTYPE", help="as of kvserve serve")
-    words = "longest piece of text, in tokens (default: the model's context)"
-    parser.add_argument("--max-model-len", type=at_least(2), metavar="N", help=words)
-    words = "most tokens in a step"
-    parser.add_argument("--max-num-batched-tokens", type=at_least(1), metavar="N", help=words)
+    add_setting_flags(parser, "tokenizer", "dtype", "max_model_len", "max_num_batched_tokens")
     parser.add_argument("--seed", type=at_least(0), default=1, metavar="N", help="of the task")
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="torch threads")
-    words = "let the tokenizer run code from its repository"
-    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
+    add_setting_flags(parser, "trust_remote_code")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     parser.set_defaults(fail=parser.error, load_format="auto", max_num_seqs=_SAMPLES)
 
@@ -196,3 +202,54 @@ def _plot(found: QueryStatistics, model: str, path: Path) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, label="concentration")
     figure.savefig(path, dpi=150)
+
+
+# ---- counting -----------------------------------------------------------------------------------
+
+
+class QueryCensus:
+    """Counts every query that goes through ``cache`` until ``close``; sums are float64."""
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        spec = self._spec = model.spec
+        shape, device = (spec.num_layers, spec.num_heads), model.embedding.device
+        self._sum = torch.zeros(*shape, spec.head_dim, dtype=torch.float64, device=device)
+        half = spec.head_dim // 2
+        self._magnitudes = torch.zeros(*shape, half, dtype=torch.float64, device=device)
+        self._rotaries: list[Rotary | None] = [
+            None
+            if layer in spec.without_rope
+            else (model.rotary_of_windows or model.rotary)
+            if layer in spec.windowed
+            else model.rotary
+            for layer in range(spec.num_layers)
+        ]
+        self._cache, self.tokens = cache, 0
+        cache.on_queries = self._add
+
+    def close(self) -> None:
+        self._cache.on_queries = None
+
+    def found(self) -> QueryStatistics:
+        """What has been added up; at least one token has."""
+        mean, magnitude = ((x / self.tokens).float().cpu() for x in (self._sum, self._magnitudes))
+        return QueryStatistics(mean, magnitude, self.tokens, identity_of(self._spec))
+
+    def _add(self, layer: int, batch: ForwardBatch, q: Tensor) -> None:
+        pairs = _turned_back(q.float(), self._rotaries[layer], batch.positions)
+        self._sum[layer] += pairs.double().sum(dim=0).flatten(-2)
+        self._magnitudes[layer] += pairs.norm(dim=-2).double().sum(dim=0)
+        if layer == 0:
+            self.tokens += len(q)
+
+
+def _turned_back(q: Tensor, rotary: Rotary | None, positions: Tensor) -> Tensor:
+    """Queries [T, Hq, D] before RoPE, as pairs: [T, Hq, 2, D/2]."""
+    pairs = q.unflatten(-1, (2, -1))
+    if rotary is None:
+        return pairs
+    assert rotary.inv_freq is not None, "of RoPE whose frequencies change there are no statistics"
+    angles = positions[:, None].float() * rotary.inv_freq
+    cos, sin = (x[:, None] / rotary.factor for x in (angles.cos(), angles.sin()))
+    low, high = pairs.unbind(dim=-2)
+    return torch.stack([low * cos + high * sin, high * cos - low * sin], dim=-2)

@@ -21,11 +21,14 @@ from kvserve.benchmarks.commands.fidelity import (
 )
 from kvserve.benchmarks.datasets.datasets import read_tasks
 from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
-from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
-from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.published import FORMATS, can_exemplify
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
-from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.workload import (
+    NEEDLE_GRID,
+    NeedleGrid,
+    TaskPrompts,
+    task_prompts,
+)
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.match_bytes import (
     bounds_sequence,
@@ -41,17 +44,17 @@ from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
-    KV_CACHE_DTYPES,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
-    add_retention_argument,
     at_least,
+    check_complete,
     check_matplotlib,
+    chosen_policies,
     number,
-    policies_by_retention,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
@@ -115,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{NEEDLE_GRID}: where the needle lies, 0 is the beginning "
         f"(default: {' '.join(map(str, _DEPTHS))})",
     )  # fmt: skip
-    add_retention_argument(parser)
+    words = "run each policy once per value, as its ratio; a policy without a ratio, or with a "
+    words += "budget, runs once as it is"
+    parser.add_argument("--retention", nargs="+", type=number(0, 1), metavar="X", help=words)
     words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100; --fidelity: 8)"
     parser.add_argument("--num-samples", type=at_least(1), help=words, metavar="N")
     parser.add_argument(
@@ -187,6 +192,26 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
     if args.save_plots:
         check_matplotlib(args, "--save-plots")
     return policies
+
+
+def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
+    """The full cache first, then each policy, once per ``--retention`` value if that sets its
+    ratio."""
+    specs = [NO_COMPRESSION]
+    for spec in chosen_policies(args, complete=False):
+        if not args.retention or not spec.has_field("ratio") or "budget" in spec.fields:
+            specs.append(spec)
+        elif "ratio" in spec.fields:
+            args.fail(f"--retention sets ratio, and so does --policy {spec.label}: give one")
+        else:
+            try:
+                specs += [spec.with_fields(ratio=value) for value in args.retention]
+            except PolicyError as error:
+                args.fail(f"--retention: {error}")
+    specs = list({spec.label: spec for spec in specs}.values())
+    if not (args.match_bytes or args.match_bytes_per_sequence):
+        check_complete(args, specs)
+    return specs
 
 
 def _check_answers(args: argparse.Namespace) -> None:
@@ -328,18 +353,14 @@ class Evaluation(Benchmark):
             figures = play(engine, workload, settings=self._settings({})).figures
             return float(held_bytes(engine, figures)["mean_held_bytes"])
 
-        wanted = target if isinstance(target, float) else self._target_bytes(target, task, held)
+        if isinstance(target, PolicySpec):
+            if task not in self._bytes:
+                self._bytes[task] = held(target)
+            target = self._bytes[task]
         try:
-            return matched(spec, wanted, self.checkpoint.spec.max_position, held)
+            return matched(spec, target, self.checkpoint.spec.max_position, held)
         except PolicyError as error:
             raise ConfigError(f"--match-bytes: {error}") from None
-
-    def _target_bytes(
-        self, target: PolicySpec, task: str, held: Callable[[PolicySpec], float]
-    ) -> float:
-        if task not in self._bytes:
-            self._bytes[task] = held(target)
-        return self._bytes[task]
 
     def report(self) -> Report:
         args = self.args

@@ -24,9 +24,9 @@ from kvserve.benchmarks.reports.plots import plot_frontier
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
+from kvserve.fields import did_you_mean
 from kvserve.folders import cache_folder
 from kvserve.log import ConfigError
-from kvserve.setting_values import did_you_mean
 
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""

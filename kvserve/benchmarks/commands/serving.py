@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.commands.serving_flags import add_serving_arguments
+from kvserve.benchmarks.commands.serving_flags import add_arguments
 from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
 from kvserve.benchmarks.datasets.conversations import Conversations
 from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
@@ -33,11 +33,8 @@ from kvserve.engine.models.hub import find_model
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
+__all__ = ["add_arguments", "run"]
 _POLL_SECONDS = 0.2
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_serving_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps: give all three")
     args.base_url = args.base_url or f"http://{args.host}:{args.port}"
     if args.save_result == NAMED:
-        args.save_result = (args.result_dir or Path()) / (args.result_filename or _file_name(args))
+        args.save_result = Path(args.result_dir or "") / (args.result_filename or _file_name(args))
     elif args.result_dir or args.result_filename:
         args.fail("--result-dir and --result-filename go with --save-result without a name")
     serving = Serving(args)
@@ -126,7 +123,10 @@ class Serving:
             client = ServingClient(http)
             await self._wait_until_ready(client)
             self._model = self._model or await _first_model(client)
-            self._workload = self._read_workload()
+            name = args.tokenizer or self._model
+            tokenizer = Tokenizer(str(find_model(name, weights=False, flag="--tokenizer")))
+            self._vocab_size = tokenizer.backend.get_vocab_size()
+            self._workload = read_dataset(args, self._vocab_size, tokenizer)
             fields = {"model": self._model, "temperature": args.temperature, **args.extra_body}
             client = replace(client, fields=fields)
             await self._warm_up(client)
@@ -141,8 +141,11 @@ class Serving:
     async def _send(self, client: ServingClient, workload: Workload) -> None:
         """Start every conversation at its time; ``ServerGone`` ends them all."""
         args, count = self._args, len(workload)
+        ramp = None
+        if args.ramp_up_strategy:
+            ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
         times = workload.arrivals or send_times(
-            count, args.request_rate, args.burstiness, args.seed, self._ramp()
+            count, args.request_rate, args.burstiness, args.seed, ramp
         )
         self._said = [[] for _ in range(count)]
         room = asyncio.Semaphore(args.max_concurrency or count)
@@ -204,19 +207,6 @@ class Serving:
         while (stats := (await client.get("/v1/kv/stats"))[0]) is not None:
             self._samples.append(stats)
             await asyncio.sleep(_POLL_SECONDS)
-
-    def _read_workload(self) -> Workload:
-        args = self._args
-        name = args.tokenizer or self._model
-        tokenizer = Tokenizer(str(find_model(name, weights=False, flag="--tokenizer")))
-        self._vocab_size = tokenizer.backend.get_vocab_size()
-        return read_dataset(args, self._vocab_size, tokenizer)
-
-    def _ramp(self) -> Ramp | None:
-        args = self._args
-        if not args.ramp_up_strategy:
-            return None
-        return Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
 
     # ---- results ------------------------------------------------------------------------------
 

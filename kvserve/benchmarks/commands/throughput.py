@@ -25,19 +25,16 @@ from kvserve.benchmarks.reports.plots import plot_rows
 from kvserve.benchmarks.reports.report import Report, Row
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import (
-    KV_CACHE_DTYPES,
-    add_compare_speculation_argument,
     add_engine_arguments,
     add_pool_argument,
     add_report_arguments,
     at_least,
     check_matplotlib,
-    check_speculation,
     chosen_policies,
     number,
 )
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
-from kvserve.config import SchedulerConfig
+from kvserve.config import KV_CACHE_DTYPES, SchedulerConfig
 
 _COLUMNS = columns(
     *("pool_blocks", "pool_share", "max_num_seqs"),
@@ -58,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
     add_report_arguments(parser)
     add_traffic_arguments(parser)
-    add_compare_speculation_argument(parser)
+    words = "run every policy without and with --speculative-config, alternating"
+    parser.add_argument("--compare-speculation", action="store_true", help=words)
     pool = parser.add_mutually_exclusive_group()
     add_pool_argument(pool)
     pool.add_argument(
@@ -80,11 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"most sequences running at once; every row runs with each (default: {seqs})",
     )
-    parser.add_argument(
-        "--compare-prefix-caching",
-        action="store_true",
-        help="run every policy with prefix caching on and off, alternating",
-    )
+    words = "run every policy with prefix caching on and off, alternating"
+    parser.add_argument("--compare-prefix-caching", action="store_true", help=words)
     parser.add_argument(
         "--compare-kv-cache-dtypes",
         nargs="+",
@@ -102,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib(args, "--save-plots")
     policies = chosen_policies(args)
     check_dataset(args)
-    check_speculation(args)
+    if args.compare_speculation and not args.speculative_config:
+        args.fail("--compare-speculation needs --speculative-config: how tokens are guessed")
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:

@@ -14,11 +14,11 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
-from kvserve.benchmarks.datasets.needle_grid import NAME as NEEDLE_GRID
-from kvserve.benchmarks.datasets.needle_grid import NeedleGrid
 from kvserve.benchmarks.datasets.published import exemplars, read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
+    NEEDLE_GRID,
+    NeedleGrid,
     Prompts,
     Source,
     TaskPrompts,

@@ -164,24 +164,9 @@ def _force(
 
 
 def _sequence(number: int, text: Text) -> NewSequence:
-    return NewSequence(
-        seq_id=number,
-        request_id=text.name,
-        token_ids=text.token_ids.tolist(),
-        max_tokens=1,
-        stop_token_ids=[],
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        seed=None,
-        branch=0,
-        min_tokens=0,
-        logprobs=None,
-        kv_policy=None,
-        prompt_logprobs=0,
-        num_answered=len(text.token_ids) - text.num_prompt,
-    )
+    answered = len(text.token_ids) - text.num_prompt
+    ids = text.token_ids.tolist()
+    return NewSequence(number, text.name, ids, 1, [], prompt_logprobs=0, num_answered=answered)
 
 
 class _Meter:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,65 +16,33 @@ from kvserve.benchmarks.setup.policy_spec import (
     every_policy,
     policy_spec,
 )
-from kvserve.config import KV_CACHE_DTYPES, ModelConfig
+from kvserve.config import SETTINGS
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.fields import number_reader
 
-_DTYPE = next(flag for flag in fields(ModelConfig) if flag.name == "dtype").metadata
 _ALL = PolicySpec("all")
-_DTYPE_HELP = f"{', '.join(_DTYPE['choices'])}; auto is float32 on a CPU"
+_OF_ENGINES = (
+    *("dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_batched_tokens"),
+    *("swap_space", "enable_prefix_caching", "speculative_config", "continuations"),
+    *("tensor_parallel_size", "trust_remote_code"),
+)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
     """A parser of whole numbers >= ``minimum``."""
-
-    def read(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {minimum}")
-        return int(text)
-
-    return read
+    return number_reader(int, least=minimum)
 
 
 def number(
-    above: float, at_most: float = float("inf"), *, closed: bool = False
+    above: float, at_most: float | None = None, *, closed: bool = False
 ) -> Callable[[str], float]:
     """A parser of numbers in ``(above, at_most]``, or with ``closed`` in ``[above, at_most]``."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not (above < value <= at_most or (closed and value == above)):
-            least = f"{'[' if closed else '('}{above:g}, {at_most:g}]"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number in {least}")
-        return value
-
-    return read
-
-
-def _dtype(text: str) -> str:
-    """A dtype, under one of its names."""
-    name = str(_DTYPE["synonyms"].get(text, text))
-    if name not in _DTYPE["choices"]:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPE['choices'])}")
-    return name
+    return number_reader(float, **{"least" if closed else "above": above}, most=at_most)
 
 
 def _policy_or_all(text: str) -> PolicySpec:
     return _ALL if text == _ALL.name else policy_spec(text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
 
 
 def file_name(suffix: str) -> Callable[[str], Path]:
@@ -103,24 +69,14 @@ def add_engine_arguments(
 ) -> None:
     """Flags of the model (with ``shapes`` also built-in ones), policies and their default (with
     ``every_policy`` also ``all``), and engine."""
-    count = at_least(1)
     unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
-    default = ModelConfig().model
-    words = f"directory or hub id (default: {default})"
-    model.add_argument("--model", default=default, metavar="M", help=words)
+    SETTINGS["model"].add_to(model, default=SETTINGS["model"].default)
     if shapes:
         model.add_argument(
             "--shape", choices=SHAPES, help="a model of this size with random weights"
         )
-    words = "directory or hub id (default: the model's)"
-    parser.add_argument("--tokenizer", metavar="M", help=words)
-    parser.add_argument(
-        "--load-format",
-        choices=("auto", "dummy"),
-        default="auto",
-        help="dummy: random weights from config.json alone",
-    )
+    SETTINGS["load_format"].add_to(parser, default="auto")
     parser.add_argument(
         "--policy",
         type=_policy_or_all if every_policy else policy_spec,
@@ -131,82 +87,22 @@ def add_engine_arguments(
         + ("; all: every policy that has events while decoding" if every_policy else "")
         + (f" (default: {unless_given})" if unless_given else ""),
     )
-    parser.add_argument("--policy-args", type=json.loads, metavar="JSON", help=argparse.SUPPRESS)
-    _add_cache_arguments(parser)
-    parser.add_argument(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="seed of prompts and random weights",
-    )
-    parser.add_argument("--threads", type=count, metavar="N", help="torch threads")
-    words = "processes that share the model, each with a GPU of its own, or with CPU cores"
-    parser.add_argument("--tensor-parallel-size", "-tp", type=count, metavar="N", help=words)
-    words = "let the tokenizer run code from its repository"
-    parser.add_argument("--trust-remote-code", action="store_true", default=None, help=words)
+    add_setting_flags(parser, "policy_args", "tokenizer", *_OF_ENGINES)
+    words = "seed of prompts and random weights"
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=words)
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="torch threads")
     parser.set_defaults(fail=parser.error, default_policies=policies)
 
 
-def _add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the cache and of a step."""
-    count = at_least(1)
-    parser.add_argument("--dtype", type=_dtype, metavar="DTYPE", help=_DTYPE_HELP)
-    words = "how keys and values are stored (default: auto, in the model's dtype)"
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, help=words)
-    parser.add_argument(
-        "--max-model-len", type=count, metavar="N", help="longest sequence in tokens"
-    )
-    parser.add_argument("--block-size", type=count, metavar="N", help="tokens per KV block")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=count, metavar="N", help="most tokens in a step"
-    )
-    words = "GiB of host memory for preempted sequences"
-    parser.add_argument("--swap-space", type=float, metavar="GiB", help=words)
-    parser.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        help="reuse the cache of prompts that begin alike (default: on)",
-    )
-    words = "guess next tokens, as `kvserve serve` does with the same JSON (default: off)"
-    parser.add_argument("--speculative-config", type=_json_object, metavar="JSON", help=words)
-    words = "on: later turns go on from the compressed cache of the turn before (default: off)"
-    parser.add_argument("--continuations", choices=("off", "on"), help=words)
+def add_setting_flags(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Flags of these settings of ``kvserve serve``; one that is not given is ``None``, and the
+    engine's default holds."""
+    for name in names:
+        SETTINGS[name].add_to(parser, default=None)
 
 
 def add_pool_argument(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--num-gpu-blocks-override",
-        "--kv-blocks",
-        type=at_least(2),
-        metavar="N",
-        help="KV blocks in the pool",
-    )
-
-
-def add_compare_speculation_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compare-speculation",
-        action="store_true",
-        help="run every policy without and with --speculative-config, alternating",
-    )
-
-
-def check_speculation(args: argparse.Namespace) -> None:
-    """Refuse to compare what is not given."""
-    if args.compare_speculation and not args.speculative_config:
-        args.fail("--compare-speculation needs --speculative-config: how tokens are guessed")
-
-
-def add_retention_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--retention",
-        nargs="+",
-        type=number(0, 1),
-        metavar="X",
-        help="run each policy once per value, as its ratio; a policy without a ratio, or with a "
-        "budget, runs once as it is",
-    )
+    SETTINGS["num_gpu_blocks_override"].add_to(parser, "--kv-blocks", default=None)
 
 
 NAMED = Path()
@@ -251,27 +147,6 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
         except PolicyError as error:
             args.fail(f"--policy.{error.argument}: {error}")
     if complete:
-        check_complete(args, specs)
-    return specs
-
-
-def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
-    """The full cache first, then each policy, once per ``--retention`` value if that sets its
-    ratio."""
-    specs = [NO_COMPRESSION]
-    for spec in chosen_policies(args, complete=False):
-        if not args.retention or not spec.has_field("ratio") or "budget" in spec.fields:
-            specs.append(spec)
-        elif "ratio" in spec.fields:
-            args.fail(f"--retention sets ratio, and so does --policy {spec.label}: give one")
-        else:
-            try:
-                specs += [spec.with_fields(ratio=value) for value in args.retention]
-            except PolicyError as error:
-                args.fail(f"--retention: {error}")
-    specs = list({spec.label: spec for spec in specs}.values())
-    finds_budgets = ("match_bytes", "match_bytes_per_sequence")
-    if not any(getattr(args, name, None) for name in finds_budgets):
         check_complete(args, specs)
     return specs
 

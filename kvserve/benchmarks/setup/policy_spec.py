@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvserve.engine.policies.base import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
+from kvserve.fields import read_any, read_object
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
 
 
@@ -78,10 +78,7 @@ def policy_spec(text: str) -> PolicySpec:
 
 
 def _from_json(text: str) -> PolicySpec:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    fields = read_object(text)
     if "name" not in fields:
         raise ValueError(f'{text!r} names no policy, as in {{"name": "kara", "window": 128}}')
     return PolicySpec(fields.pop("name"), fields)
@@ -94,13 +91,5 @@ def _from_words(text: str) -> PolicySpec:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{setting!r} is not FIELD=VALUE, as in kara:window=128,ratio=0.3")
-        fields[key.strip()] = _plain(value.strip())
+        fields[key.strip()] = read_any(value.strip())
     return PolicySpec(name.strip(), fields)
-
-
-def _plain(text: str) -> Any:
-    """Numbers, booleans and null as such; anything else is a string."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

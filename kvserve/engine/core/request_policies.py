@@ -10,7 +10,7 @@ from typing import Any
 from kvserve.engine.core.build import BuiltEngine
 from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.parts.arguments import check_bounds, field_names
+from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.triattention import TriAttention
@@ -174,7 +174,7 @@ def read_policy(spec: Any, max_model_len: int) -> Policy:
     """A request's policy within its bounds; ``RequestError`` names the field that is wrong."""
     try:
         policy = make_policy(spec)
-        check_bounds(policy, max_model_len)
+        policy.check_bounds(max_model_len)
     except PolicyError as error:
         raise RequestError(str(error), param=f"kv_policy.{error.argument}") from None
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:

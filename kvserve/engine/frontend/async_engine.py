@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import INTERNAL_ERROR
+from kvserve.engine.core.core_loop import INTERNAL_ERROR, Abort, ResetPrefixCache, WatchPool
 from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
-from kvserve.engine.models.hub import find_model
-from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -71,20 +69,12 @@ class AsyncEngine:
 
     def _load_tokenizer(self) -> TaskResolver:
         """Load the tokenizer; returns what decides the tasks of prompts."""
-        model = self.config.model
-        path = model.model
-        if not model.skip_tokenizer_init and model.tokenizer is None:
-            code = model.trust_remote_code
-            place = model.model, model.revision, model.download_dir
-            load_format = model.load_format
-            found = find_model(*place, load_format=load_format, weights=False, code=code)
-            choose_spec(found, model)  # what is wrong with it is not the tokenizer's
-            path = str(found)
-        self.tokenizer = load_tokenizer(self.config, path)
+        self.tokenizer = load_tokenizer(self.config.model)
         return TaskResolver(self.config.compression, self.tokenizer)
 
     @property
     def info(self) -> EngineInfo:
+        """What the engine resolved at its start."""
         if self._info is None:
             raise RuntimeError("the engine has not been started")
         return self._info
@@ -97,32 +87,6 @@ class AsyncEngine:
     @property
     def stats_by_engine(self) -> dict[str, EngineStats]:
         return {"0": self.stats}
-
-    @property
-    def summary(self) -> list[tuple[str, str, str]]:
-        """Start-up table: feature, state, why."""
-        return self.info.summary
-
-    @property
-    def max_model_len(self) -> int:
-        return self.info.max_model_len
-
-    @property
-    def policy_name(self) -> str:
-        return self.info.policy_name
-
-    @property
-    def token_bytes(self) -> int:
-        return self.info.token_bytes
-
-    @property
-    def offers(self) -> list[PolicyOffer]:
-        return self.info.offers
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        """Sampling settings that the checkpoint's generation_config.json suggests."""
-        return self.info.default_sampling
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
@@ -141,7 +105,7 @@ class AsyncEngine:
         self._queues[request_id] = events
         try:
             output, branches = self._processor.add(request_id, text, token_ids, params)
-            self._client.add(branches)
+            self._client.send(branches)
             while not output.finished:
                 event = await events.get()
                 # Only the newest output is yielded; nothing comes behind an error.
@@ -163,13 +127,13 @@ class AsyncEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget cached blocks; requests sent later find none of them."""
-        self._client.reset_prefix_cache()
+        self._client.send(ResetPrefixCache())
 
     def watch_pool(self, on: bool) -> None:
         """Start or stop views of the pool (``pool``), which come several times a second."""
         self.pool = None
         if self.dead_error is None:
-            self._client.watch_pool(on)
+            self._client.send(WatchPool(on))
 
     async def shutdown(self) -> None:
         """End everything that still runs, and the core."""
@@ -180,7 +144,7 @@ class AsyncEngine:
     def _end(self, request_id: str) -> None:
         unfinished = self._processor.remove(request_id)
         if unfinished and self.dead_error is None:
-            self._client.abort(unfinished)
+            self._client.send(Abort(unfinished))
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         if outputs.stats is not None:
@@ -201,7 +165,7 @@ class AsyncEngine:
             if output.request_id in self._queues:
                 self._queues[output.request_id].put_nowait(output)
         if abort:
-            self._client.abort(abort)
+            self._client.send(Abort(abort))
 
     def _on_death(self, error: BaseException) -> None:
         self.dead_error = error

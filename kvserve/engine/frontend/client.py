@@ -14,16 +14,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import (
-    Abort,
-    Command,
-    ResetPrefixCache,
-    Stop,
-    WatchPool,
-    run_core,
-)
+from kvserve.engine.core.core_loop import Command, Stop, run_core
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
+from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.log import EngineDeadError, logger
 
 if TYPE_CHECKING:
@@ -44,13 +37,7 @@ class EngineClient(Protocol):
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
 
-    def add(self, new: Branches) -> None: ...
-
-    def abort(self, seq_ids: list[int]) -> None: ...
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def watch_pool(self, on: bool) -> None: ...
+    def send(self, command: Command) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -83,17 +70,8 @@ class ThreadClient:
         self._thread.start()
         return core.info
 
-    def add(self, new: Branches) -> None:
-        self._commands.put(new)
-
-    def abort(self, seq_ids: list[int]) -> None:
-        self._commands.put(Abort(seq_ids))
-
-    def reset_prefix_cache(self) -> None:
-        self._commands.put(ResetPrefixCache())
-
-    def watch_pool(self, on: bool) -> None:
-        self._commands.put(WatchPool(on))
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
 
     async def stop(self) -> None:
         self._commands.put(Stop())
@@ -142,21 +120,9 @@ class ProcessClient:
         self._reader = asyncio.create_task(self._read(self._link, on_outputs, on_death))
         return info
 
-    def add(self, new: Branches) -> None:
+    def send(self, command: Command) -> None:
         assert self._link is not None, "not started"
-        self._link.send(new)
-
-    def abort(self, seq_ids: list[int]) -> None:
-        assert self._link is not None, "not started"
-        self._link.send(Abort(seq_ids))
-
-    def reset_prefix_cache(self) -> None:
-        assert self._link is not None, "not started"
-        self._link.send(ResetPrefixCache())
-
-    def watch_pool(self, on: bool) -> None:
-        assert self._link is not None, "not started"
-        self._link.send(WatchPool(on))
+        self._link.send(command)
 
     async def stop(self) -> None:
         if self._reader is not None:

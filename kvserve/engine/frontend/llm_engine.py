@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvserve.config import EngineConfig
+from kvserve.config import EngineConfig, ModelConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import StepOutputs
 from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import RequestError
 from kvserve.outputs import EngineStats, RequestOutput
@@ -25,7 +26,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.core = EngineCore(config, model)
-        self.tokenizer = load_tokenizer(config, self.core.info.model_path)
+        self.tokenizer = load_tokenizer(config.model, self.core.info.model_path)
         tasks = TaskResolver(config.compression, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids, tasks)
 
@@ -74,22 +75,24 @@ class LLMEngine:
         return self.core.stats()
 
 
-def load_tokenizer(config: EngineConfig, model_path: str) -> Tokenizer | None:
-    """The configured tokenizer, or ``None`` under ``skip_tokenizer_init``."""
-    if config.model.skip_tokenizer_init:
+def load_tokenizer(config: ModelConfig, model_path: str | None = None) -> Tokenizer | None:
+    """The configured tokenizer, or ``None`` under ``skip_tokenizer_init``.
+
+    ``model_path`` is where the model is, if that is known.
+    """
+    if config.skip_tokenizer_init:
         return None
-    code = config.model.trust_remote_code
-    path = model_path
-    if config.model.tokenizer is not None:
-        found = find_model(
-            config.model.tokenizer,
-            download_dir=config.model.download_dir,
-            weights=False,
-            code=code,
-            flag="--tokenizer",
-        )
-        path = str(found)
-    return Tokenizer(path, trust_remote_code=code)
+    code, place = config.trust_remote_code, config.download_dir
+    if config.tokenizer is not None:
+        named = config.tokenizer
+        found = find_model(named, None, place, weights=False, code=code, flag="--tokenizer")
+        model_path = str(found)
+    elif model_path is None:
+        where, form = (config.model, config.revision, place), config.load_format
+        found = find_model(*where, load_format=form, weights=False, code=code)
+        choose_spec(found, config)  # what is wrong with it is not the tokenizer's
+        model_path = str(found)
+    return Tokenizer(model_path, trust_remote_code=code)
 
 
 def tokenize(

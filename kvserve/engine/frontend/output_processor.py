@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, fields
+from typing import Any
 
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
@@ -25,6 +26,8 @@ from kvserve.outputs import (
     RequestOutput,
 )
 from kvserve.sampling_params import SamplingParams
+
+_ALIKE = {f.name for f in fields(NewSequence)} & {f.name for f in fields(SamplingParams)}
 
 
 @dataclass(slots=True)
@@ -69,7 +72,10 @@ class OutputProcessor:
             prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
         )
         first = self._sequence(request_id, prompt, token_ids, params)
-        stops = self._stops(params)
+        stops = None  # once for all choices
+        if self._tokenizer is not None:
+            skip = params.skip_special_tokens
+            stops = StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
         seq_ids = list(range(self._next_id, self._next_id + params.n))
         self._next_id += params.n
         for seq_id, choice in zip(seq_ids, request.outputs, strict=True):
@@ -205,13 +211,6 @@ class OutputProcessor:
             del self._by_request[request.request_id]
             branch.metrics.finished_time = time.time()
 
-    def _stops(self, params: SamplingParams) -> StopStrings | None:
-        """The stop strings, once for all choices."""
-        if self._tokenizer is None:
-            return None
-        skip = params.skip_special_tokens
-        return StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
-
     def _detokenizer(
         self, params: SamplingParams, stops: StopStrings | None
     ) -> IncrementalDetokenizer | None:
@@ -227,41 +226,17 @@ class OutputProcessor:
     def _sequence(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
     ) -> NewSequence:
-        """The first branch."""
+        """The first branch: the fields of ``params``, some in the form that messages carry."""
         stop_ids = [] if params.ignore_eos else self._eos
-        return NewSequence(
-            seq_id=self._next_id,
-            request_id=request_id,
-            token_ids=token_ids,
-            max_tokens=params.max_tokens,
-            stop_token_ids=[*stop_ids, *(params.stop_token_ids or ())],
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=params.seed,
-            branch=0,
-            min_tokens=params.min_tokens,
-            logprobs=params.logprobs,
-            kv_policy=policy_spec(self._tasks.resolve(params.kv_policy, prompt, token_ids)),
-            priority=params.priority,
-            prompt_logprobs=params.prompt_logprobs,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=dict(params.logit_bias or {}),
-            allowed_token_ids=list(params.allowed_token_ids or ()),
-            bad_words=self._bad_words(params),
-            structured_output=params.structured_output,
-            thinking_start=params.thinking_start,
-            thinking_end=params.thinking_end,
-            thinking_token_budget=params.thinking_token_budget,
-            kv_trace=params.kv_trace,
-            cache_salt=params.cache_salt,
-            kv_resume=params.kv_resume,
-            speculation=params.speculation,
-            client=params.client,
-        )
+        given: dict[str, Any] = {
+            **{name: getattr(params, name) for name in _ALIKE},
+            "stop_token_ids": [*stop_ids, *(params.stop_token_ids or ())],
+            "kv_policy": policy_spec(self._tasks.resolve(params.kv_policy, prompt, token_ids)),
+            "logit_bias": dict(params.logit_bias or {}),
+            "allowed_token_ids": list(params.allowed_token_ids or ()),
+            "bad_words": self._bad_words(params),
+        }
+        return NewSequence(self._next_id, request_id, token_ids, **given)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is written at the start of a text and after a space."""

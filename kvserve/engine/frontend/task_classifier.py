@@ -26,19 +26,26 @@ class TaskResolver:
     """Decides the task of requests that run under WindowKV and leave it to the server."""
 
     def __init__(self, config: CompressionConfig, tokenizer: Tokenizer | None) -> None:
-        self._server_policy = {"name": config.policy, **config.policy_args}
         self._tokenizer = tokenizer
+        own = config.policy_args
+        is_open = _is_open(config.policy, own.get("task"))
+        self._open = {"name": config.policy, **own} if is_open else None
+        """The server's policy, if it leaves the task open."""
         checkpoint = config.task_classifier
         self._classifier = None if checkpoint is None else CheckpointClassifier(checkpoint)
-        if self._classifier is None and _is_open(self._server_policy):
+        if self._classifier is None and self._open is not None:
             raise ConfigError(f"--policy.task: {_REFUSED}")
 
     def resolve(
         self, spec: str | Mapping[str, Any] | None, prompt: str | None, token_ids: list[int]
     ) -> str | Mapping[str, Any] | None:
         """A request's ``kv_policy`` with its task; ``spec`` itself if no task is open."""
-        asked = self._server_policy if spec is None else spec
-        if isinstance(asked, str) or not _is_open(asked):
+        asked = self._open if spec is None else spec
+        if (
+            asked is None
+            or isinstance(asked, str)
+            or not _is_open(asked.get("name"), asked.get("task"))
+        ):
             return spec
         if self._classifier is None:
             raise RequestError(f"kv_policy.task: {_REFUSED}", param="kv_policy.task")
@@ -49,8 +56,8 @@ class TaskResolver:
         return {**asked, "task": task}
 
 
-def _is_open(spec: Mapping[str, Any]) -> bool:
-    return spec.get("name") == "windowkv" and spec.get("task") == "auto"
+def _is_open(policy: object, task: object) -> bool:
+    return policy == "windowkv" and task == "auto"
 
 
 class CheckpointClassifier:

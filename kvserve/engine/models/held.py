@@ -73,9 +73,10 @@ def _hold(
     spec: ModelSpec, matrix: str, sources: list[str], checkpoint: Checkpoint, group: RankGroup
 ) -> Hold | str:
     """Or why not; nothing if it is plain, or not there."""
-    if not sources or not all(_is_there(checkpoint, spec, name) for name in sources):
-        return ""
     storages = [storage_of(checkpoint, spec, name) for name in sources]
+    parts = (x.parts(name) for x, name in zip(storages, sources, strict=True))
+    if not sources or not all(checkpoint.names.issuperset(each) for each in parts):
+        return ""
     levels = [x for x in storages if isinstance(x, StoredLevels)]
     if not levels:
         return ""
@@ -101,10 +102,6 @@ def _hold(
 def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
     layer, _, name = matrix.removeprefix("layers.").partition(".")
     return spec.experts_of(int(layer)) if name.startswith("mlp.") else None
-
-
-def _is_there(checkpoint: Checkpoint, spec: ModelSpec, name: str) -> bool:
-    return checkpoint.names.issuperset(storage_of(checkpoint, spec, name).parts(name))
 
 
 def _hold_random(spec: ModelSpec, matrix: str, group: RankGroup) -> Hold | str:

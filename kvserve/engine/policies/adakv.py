@@ -140,10 +140,10 @@ class AdaKV(BudgetedPolicy):
         scorer = self.scores_by
         return f"above the {scorer.protected} that {scorer.name} protects"
 
-    def check_bounds(self, max_model_len: int, pool_tokens: int | None = None) -> None:
-        super().check_bounds(max_model_len, pool_tokens)
+    def check_bounds(self, max_model_len: int) -> None:
+        super().check_bounds(max_model_len)
         with _naming("scorer"):
-            self.scores_by.check_bounds(max_model_len, pool_tokens)
+            self.scores_by.check_bounds(max_model_len)
 
     @property
     def num_queries(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,7 +13,7 @@ from kvserve.engine.policies.parts.arguments import (
     PolicyError,
     argument,
     check_arguments,
-    check_bounds,
+    counts_tokens,
     exact_ratio,
     field_names,
     integers,
@@ -96,9 +96,13 @@ class Policy:
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
 
-    def check_bounds(self, max_model_len: int, pool_tokens: int | None = None) -> None:
-        """Raise ``PolicyError`` if an argument exceeds a server's context, or its pool."""
-        check_bounds(self, max_model_len, pool_tokens)
+    def check_bounds(self, max_model_len: int) -> None:
+        """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
+        allowed = f"at most the context of {max_model_len} tokens"
+        for f in fields(cast(Any, self)):
+            value = getattr(self, f.name)
+            if value not in (None, f.default) and counts_tokens(f):
+                require(value <= max_model_len, f.name, value, allowed)
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
         """The policy that runs on this model: this one, with fields that depend on it filled in.

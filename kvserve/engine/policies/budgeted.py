@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.parts import common
-from kvserve.engine.policies.parts.arguments import argument, exact_ratio, integer, require
+from kvserve.engine.policies.parts.arguments import argument, exact_ratio, require
+from kvserve.fields import number_wanted
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger, WhenOver
 
@@ -126,7 +127,8 @@ class Bound:
 
 def check_budget(budget: int | None, least: int, allowed: str) -> None:
     """Check a number of entries; ``allowed`` words the bound."""
-    integer("budget", budget, least, None, allowed=allowed)
+    ok = number_wanted(budget, int, least) is None
+    require(ok, "budget", budget, f"an integer {allowed}")
 
 
 def check_gap(threshold: int | None, budget: int, gap: int) -> None:

@@ -152,17 +152,6 @@ class Kara(Policy):
         super().__post_init__()
 
     def check(self) -> None:
-        self._check_queries()
-        common.check_log(self, logs=self.query_source == "log")
-        self._check_counts()
-        if self.preset is not None:
-            recomputes = self.query_source == "recompute"
-            require(recomputes, "query_source", self.query_source, "recompute with preset paper")
-            require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
-            goes_on = not self.protect_turns
-            require(goes_on, "protect_turns", True, "false with preset paper")
-
-    def _check_queries(self) -> None:
         count = self.window if self.queries == "window" else self.buffer
         require(count > 0, "queries", self.queries, "window where buffer is 0")
         remain, rest = divmod(count, self.query_stride)
@@ -172,14 +161,18 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
-
-    def _check_counts(self) -> None:
+        common.check_log(self, logs=self.query_source == "log")
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
-        keep = self.keep
         if self.chunk_budget is not None:
-            allowed = f"below the {keep} entries kept of a window's older tokens"
-            require(self.chunk_budget < keep, "chunk_budget", self.chunk_budget, allowed)
+            allowed = f"below the {self.keep} entries kept of a window's older tokens"
+            require(self.chunk_budget < self.keep, "chunk_budget", self.chunk_budget, allowed)
+        if self.preset is not None:
+            recomputes = self.query_source == "recompute"
+            require(recomputes, "query_source", self.query_source, "recompute with preset paper")
+            require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
+            goes_on = not self.protect_turns
+            require(goes_on, "protect_turns", True, "false with preset paper")
 
     @property
     def keep(self) -> int:

@@ -73,21 +73,16 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
             near = difflib.get_close_matches(str(key), allowed, 1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(allowed) or 'none'}"
             raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
-    given = _with_preset(policy, given)
+    # A preset's fields stand under the given ones; a given ratio stands for its budget.
+    chosen = given.get("preset")
+    preset = dict(policy.presets.get(chosen, {})) if isinstance(chosen, str) else {}
+    if given.get("ratio") is not None:
+        preset.pop("budget", None)
     try:
-        made: Policy = policy(**given)
+        made: Policy = policy(**{**preset, **given})
     except PolicyError as error:
         raise PolicyError(f"policy {name}: {error}", error.argument) from None
     return made
-
-
-def _with_preset(policy: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The preset's fields under the given ones; a given ratio stands for its budget."""
-    name = given.get("preset")
-    preset = dict(policy.presets.get(name, {})) if isinstance(name, str) else {}
-    if given.get("ratio") is not None:
-        preset.pop("budget", None)
-    return {**preset, **given}
 
 
 def describe_policies() -> list[dict[str, Any]]:

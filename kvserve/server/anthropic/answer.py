@@ -11,29 +11,24 @@ from pydantic_core import from_json
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
+from kvserve.server.openai.streaming import ChoiceWriter
 from kvserve.server.parsers.json_text import read_json, write_json
-from kvserve.server.parsers.message_parser import MessageParser
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
 
-class MessageWriter:
+class MessageWriter(ChoiceWriter):
     """Turns one request's outputs into events, and into the finished message (``body``).
 
     ``most``: the tokens that the client allows; fewer may fit the context.
     """
 
     def __init__(self, message_id: str, model: str, plan: ChatPlan, most: int | None) -> None:
+        super().__init__(plan)
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._plan = plan
         self._most = most
-        self._parser = plan.parser() or MessageParser(None, None)
         self._blocks: list[Json] = []
         self._open = self._begun = False
-        self._seen = 0
-
-    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
-        """Nothing takes long."""
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         events = []
@@ -42,14 +37,6 @@ class MessageWriter:
             begun = self._message([], None, None, _usage(output, 0))
             events = [{"type": "message_start", "message": begun}]
         return [_event(event) for event in (*events, *self.advance(output))]
-
-    def advance(self, output: RequestOutput) -> list[Json]:
-        """Events for what is new in the only choice."""
-        [choice] = output.outputs
-        text, self._seen = choice.text[self._seen :], len(choice.text)
-        deltas = self._parser.push(text, choice.finished)
-        events = [event for delta in deltas for event in self._take(delta)]
-        return events + self._close() if choice.finished else events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         [choice] = outputs[0].outputs
@@ -91,7 +78,6 @@ class MessageWriter:
     # ---- blocks ---------------------------------------------------------------------------------
 
     def _take(self, delta: Json) -> list[Json]:
-        """Events for one delta of a chat message."""
         if "reasoning" in delta:
             start = {"type": "thinking", "thinking": "", "signature": ""}
             return self._grow(start, "thinking", "thinking_delta", delta["reasoning"])

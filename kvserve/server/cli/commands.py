@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from kvserve import __version__
 from kvserve.log import ConfigError, EngineDeadError, RequestError, say
-from kvserve.server.settings.args import Parser, UsageError, gather_dotted
+from kvserve.server.settings.args import Parser, UsageError
 
 
 class Command(NamedTuple):
@@ -139,7 +139,7 @@ def parser_of(name: str) -> Parser:
 
 
 def _run(name: str, rest: list[str]) -> int:
-    args = parser_of(name).parse(gather_dotted(rest))
+    args = parser_of(name).parse(rest)
     return importlib.import_module(COMMANDS[name].module).run(args) or 0
 
 

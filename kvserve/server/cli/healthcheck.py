@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvserve.server.cli.serve import add_arguments
-from kvserve.server.settings.args import Parser, UsageError, gather_dotted
+from kvserve.server.settings.args import Parser, UsageError
 from kvserve.server.settings.reading import read_settings
 from kvserve.server.settings.serve_settings import ServeSettings
 
@@ -31,7 +31,7 @@ def main(pid: str = "1") -> int:
         return 1
     connection = _connect(settings)
     try:
-        connection.request("GET", f"{settings.root_path.rstrip('/')}/health")
+        connection.request("GET", f"{settings.root_path}/health")
         return int(connection.getresponse().status != 200)
     except (OSError, http.client.HTTPException) as error:
         print(f"{settings.uds or settings.port}: {error}")
@@ -50,7 +50,7 @@ def settings_of(words: Sequence[str]) -> ServeSettings:
         flags = flags[1:]
     parser = Parser(prog="kvserve serve")
     add_arguments(parser)
-    return read_settings(parser.parse(gather_dotted(flags)))[1]
+    return read_settings(parser.parse(flags))[1]
 
 
 def _connect(settings: ServeSettings) -> http.client.HTTPConnection:

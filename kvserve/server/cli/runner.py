@@ -14,7 +14,6 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import uvicorn
 
@@ -24,12 +23,10 @@ from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.cli.listening import address_of, listen, warn_if_open
 from kvserve.server.http.app import create_app
 from kvserve.server.http.http_protocol import LimitedHttpProtocol
-from kvserve.server.parsers.chat_format import ChatFormat
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.options import ServerOptions, server_options
 from kvserve.server.state.server_state import ServerState, check_request_policies
 from kvserve.server.state.stats_log import StatsLog
 from kvserve.server.state.tracing import Tracer
@@ -66,24 +63,27 @@ def make_engine(config: EngineConfig) -> Engine:
 
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
-    options = server_options(config, settings)
     check_request_policies(config.compression.request_policies)
     _check_certificate(settings)
-    tracer = None
-    if settings.otlp_traces_endpoint is not None:
-        tracer = Tracer(settings.otlp_traces_endpoint, options.served_names[0])
     # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
     with listen(settings) as listener:
         warn_if_open(settings)
-        state = ServerState(make_engine(config), config, options, tracer)
-        _run(_serve(state, settings, listener))
-    if tracer is not None:
-        tracer.shutdown()
+        state = ServerState(make_engine(config), config, settings)
+        if settings.otlp_traces_endpoint is not None:
+            state.tracer = Tracer(settings.otlp_traces_endpoint, state.served_names[0])
+        try:
+            import uvloop
+        except ImportError:
+            asyncio.run(_serve(state, listener))
+        else:
+            uvloop.run(_serve(state, listener))
+    if state.tracer is not None:
+        state.tracer.shutdown()
     return 0
 
 
-async def _serve(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
-    server = DrainingServer(state, settings)
+async def _serve(state: ServerState, listener: socket.socket) -> None:
+    server = DrainingServer(state)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(state.engine.start())
     background: list[asyncio.Task[None]] = []
@@ -96,7 +96,7 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
         loading.result()
         state.mark_ready()
         freeze_heap()
-        _announce(state, settings, listener)
+        _announce(state, listener)
         background.append(asyncio.create_task(StatsLog(state.engine, state.metrics).run()))
         background.append(asyncio.create_task(_watch(state, server)))
         await serving
@@ -114,7 +114,8 @@ async def _serve(state: ServerState, settings: ServeSettings, listener: socket.s
 class DrainingServer(uvicorn.Server):
     """uvicorn, but signals let running requests finish first, and the exit status is 0."""
 
-    def __init__(self, state: ServerState, settings: ServeSettings) -> None:
+    def __init__(self, state: ServerState) -> None:
+        settings = state.settings
         _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
         super().__init__(
             uvicorn.Config(
@@ -237,15 +238,6 @@ def _check_certificate(settings: ServeSettings) -> None:
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
 
 
-def _run(main: Any) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)
-    else:
-        uvloop.run(main)
-
-
 def _share_log(level: str, access: bool) -> None:
     """uvicorn's records in kvserve's format, on stderr."""
     for name, lowest in (("uvicorn.error", level), ("uvicorn.access", "info")):
@@ -264,55 +256,41 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
 # ---- what the user sees -----------------------------------------------------------------------
 
 
-def _announce(state: ServerState, settings: ServeSettings, listener: socket.socket) -> None:
+def _announce(state: ServerState, listener: socket.socket) -> None:
     """The start-up table, then the address."""
-    address = address_of(settings, listener)
-    rows = [*state.engine.summary, *_server_rows(state, settings)]
-    names = ", ".join(state.options.served_names)
+    address = address_of(state.settings, listener)
+    rows = [*state.engine.info.summary, *_server_rows(state)]
+    names = ", ".join(state.served_names)
     say(
         f"{table(('feature', 'state', 'why'), rows)}\n"
-        f"kvserve {__version__} serves {names} on {address}{state.options.root_path}\n"
+        f"kvserve {__version__} serves {names} on {address}{state.settings.root_path}\n"
     )
 
 
-def _server_rows(state: ServerState, settings: ServeSettings) -> list[Row]:
-    options = state.options
-    compression = state.config.compression
+def _server_rows(state: ServerState) -> list[Row]:
+    settings, compression = state.settings, state.config.compression
+    form, keys, file = state.chat, settings.api_key, settings.api_key_file
+    given = [f"{len(keys)} given"] * bool(keys) + [f"those in {file}"] * (file is not None)
+    reasoning = "off" if form.reasoning is None else form.reasoning.name
+    tools = form.tools.name if form.tools else "required and named"
+    shown = (
+        "--tool-call-parser" if settings.tool_call_parser else "as the chat template writes calls"
+    )
     overrides = {"all": "on", "none": "off"}.get(
         compression.allow_request_policy, ", ".join(compression.request_policies)
     )
     return [
         ("kv_policy in requests", overrides, "--allow-request-policy"),
-        ("api keys", _on(options.has_keys), _keys_from(options)),
-        ("live page", _on(options.ui), "/" if options.ui else "--no-ui"),
-        ("kv_trace in requests", _on(options.allow_kv_trace), "--allow-kv-trace"),
-        ("metrics", "on", "/metrics" + (", also as vllm:*" if options.vllm_metrics else "")),
-        ("reasoning", _reasoning(state.chat), "--reasoning-parser"),
-        ("tools", _tools(state.chat), _tools_from(options)),
-        ("queue", f"{options.max_queued} sequences", "--max-queued-requests"),
+        ("api keys", _on(settings.has_keys), ", and ".join(given) or "--api-key is not given"),
+        ("live page", _on(settings.ui), "/" if settings.ui else "--no-ui"),
+        ("kv_trace in requests", _on(settings.allow_kv_trace), "--allow-kv-trace"),
+        ("metrics", "on", "/metrics" + (", also as vllm:*" if settings.vllm_metrics else "")),
+        ("reasoning", "harmony" if form.harmony else reasoning, "--reasoning-parser"),
+        ("tools", "harmony" if form.harmony else tools, shown),
+        ("queue", f"{settings.max_queued_requests} sequences", "--max-queued-requests"),
         ("traces", settings.otlp_traces_endpoint or "off", "--otlp-traces-endpoint"),
         ("drain on SIGTERM", f"{settings.shutdown_timeout:g} s", "--shutdown-timeout"),
     ]
-
-
-def _keys_from(options: ServerOptions) -> str:
-    given = f"{len(options.api_keys)} given" if options.api_keys else "--api-key is not given"
-    if options.api_key_file is None:
-        return given
-    more = f"those in {options.api_key_file}"
-    return f"{given}, and {more}" if options.api_keys else more
-
-
-def _reasoning(form: ChatFormat) -> str:
-    return "harmony" if form.harmony else "off" if form.reasoning is None else form.reasoning.name
-
-
-def _tools(form: ChatFormat) -> str:
-    return "harmony" if form.harmony else form.tools.name if form.tools else "required and named"
-
-
-def _tools_from(options: ServerOptions) -> str:
-    return "--tool-call-parser" if options.tool_parser else "as the chat template writes calls"
 
 
 def _on(value: object) -> str:

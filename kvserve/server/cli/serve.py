@@ -10,9 +10,7 @@ from typing import NoReturn
 
 from kvserve import __version__
 from kvserve.log import configure_logging, logger
-from kvserve.server.settings.args import flags_of
-from kvserve.server.settings.reading import engine_flags, read_settings
-from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.settings.reading import GROUPS, read_settings
 
 EXAMPLE = """\
 examples:
@@ -34,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings"
     )
-    for section, flags in {"server": flags_of(ServeSettings), **engine_flags()}.items():
-        group = parser.add_argument_group(section or "execution")
-        for flag in flags:
-            flag.add_to(group)
+    for title, settings in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for item in settings:
+            item.add_to(group)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
+from kvserve.fields import read_size
 from kvserve.log import ConfigError, RequestError
-from kvserve.server.settings.args import read_size
 
 Json = dict[str, Any]
 _HELP = """\

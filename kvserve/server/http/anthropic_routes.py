@@ -38,7 +38,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     except RequestError as error:
         raise error.renamed(OWN_NAMES) from None
     # Agents ask for as many tokens as their own models give: those that fit are what they get.
-    room = state.engine.max_model_len - len(plan.prompt)
+    room = state.engine.info.max_model_len - len(plan.prompt)
     if body.max_tokens is not None and body.max_tokens <= room:
         plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)

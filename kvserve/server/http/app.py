@@ -26,16 +26,16 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
 
 def create_app(state: ServerState) -> FastAPI:
     """An ASGI application over ``state``; the caller starts the engine and marks it ready."""
-    options = state.options
+    settings = state.settings
     app = FastAPI(
         title="kvserve",
         version=kvserve.__version__,
         docs_url=None,  # FastAPI's pages load from a CDN; ours are in `server/ui`
         redoc_url=None,
-        openapi_url="/openapi.json" if options.docs else None,
+        openapi_url="/openapi.json" if settings.docs else None,
         responses=ERRORS,
     )
-    app.root_path = options.root_path
+    app.root_path = settings.root_path
     app.state.server = state
     app.include_router(openai_routes.router)
     app.include_router(anthropic_routes.router)
@@ -44,26 +44,26 @@ def create_app(state: ServerState) -> FastAPI:
     app.include_router(ui_routes.make_router(state))
     install_handlers(app)
     # Middleware added last is outermost, so refusals carry the request id and CORS headers too.
-    app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
-    if options.has_keys:
-        keys = ApiKeys(options.api_keys, options.api_key_file)
-        open_paths = OPEN_PATHS | ui_routes.page_files(options).keys()
-        open_paths |= set() if options.guard_metrics else {"/metrics"}
+    app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_size)
+    if settings.has_keys:
+        keys = ApiKeys(settings.api_key, settings.api_key_file)
+        open_paths = OPEN_PATHS | ui_routes.page_files(settings).keys()
+        open_paths |= {"/metrics"} if settings.open_metrics else set()
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
     else:
         app.add_middleware(
             OriginMiddleware,
-            hosts=options.allowed_hosts,
-            origins=options.allowed_origins,
+            hosts=("*",) if settings.uds else (settings.host, *settings.allowed_hosts),
+            origins=settings.allowed_origins,
             open_paths=OPEN_PATHS | {"/metrics"},
         )
-    if options.allowed_origins:
+    if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_credentials=options.allow_credentials,
-            allow_methods=options.allowed_methods,
-            allow_headers=options.allowed_headers,
+            allow_origins=settings.allowed_origins,
+            allow_credentials=settings.allow_credentials,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(TurnstileMiddleware)

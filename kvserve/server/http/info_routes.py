@@ -86,27 +86,26 @@ async def metrics(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """The resolved settings, and what is on or off and why."""
     state = _ready(request)
-    engine = state.engine
+    engine, info = state.engine, state.engine.info
     return json_response(
         {
             "version": kvserve.__version__,
-            "served_model_names": state.options.served_names,
-            "max_model_len": engine.max_model_len,
+            "served_model_names": state.served_names,
+            "max_model_len": info.max_model_len,
             "policy": {
-                "name": engine.policy_name,
+                "name": info.policy_name,
                 "args": dict(state.config.compression.policy_args),
             },
             "kv_cache": {
                 "dtype": state.config.cache.kv_cache_dtype,
                 "blocks_total": engine.stats.blocks_total,
                 "bytes_total": engine.stats.bytes_total,
-                "token_bytes": engine.token_bytes,
+                "token_bytes": info.token_bytes,
             },
             "default_sampling": state.default_sampling,
-            "kv_trace": state.options.allow_kv_trace,
+            "kv_trace": state.settings.allow_kv_trace,
             "features": [
-                {"feature": feature, "state": how, "why": why}
-                for feature, how, why in engine.summary
+                {"feature": feature, "state": how, "why": why} for feature, how, why in info.summary
             ],
             "config": asdict(state.config),
         }
@@ -134,7 +133,7 @@ async def tokenize(body: TokenizeChatRequest | TokenizeRequest, request: Request
         return json_response(
             {
                 "count": len(ids),
-                "max_model_len": state.engine.max_model_len,
+                "max_model_len": state.engine.info.max_model_len,
                 "tokens": ids,
                 "token_strs": strings,
             }
@@ -166,13 +165,13 @@ async def kv_policies(request: Request) -> Response:
     from kvserve.engine.policies.registry import describe_policies
 
     state = _ready(request)
-    offers = {offer.name: offer for offer in state.engine.offers}
+    offers = {offer.name: offer for offer in state.engine.info.offers}
     # `args` describes the same arguments in words.
     data = [
         {**{k: v for k, v in p.items() if k != "args"}, **_offered(state, offers.get(p["name"]))}
         for p in describe_policies()
     ]
-    return json_response({"default": state.engine.policy_name, "data": data})
+    return json_response({"default": state.engine.info.policy_name, "data": data})
 
 
 def _offered(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:
@@ -267,5 +266,5 @@ async def tokenizer_info(request: Request) -> Response:
     """Special tokens, sizes and the chat template."""
     state = _ready(request)
     described = state.require_tokenizer("tokenizer").describe()
-    template = state.options.chat_template
+    template = state.chat_template
     return json_response({**described, **({"chat_template": template} if template else {})})

@@ -53,7 +53,7 @@ class JsonRoute(APIRoute):
             CLIENT.set(client_of(request))
             raw = await _json(request)
             state: ServerState = request.app.state.server
-            context = state.engine.max_model_len if state.ready else 0
+            context = state.engine.info.max_model_len if state.ready else 0
             LARGE.set(len(raw) > INLINE)
             body = await beside(lambda: read_body(raw, kinds, context))
             response: Response = await self.endpoint(body=body, request=request)

@@ -73,7 +73,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         about = request_id, model, len(prompts), fingerprint
         chunks = CompletionChunks(body, *about, echoes=echoes, tokenizer=tokenizer)
         return await stream_response(
-            generation, chunks, request.receive, state.options.ping_interval
+            generation, chunks, request.receive, state.settings.ping_interval
         )
     head = _head(request_id, model, fingerprint)
 
@@ -104,7 +104,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     if body.stream:
         chunks = ChatChunks(body, request_id, model, 1, fingerprint, plan=plan)
         return await stream_response(
-            generation, chunks, request.receive, state.options.ping_interval
+            generation, chunks, request.receive, state.settings.ping_interval
         )
     head = _head(request_id, model, fingerprint)
     return await generation.finish(
@@ -145,7 +145,7 @@ async def list_models(request: Request) -> Response:
     state: ServerState = request.app.state.server
     state.check_ready()
     return json_response(
-        {"object": "list", "data": [_card(state, name) for name in state.options.served_names]}
+        {"object": "list", "data": [_card(state, name) for name in state.served_names]}
     )
 
 
@@ -188,7 +188,7 @@ async def respond(
     state: ServerState = request.app.state.server
     if body.stream:
         stream = await stream_response(
-            generation, writer, request.receive, state.options.ping_interval
+            generation, writer, request.receive, state.settings.ping_interval
         )
         return say_skipped(body.skipped(), stream)
 
@@ -273,4 +273,6 @@ def _head(request_id: str, model: str, fingerprint: str) -> Json:
 
 
 def _card(state: ServerState, name: str) -> dict[str, Any]:
-    return model_card(name, state.config.model.model, state.started, state.engine.max_model_len)
+    return model_card(
+        name, state.config.model.model, state.started, state.engine.info.max_model_len
+    )

@@ -57,7 +57,7 @@ def _encode_text(
     state: ServerState, text: str, special: bool, whole: bool, param: str = "prompt"
 ) -> list[int]:
     tokenizer = state.require_tokenizer(param)
-    context = state.engine.max_model_len
+    context = state.engine.info.max_model_len
     look = _FIRST_LOOK * context
     try:
         if not whole and len(text) > 2 * look:
@@ -82,7 +82,7 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
 
     A ``whole`` text, to be truncated or counted, may always have ``_MOST_WHOLE`` characters.
     """
-    context = state.engine.max_model_len
+    context = state.engine.info.max_model_len
     most = context * state.require_tokenizer(param).longest_token
     most = max(most, _MOST_WHOLE) if whole else most
     if count > most:
@@ -98,7 +98,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
     check_messages(state, request)
-    if request.chat_template is not None and not state.options.trust_request_chat_template:
+    if request.chat_template is not None and not state.settings.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server accepts none from requests (start it with "
             "--trust-request-chat-template)",
@@ -113,7 +113,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         arguments = template_arguments(
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            chat_template=request.chat_template or state.options.chat_template,
+            chat_template=request.chat_template or state.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
             **more,
         )
@@ -145,7 +145,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
 
 def check_messages(state: ServerState, request: ChatPrompt) -> None:
     """Refuse a conversation that cannot fit, before a template runs over it."""
-    context = state.engine.max_model_len
+    context = state.engine.info.max_model_len
     if len(request.messages) > context:
         raise RequestError(
             f"messages: {len(request.messages)} messages do not fit this model's context of "
@@ -163,7 +163,7 @@ def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
     effort = request.reasoning_effort
     if effort is None:
         return {}
-    template = request.chat_template or state.options.chat_template
+    template = request.chat_template or state.chat_template
     template = template or str(state.require_tokenizer("messages").describe()["chat_template"])
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort}
@@ -181,7 +181,7 @@ def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> 
     many as fit beside ``max_tokens``."""
     limit = request.truncate_prompt_tokens
     if limit == -1:
-        limit = max(state.engine.max_model_len - (request.token_limit() or 1), 1)
+        limit = max(state.engine.info.max_model_len - (request.token_limit() or 1), 1)
     if limit is None:
         return ids
     return ids[:limit] if request.truncation_side == "right" else ids[-limit:]
@@ -189,7 +189,7 @@ def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> 
 
 def decode_long(state: ServerState, token_ids: Sequence[int], param: str) -> str:
     """``decode``, unless the text is longer than a request may be."""
-    text_of, most = state.require_tokenizer(param).token_text, state.options.max_body_bytes
+    text_of, most = state.require_tokenizer(param).token_text, state.settings.max_body_size
     length = sum(len(text_of(token)) for token in token_ids if 0 <= token < 2**31)
     if length > most:
         raise RequestError(

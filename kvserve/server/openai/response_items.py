@@ -11,108 +11,22 @@ import orjson
 from kvserve.outputs import RequestOutput
 from kvserve.server.openai.chat import ChatPlan
 from kvserve.server.openai.responses import usage
-from kvserve.server.parsers.message_parser import MessageParser
+from kvserve.server.openai.streaming import ChoiceWriter
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
 _ITEM_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
-class ResponseItems:
-    """Reasoning, message and calls of one answer, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self.output: list[Json] = []
-        self._open: str | None = None
-
-    def take(self, delta: Json) -> list[Json]:
-        """Events for one delta of a chat message."""
-        if "reasoning" in delta:
-            return self._text("reasoning", delta["reasoning"])
-        if "content" in delta:
-            return self._text("message", delta["content"])
-        return [event for call in delta["tool_calls"] for event in self._call(call)]
-
-    def close(self) -> list[Json]:
-        """Events that end the open item, if there is one."""
-        if self._open is None:
-            return []
-        item, kind = self.output[-1], self._open
-        self._open = None
-        item["status"] = "completed"
-        where = self._where()
-        if kind == "function_call":
-            arguments = item["arguments"]
-            done = {"type": "response.function_call_arguments.done", "arguments": arguments}
-            return [{**done, **where}, self._item_event("done")]
-        part = item["content"][0]
-        where["content_index"] = 0
-        name = "output_text" if kind == "message" else "reasoning_text"
-        text = {"type": f"response.{name}.done", "text": part["text"], **where}
-        if kind == "reasoning":
-            return [text, self._item_event("done")]
-        ended = {"type": "response.content_part.done", "part": dict(part), **where}
-        return [{**text, "logprobs": []}, ended, self._item_event("done")]
-
-    def _text(self, kind: str, text: str) -> list[Json]:
-        events = []
-        if self._open != kind:
-            part: Json = {"type": "reasoning_text", "text": ""}
-            item: Json = {"type": kind, "summary": [], "content": [part]}
-            if kind == "message":
-                part = {"type": "output_text", "text": "", "annotations": []}
-                item = {"type": kind, "role": "assistant", "content": [part]}
-            events = self._start(kind, item)
-            if kind == "message":
-                where = {**self._where(), "content_index": 0}
-                events.append({"type": "response.content_part.added", "part": dict(part), **where})
-        self.output[-1]["content"][0]["text"] += text
-        name = "output_text" if kind == "message" else "reasoning_text"
-        delta: Json = {"type": f"response.{name}.delta", "delta": text, **self._where()}
-        delta["content_index"] = 0
-        return [*events, {**delta, "logprobs": []} if kind == "message" else delta]
-
-    def _call(self, call: Json) -> list[Json]:
-        events, function = [], call["function"]
-        if "id" in call:
-            item = {"type": "function_call", "call_id": call["id"], "name": function["name"]}
-            events = self._start("function_call", {**item, "arguments": ""})
-        if not function["arguments"]:
-            return events
-        self.output[-1]["arguments"] += function["arguments"]
-        kind = "response.function_call_arguments.delta"
-        return [*events, {"type": kind, "delta": function["arguments"], **self._where()}]
-
-    def _start(self, kind: str, item: Json) -> list[Json]:
-        events = self.close()
-        item = {"id": f"{_ITEM_IDS[kind]}_{secrets.token_hex(12)}", **item, "status": "in_progress"}
-        self.output.append(item)
-        self._open = kind
-        return [*events, self._item_event("added")]
-
-    def _item_event(self, what: str) -> Json:
-        item = orjson.loads(orjson.dumps(self.output[-1]))  # a copy: the item goes on growing
-        if what == "added" and item["type"] != "function_call":
-            item["content"] = []
-        where = {"output_index": len(self.output) - 1}
-        return {"type": f"response.output_item.{what}", "item": item, **where}
-
-    def _where(self) -> Json:
-        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-
-
-class ResponseWriter:
-    """Turns one request's outputs into events, and into the finished response (``body``)."""
+class ResponseWriter(ChoiceWriter):
+    """Its items are reasoning, message and calls, in the order in which they came."""
 
     def __init__(self, head: Json, plan: ChatPlan) -> None:
+        super().__init__(plan)
         self._head = head
-        self._plan = plan
-        self._parser = plan.parser() or MessageParser(None, None)
-        self._items = ResponseItems()
-        self._seen = self._sequence = 0
-
-    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
-        """Nothing takes long."""
+        self._output: list[Json] = []
+        self._open: str | None = None
+        self._sequence = 0
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         events = []
@@ -120,14 +34,6 @@ class ResponseWriter:
             for kind in ("response.created", "response.in_progress"):
                 events.append(self._event({"type": kind, "response": self._body("in_progress")}))
         return events + [self._event(event) for event in self.advance(output)]
-
-    def advance(self, output: RequestOutput) -> list[Json]:
-        """Events for what is new in the only choice."""
-        [choice] = output.outputs
-        text, self._seen = choice.text[self._seen :], len(choice.text)
-        deltas = self._parser.push(text, choice.finished)
-        events = [event for delta in deltas for event in self._items.take(delta)]
-        return events + self._items.close() if choice.finished else events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         body = self.body(outputs[0])
@@ -161,12 +67,89 @@ class ResponseWriter:
         return body
 
     def _body(self, status: str) -> Json:
-        return {**self._head, "status": status, "output": list(self._items.output), "usage": None}
+        return {**self._head, "status": status, "output": list(self._output), "usage": None}
 
     def _event(self, event: Json) -> bytes:
         event["sequence_number"] = self._sequence
         self._sequence += 1
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+    # ---- items ----------------------------------------------------------------------------------
+
+    def _take(self, delta: Json) -> list[Json]:
+        """Events for one delta of a chat message."""
+        if "reasoning" in delta:
+            return self._text("reasoning", delta["reasoning"])
+        if "content" in delta:
+            return self._text("message", delta["content"])
+        return [event for call in delta["tool_calls"] for event in self._call(call)]
+
+    def _close(self) -> list[Json]:
+        """Events that end the open item, if there is one."""
+        if self._open is None:
+            return []
+        item, kind = self._output[-1], self._open
+        self._open = None
+        item["status"] = "completed"
+        where = self._where()
+        if kind == "function_call":
+            arguments = item["arguments"]
+            done = {"type": "response.function_call_arguments.done", "arguments": arguments}
+            return [{**done, **where}, self._item_event("done")]
+        part = item["content"][0]
+        where["content_index"] = 0
+        name = "output_text" if kind == "message" else "reasoning_text"
+        text = {"type": f"response.{name}.done", "text": part["text"], **where}
+        if kind == "reasoning":
+            return [text, self._item_event("done")]
+        ended = {"type": "response.content_part.done", "part": dict(part), **where}
+        return [{**text, "logprobs": []}, ended, self._item_event("done")]
+
+    def _text(self, kind: str, text: str) -> list[Json]:
+        events = []
+        if self._open != kind:
+            part: Json = {"type": "reasoning_text", "text": ""}
+            item: Json = {"type": kind, "summary": [], "content": [part]}
+            if kind == "message":
+                part = {"type": "output_text", "text": "", "annotations": []}
+                item = {"type": kind, "role": "assistant", "content": [part]}
+            events = self._start(kind, item)
+            if kind == "message":
+                where = {**self._where(), "content_index": 0}
+                events.append({"type": "response.content_part.added", "part": dict(part), **where})
+        self._output[-1]["content"][0]["text"] += text
+        name = "output_text" if kind == "message" else "reasoning_text"
+        delta: Json = {"type": f"response.{name}.delta", "delta": text, **self._where()}
+        delta["content_index"] = 0
+        return [*events, {**delta, "logprobs": []} if kind == "message" else delta]
+
+    def _call(self, call: Json) -> list[Json]:
+        events, function = [], call["function"]
+        if "id" in call:
+            item = {"type": "function_call", "call_id": call["id"], "name": function["name"]}
+            events = self._start("function_call", {**item, "arguments": ""})
+        if not function["arguments"]:
+            return events
+        self._output[-1]["arguments"] += function["arguments"]
+        kind = "response.function_call_arguments.delta"
+        return [*events, {"type": kind, "delta": function["arguments"], **self._where()}]
+
+    def _start(self, kind: str, item: Json) -> list[Json]:
+        events = self._close()
+        item = {"id": f"{_ITEM_IDS[kind]}_{secrets.token_hex(12)}", **item, "status": "in_progress"}
+        self._output.append(item)
+        self._open = kind
+        return [*events, self._item_event("added")]
+
+    def _item_event(self, what: str) -> Json:
+        item = orjson.loads(orjson.dumps(self._output[-1]))  # a copy: the item goes on growing
+        if what == "added" and item["type"] != "function_call":
+            item["content"] = []
+        where = {"output_index": len(self._output) - 1}
+        return {"type": f"response.output_item.{what}", "item": item, **where}
+
+    def _where(self) -> Json:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
 
 def response_head(request: Any, response_id: str, created: int, model: str) -> Json:

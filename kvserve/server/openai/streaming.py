@@ -28,6 +28,7 @@ from kvserve.server.openai.logprobs import (
 )
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.responses import usage
+from kvserve.server.parsers.message_parser import MessageParser
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.engine_protocol import Tokenizer
 from kvserve.server.state.errors import as_api_error
@@ -236,6 +237,35 @@ class ChatChunks(ChunkWriter):
     @staticmethod
     def _part(index: int, delta: Json) -> Json:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+class ChoiceWriter:
+    """An ``EventWriter`` for answers of one choice that are more than text in chunks: items of
+    ``/v1/responses``, blocks of ``/v1/messages``."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._plan = plan
+        self._parser = plan.parser() or MessageParser(None, None)
+        self._seen = 0
+
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        """Nothing takes long."""
+
+    def advance(self, output: RequestOutput) -> list[Json]:
+        """Events for what is new in the only choice."""
+        [choice] = output.outputs
+        text, self._seen = choice.text[self._seen :], len(choice.text)
+        deltas = self._parser.push(text, choice.finished)
+        events = [event for delta in deltas for event in self._take(delta)]
+        return events + self._close() if choice.finished else events
+
+    def _take(self, delta: Json) -> list[Json]:
+        """Events for one delta of a chat message."""
+        raise NotImplementedError
+
+    def _close(self) -> list[Json]:
+        """Events that end what is open, if anything is."""
+        raise NotImplementedError
 
 
 async def stream_response(

@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,8 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo, PolicyOffer
-from kvserve.engine.models.hub import find_model
+from kvserve.engine.messages import EngineInfo
 from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
 from kvserve.outputs import EngineStats, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -37,7 +37,6 @@ from kvserve.server.settings.reading import settings_from
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.options import server_options
 from kvserve.server.state.server_state import ServerState, check_request_policies
 
 _APP = "kvserve"
@@ -75,17 +74,7 @@ class ReplicatedEngine:
             self._info = await handle.describe.remote()
         except ConfigError as error:
             raise ConfigError(str(getattr(error, "cause", error))) from None
-        model = self.config.model
-        path = await asyncio.to_thread(
-            find_model,
-            model.model,
-            model.revision,
-            model.download_dir,
-            load_format=model.load_format,
-            weights=False,
-            code=model.trust_remote_code,
-        )
-        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config, str(path))
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.config.model)
         await self._read_stats()
         self._watcher = asyncio.create_task(self._watch())
 
@@ -95,35 +84,12 @@ class ReplicatedEngine:
 
     @property
     def info(self) -> EngineInfo:
+        """An engine's, with a row about the replicas in its start-up table."""
         if self._info is None:
             raise RuntimeError("no replica has been connected")
-        return self._info
-
-    @property
-    def summary(self) -> list[tuple[str, str, str]]:
-        """The engine's start-up table, and a row about the replicas."""
         running = f"{len(self.stats_by_engine)} on Ray Serve"
-        return [*self.info.summary, ("replicas", running, "--data-parallel-size")]
-
-    @property
-    def max_model_len(self) -> int:
-        return self.info.max_model_len
-
-    @property
-    def policy_name(self) -> str:
-        return self.info.policy_name
-
-    @property
-    def token_bytes(self) -> int:
-        return self.info.token_bytes
-
-    @property
-    def offers(self) -> list[PolicyOffer]:
-        return self.info.offers
-
-    @property
-    def default_sampling(self) -> dict[str, Any]:
-        return self.info.default_sampling
+        row = "replicas", running, "--data-parallel-size"
+        return replace(self._info, summary=[*self._info.summary, row])
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
@@ -161,7 +127,8 @@ class ReplicatedEngine:
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache of every replica. Later requests wait until that is done."""
         self._router.forget_prefixes()
-        self._reset = asyncio.create_task(self._broadcast_reset())
+        done = self._connected.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
+        self._reset = asyncio.ensure_future(done)
 
     async def shutdown(self) -> None:
         for task in (self._watcher, self._reset):
@@ -173,9 +140,6 @@ class ReplicatedEngine:
         if self._handle is None:
             raise RuntimeError("no replica has been connected")
         return self._handle
-
-    async def _broadcast_reset(self) -> None:
-        await self._connected.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:
@@ -300,7 +264,7 @@ def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
     configure_logging(settings.log_level)
     check_request_policies(config.compression.request_policies)
     engine = ReplicatedEngine(config)
-    state = ServerState(engine, config, server_options(config, settings))
+    state = ServerState(engine, config, settings)
     app = create_app(state)
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Builds the engine's and the server's settings from flags, the environment and a file."""
+"""The engine's and the server's settings: flag > environment > file > default."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from kvserve.config import SECTIONS, EngineConfig, ModelConfig
+from kvserve import absent
+from kvserve.config import SECTIONS, SETTINGS, EngineConfig, ModelConfig
+from kvserve.fields import Setting, settings_of
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import ENV_PREFIX, Flag, UsageError, flags_of, read_names, resolve
+from kvserve.server.settings.args import UsageError
 from kvserve.server.settings.serve_settings import ServeSettings
 
-
-def engine_flags() -> dict[str, list[Flag]]:
-    """Flags by section, in the order of ``EngineConfig``."""
-    return {**{name: flags_of(kind) for name, kind in SECTIONS.items()}, "": flags_of(EngineConfig)}
+ENV_PREFIX = "KVSERVE_"
+_OF_SERVER = {item.name: item for item in settings_of(ServeSettings)}
+_ALL: Mapping[str, Setting] = {**_OF_SERVER, **SETTINGS}
+GROUPS = {
+    **{"server": settings_of(ServeSettings)},
+    **{name: settings_of(kind) for name, kind in SECTIONS.items()},
+    **{"execution": settings_of(EngineConfig)},
+}
+"""All settings by the title under which ``--help`` lists them."""
 
 
 def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
@@ -25,7 +33,17 @@ def read_settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
     model = given.pop("model_tag")
     if model is not None and given.setdefault("model", model) != model:
         raise UsageError(f"the model is given twice: {model!r} and --model {given['model']!r}")
-    values = resolve(_flags(), given)
+    path = given.pop("config", os.environ.get(ENV_PREFIX + "CONFIG"))
+    layers = [_from_file(Path(path)) if path else {}, _from_environment(), given]
+    values: dict[str, Any] = {}
+    for layer in layers:
+        # A layer that names another policy drops the arguments of the one before.
+        if layer.get("policy", values.get("policy")) != values.get("policy"):
+            values.pop("policy_args", None)
+        policy_args = {**values.get("policy_args", {}), **layer.get("policy_args", {})}
+        values |= layer
+        if policy_args:
+            values["policy_args"] = policy_args
     try:
         return _build(values)
     except ConfigError as exc:
@@ -37,16 +55,11 @@ def settings_from(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSetting
 
     Keys may come from the environment too (``KVSERVE_API_KEY``): a file is no place for them.
     """
-    given = read_names(_flags(), values, "settings")
+    given = _read_names(values, "settings")
     keys = os.environ.get(f"{ENV_PREFIX}API_KEY")
     if keys is not None:
         given.setdefault("api_key", [key.strip() for key in keys.split(",")])
     return _build(given)
-
-
-def _flags() -> list[Flag]:
-    engine = (flag for flags in engine_flags().values() for flag in flags)
-    return [*flags_of(ServeSettings), *engine]
 
 
 def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
@@ -56,14 +69,65 @@ def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
 
         setting, reason = automatic(values.get("model", ModelConfig().model), values)
         values = {**values, **setting}
-    server = {flag.name for flag in flags_of(ServeSettings)}
-    config = EngineConfig.from_flat(**{k: _plain(v) for k, v in values.items() if k not in server})
+    of_engine = {name: value for name, value in values.items() if name in SETTINGS}
+    of_server = {
+        name: _OF_SERVER[name].checked(value)
+        for name, value in values.items()
+        if name in _OF_SERVER
+    }
+    config = EngineConfig.from_flat(**of_engine)
     compression = replace(config.compression, policy_reason=reason)
-    return (
-        replace(config, compression=compression),
-        ServeSettings(**{k: _plain(v) for k, v in values.items() if k in server}),
-    )
+    return replace(config, compression=compression), ServeSettings(**of_server)
 
 
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _from_environment() -> dict[str, Any]:
+    values = {}
+    for name, item in _ALL.items():
+        variable = ENV_PREFIX + name.upper()
+        text = os.environ.get(variable)
+        # Kubernetes sets KVSERVE_PORT=tcp://... for a service that is called kvserve.
+        if text is None or text.startswith("tcp://"):
+            continue
+        try:
+            values[name] = item.read_plain(text)
+        except argparse.ArgumentTypeError as exc:
+            raise UsageError(f"{variable}: {exc}") from None
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as exc:
+        raise UsageError(f"--config: cannot read {path}: {exc.strerror}") from None
+    except yaml.YAMLError as exc:
+        raise UsageError(f"--config: {path} is not YAML: {' '.join(str(exc).split())}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"--config: {path} must hold settings, as in 'port: 8000'")
+    return _read_names(content, f"--config: {path}")
+
+
+def _read_names(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Values by name, with - or _, as YAML gives them. A ``UsageError`` begins with ``where``."""
+    values: dict[str, Any] = {}
+
+    def wrong(message: str, _: str) -> UsageError:
+        return UsageError(f"{where}: {message}")
+
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name == "policy" and isinstance(value, dict):
+            policy = dict(value)
+            values["policy"] = str(policy.pop("name", "none"))
+            values["policy_args"] = {**policy, **values.get("policy_args", {})}
+            continue
+        if not absent.take_known({name: value}, _ALL, absent.SETTINGS, wrong):
+            continue
+        try:
+            read = _ALL[name].read_plain(value)
+        except argparse.ArgumentTypeError as exc:
+            raise UsageError(f"{where}: {key}: {exc}") from None
+        values[name] = {**values.get(name, {}), **read} if name == "policy_args" else read
+    return values

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvserve.config import setting
+from kvserve.fields import check_limits, setting
 from kvserve.log import ConfigError
-from kvserve.setting_values import check_limits
 
 # Listed here and not only where they are built, so that ``--help`` need not load the server.
 REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
@@ -25,7 +24,7 @@ class ServeSettings:
     """
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every interface")
-    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    port: int = setting(8000, "port to listen on; 0 takes a free one", least=0, most=2**16 - 1)
     served_model_name: tuple[str, ...] = setting(
         (), "names clients may use, the first in answers (default: --model)"
     )
@@ -113,12 +112,17 @@ class ServeSettings:
     )
     enable_log_requests: bool = setting(False, "log each request's id, sizes and sampling")
     disable_uvicorn_access_log: bool = setting(False, "no log line per HTTP request")
+    ping_interval: float = 15.0
+    """Seconds after which a quiet stream has a comment; no flag."""
 
     def __post_init__(self) -> None:
         check_limits(self)
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
+        object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key) or self.api_key_file is not None

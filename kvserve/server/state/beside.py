@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from kvserve.engine.device.pages import resident_bytes, trim_memory
-from kvserve.server.state.errors import ApiError
+from kvserve.server.state.errors import too_many
 from kvserve.turns import Turns
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
@@ -40,12 +40,7 @@ async def in_thread(work: Callable[[], _T]) -> _T:
 
     client = CLIENT.get()
     if _THREADS.waiting(client) >= _MOST_WAITING:
-        raise ApiError(
-            429,
-            "too many large requests of yours wait to be read",
-            code="busy",
-            headers={"Retry-After": "1"},
-        )
+        raise too_many("too many large requests of yours wait to be read")
     return await asyncio.wrap_future(_THREADS.submit(client, run))
 
 

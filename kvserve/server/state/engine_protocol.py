@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvserve.engine.messages import PolicyOffer
+from kvserve.engine.messages import EngineInfo
 from kvserve.outputs import EngineStats, PoolView, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.parsers.chat_format import ChatTokenizer
@@ -25,19 +25,9 @@ class Engine(Protocol):
     """The part of ``AsyncEngine`` that the server uses."""
 
     @property
-    def summary(self) -> list[tuple[str, str, str]]: ...
+    def info(self) -> EngineInfo: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def policy_name(self) -> str: ...
-    @property
-    def token_bytes(self) -> int: ...
-    @property
-    def offers(self) -> Sequence[PolicyOffer]: ...
-    @property
-    def default_sampling(self) -> Mapping[str, Any]: ...
     @property
     def stats(self) -> EngineStats: ...
     @property

@@ -80,6 +80,11 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": "5"})
 
 
+def too_many(message: str, code: str = "busy", param: str | None = None) -> ApiError:
+    """A 429 that tells clients to try again in a second."""
+    return ApiError(429, message, param=param, code=code, headers={"Retry-After": "1"})
+
+
 def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
     """The error that a client gets for ``exc``; unexpected ones are logged and not sent."""
     if isinstance(exc, ApiError):
@@ -103,8 +108,7 @@ def _refusal(exc: RequestError) -> ApiError:
     if exc.code == "out_of_memory":
         return unavailable(str(exc), exc.code)
     if exc.code in ("too_many_policies", "too_many_traces"):
-        later = {"Retry-After": "1"}
-        return ApiError(429, str(exc), param=exc.param, code=exc.code, headers=later)
+        return too_many(str(exc), exc.code, exc.param)
     status = 500 if exc.code == "internal_error" else 400
     return ApiError(status, str(exc), param=exc.param, code=exc.code or "invalid_value")
 

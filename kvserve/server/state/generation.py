@@ -19,7 +19,7 @@ from kvserve.log import RequestError, logger
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvserve.server.state.engine_protocol import OpenRequest
-from kvserve.server.state.errors import ApiError
+from kvserve.server.state.errors import too_many
 from kvserve.server.state.metrics import Metrics
 from kvserve.server.state.server_state import ServerState
 
@@ -42,7 +42,7 @@ class Generation:
         self.num_sequences = len(prompts) * params.n
         self.client = params.client
         state.check_queue(self.num_sequences, self.client)
-        check_logprobs(params, prompts, state.engine.max_model_len, state.generations)
+        check_logprobs(params, prompts, state.engine.info.max_model_len, state.generations)
         self._prompt_numbers = prompt_numbers(params, prompts)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._state = state
@@ -54,7 +54,7 @@ class Generation:
         self._headers = headers or {}
         self._own_names = {"max_tokens": token_limit_field}
         state.generations.add(self)
-        if state.options.log_requests:
+        if state.settings.enable_log_requests:
             lengths = [len(prompt) for prompt in prompts]
             logger.info("%s: prompts of %s tokens, %s", request_id, lengths, params)
         self._tasks = [
@@ -233,12 +233,7 @@ def check_logprobs(
             param=field,
         )
     if prompt and prompt + sum(other.num_logprobs for other in others) > _AT_ONCE * most:
-        raise ApiError(
-            429,
-            "too many log-probabilities are being computed for others; try again",
-            code="busy",
-            headers={"Retry-After": "1"},
-        )
+        raise too_many("too many log-probabilities are being computed for others; try again")
 
 
 class RequestWatch:

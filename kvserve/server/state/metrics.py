@@ -26,7 +26,6 @@ from prometheus_client.utils import floatToGoString
 from kvserve.config import EngineConfig
 from kvserve.outputs import ITERATION_TOKENS, STATS, EngineStats
 from kvserve.server.state.engine_protocol import Engine
-from kvserve.server.state.options import ServerOptions
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))
@@ -65,21 +64,26 @@ _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Metrics:
-    """The metrics of one server, in their own registry: a process may have several servers."""
+    """The metrics of one server, in their own registry: a process may have several servers.
+
+    ``vllm``: the common ones under vllm's names too.
+    """
 
     def __init__(
         self,
         engine: Engine,
         config: EngineConfig,
-        options: ServerOptions,
+        model_name: str,
         phase: Callable[[], Phase],
+        *,
+        vllm: bool = True,
     ) -> None:
         self._engine = engine
         self._phase = phase
         self._process = ProcessCollector(registry=None)
         self._config = config
-        self._mirror = options.vllm_metrics
-        self._model = options.served_names[0]
+        self._mirror = vllm
+        self._model = model_name
         self._histograms = {
             name: Histogram(f"kvserve:{name}", help, _LABELS, registry=None, buckets=buckets)
             for name, (help, buckets) in _HISTOGRAMS.items()

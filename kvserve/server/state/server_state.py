@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -14,10 +15,10 @@ import kvserve
 from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import ChatFormat, find_format
+from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
-from kvserve.server.state.errors import ApiError, unavailable
+from kvserve.server.state.errors import ApiError, too_many, unavailable
 from kvserve.server.state.metrics import Metrics, Phase
-from kvserve.server.state.options import ServerOptions
 
 if TYPE_CHECKING:
     from kvserve.server.state.tracing import Tracer
@@ -29,7 +30,7 @@ class ServerState:
 
     engine: Engine
     config: EngineConfig
-    options: ServerOptions
+    settings: ServeSettings
     tracer: Tracer | None = None
     ready: bool = False
     draining: bool = False
@@ -37,11 +38,14 @@ class ServerState:
     generations: set[OpenRequest] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine, self.config, self.options, lambda: self.phase)
+        self.served_names = self.settings.served_model_name or (self.config.model.model,)
+        self.chat_template = _read_template(self.settings.chat_template)
+        names, mirror = self.served_names, self.settings.vllm_metrics
+        self.metrics = Metrics(self.engine, self.config, names[0], lambda: self.phase, vllm=mirror)
         self.default_sampling: dict[str, Any] = {}
         self.chat = ChatFormat()
-        settings = {k: v for k, v in asdict(self.config).items() if k != "compression"}
-        self._config_digest = hashlib.sha256(_canonical(settings))
+        others = {k: v for k, v in asdict(self.config).items() if k != "compression"}
+        self._config_digest = hashlib.sha256(_canonical(others))
 
     @property
     def phase(self) -> Phase:
@@ -54,19 +58,20 @@ class ServerState:
     def mark_ready(self) -> None:
         """Admit requests from now on. ``ConfigError`` if the model lacks what a flag needs."""
         self.check_tokenizer()
-        self.default_sampling = dict(self.engine.default_sampling)
+        self.default_sampling = dict(self.engine.info.default_sampling)
         self.ready = True
 
     def check_tokenizer(self) -> None:
         """Raises ``ConfigError`` if the tokenizer lacks what a flag needs."""
-        options = self.options
+        settings = self.settings
         self.chat = find_format(
             self.engine.tokenizer,
-            options.chat_template,
-            options.tool_parser,
-            options.reasoning_parser,
+            self.chat_template,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
         )
-        if options.auto_tools and self.chat.tools is None and not self.chat.harmony:
+        known = self.chat.harmony or self.chat.tools is not None
+        if settings.enable_auto_tool_choice and not known:
             raise ConfigError(
                 "--enable-auto-tool-choice: the chat template does not show how the model writes "
                 "tool calls; name the format with --tool-call-parser"
@@ -90,7 +95,7 @@ class ServerState:
 
     def check_model(self, model: str | None) -> str:
         """The model's name in the answer: ``model``, or the first served. 404 if not served."""
-        names = self.options.served_names
+        names = self.served_names
         if model is not None and model not in names:
             raise ApiError(
                 404,
@@ -102,7 +107,7 @@ class ServerState:
 
     def check_trace(self, kv_trace: bool | None) -> None:
         """``RequestError`` if ``kv_trace`` is true and this server does not allow it."""
-        if kv_trace and not self.options.allow_kv_trace:
+        if kv_trace and not self.settings.allow_kv_trace:
             raise RequestError(
                 "kv_trace is off on this server (start it with --allow-kv-trace)",
                 param="kv_trace",
@@ -132,7 +137,7 @@ class ServerState:
         An eighth more places are for clients that have fewer sequences than that: a client that
         fills the queue turns away itself, not others.
         """
-        most = self.config.scheduler.max_num_seqs + self.options.max_queued
+        most = self.config.scheduler.max_num_seqs + self.settings.max_queued_requests
         if count > most:
             raise RequestError(
                 f"prompt: {count} sequences at once, and this server queues at most {most}",
@@ -142,12 +147,7 @@ class ServerState:
         spare = max(most // 8, 1)
         room = most + spare if own <= spare else most
         if count + sum(generation.num_sequences for generation in self.generations) > room:
-            raise ApiError(
-                429,
-                "the queue is full (--max-queued-requests)",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            raise too_many("the queue is full (--max-queued-requests)", "queue_full")
 
     def fingerprint(self, kv_policy: str | Mapping[str, Any] | None) -> str:
         """``system_fingerprint``: the same for equal settings and equal KV policies."""
@@ -179,6 +179,13 @@ def check_request_policies(policies: Sequence[str]) -> None:
     if unknown := sorted(set(policies) - set(policy_names())):
         names = ", ".join(policy_names())
         raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
+
+
+def _read_template(path: str | None) -> str | None:
+    try:
+        return None if path is None else Path(path).read_text()
+    except OSError as exc:
+        raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
 
 
 def _canonical(settings: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvserve.outputs import EngineStats, PoolView, RequestStats
 from kvserve.server.openai.responses import kv_stats
-from kvserve.server.state.errors import ApiError
+from kvserve.server.state.errors import too_many
 from kvserve.server.state.server_state import ServerState
 
 INTERVAL_S = 0.2
@@ -43,8 +43,7 @@ class EventFeed:
     def check(self, client: str) -> None:
         """429 if the client has too many readers."""
         if self._readers[client] >= MOST_READERS:
-            message = f"a client may read the events {MOST_READERS} times at once"
-            raise ApiError(429, message, code="busy", headers={"Retry-After": "1"})
+            raise too_many(f"a client may read the events {MOST_READERS} times at once")
 
     def enter(self, client: str) -> None:
         """Add a reader. The first one starts the views of the pool."""
@@ -69,7 +68,7 @@ class EventFeed:
             if event and number != told:
                 told, quiet = number, time.monotonic()
                 yield event
-            elif time.monotonic() - quiet > self._state.options.ping_interval:
+            elif time.monotonic() - quiet > self._state.settings.ping_interval:
                 quiet = time.monotonic()
                 yield _PING
             await asyncio.sleep(INTERVAL_S)

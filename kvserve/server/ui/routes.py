@@ -7,8 +7,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.clients import client_of
-from kvserve.server.state.options import ServerOptions
 from kvserve.server.state.server_state import ServerState
 from kvserve.server.ui.event_feed import EventFeed, FeedResponse
 
@@ -31,10 +31,10 @@ _HEADERS = {
 }
 
 
-def page_files(options: ServerOptions) -> dict[str, Path]:
+def page_files(settings: ServeSettings) -> dict[str, Path]:
     """Files by the path that serves them. They hold no secrets, so they need no API key."""
-    pages = {"/": "index.html"} if options.ui else {}
-    if options.docs:
+    pages = {"/": "index.html"} if settings.ui else {}
+    if settings.docs:
         pages |= {"/docs": "docs.html", "/redoc": "docs.html"}
     files = sorted(path for path in _PAGE.rglob("*") if path.is_file()) if pages else []
     parts = {
@@ -58,7 +58,7 @@ def make_router(state: ServerState) -> APIRouter:
         return FeedResponse(feed, client)
 
     router.add_api_route("/v1/kv/events", events, include_in_schema=False)
-    for path, file in page_files(state.options).items():
+    for path, file in page_files(state.settings).items():
         _add_file(router, path, file)
     return router
 

@@ -156,5 +156,7 @@ def test_what_grammars_take_is_given_back(llm: LLM, monkeypatch: pytest.MonkeyPa
 
 def test_other_libraries_are_refused(llm: LLM) -> None:
     compiler(llm, grammar_backend="llguidance")
-    with pytest.raises(ConfigError, match=r"--grammar-backend\) must be one of auto, llguidance"):
+    with pytest.raises(
+        ConfigError, match="--grammar-backend: 'xgrammar' is not one of auto, llguidance"
+    ):
         compiler(llm, grammar_backend="xgrammar")

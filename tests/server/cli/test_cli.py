@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from kvserve.config import EngineConfig
+from kvserve.fields import read_size
 from kvserve.server.cli import commands as cli
 from kvserve.server.cli import serve
 from kvserve.server.settings import reading
-from kvserve.server.settings.args import Parser, UsageError, gather_dotted, read_size
+from kvserve.server.settings.args import Parser, UsageError
 from kvserve.server.settings.serve_settings import ServeSettings
 
 
 def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
     parser = Parser(prog="kvserve serve")
     serve.add_arguments(parser)
-    return reading.read_settings(parser.parse(gather_dotted(argv)))
+    return reading.read_settings(parser.parse(argv))
 
 
 # ---- flags ------------------------------------------------------------------------------------
@@ -153,11 +154,11 @@ def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) ->
         (["--max-num-seq", "3"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--frobnicate"], "unknown flag --frobnicate"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
-        (["--port", "99999"], "--port must be between 0 and 65535"),
+        (["--port", "99999"], "--port: '99999' is not an integer of at most 65535"),
         (["--dtype", "int4"], "--dtype: 'int4' is not one of auto, float32"),
         (["--max-model-len", "long"], "--max-model-len/--context-length: 'long' is not a whole"),
         (["--max-model-len"], "expected one argument"),
-        (["--block-size", "0"], "--block-size must be >= 1"),
+        (["--block-size", "0"], "--block-size/--page-size: '0' is not an integer of at least 1"),
         (["--kv-cache-dtype", "int4"], "--kv-cache-dtype: 'int4' is not one of auto, int8, k8v4"),
         (["--policy.window"], "--policy.window needs a value"),
         (["--policy.", "3"], "--policy.: name a field"),

@@ -83,7 +83,7 @@ def test_errors(
     assert "--kv-policy" in capsys.readouterr().err
     assert run(server, "complete", "-q", "a", "--model-name", "gpt-9") == 1
     assert "gpt-9" in capsys.readouterr().err
-    keyed = start_server(FakeEngine(), api_keys=("k",))
+    keyed = start_server(FakeEngine(), api_key=("k",))
     assert run(keyed, "chat", "-q", "a") == 1
     assert "API key" in capsys.readouterr().err
     assert run(keyed, "chat", "-q", "a", "--api-key", "k", "--max-tokens", "1") == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -27,7 +28,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[RunningServer]:
-    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    options: Any = {
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+    }
     yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 
@@ -208,9 +213,11 @@ def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServ
         assert tokenizer.seen[1] == expected
 
 
-def test_templates_of_requests_want_a_flag(start_server: StartServer) -> None:
+def test_templates_of_requests_want_a_flag(start_server: StartServer, tmp_path: Path) -> None:
     tokenizer = FakeTokenizer()
-    options = {"chat_template": "the file's", "trust_request_chat_template": True}
+    (tmp_path / "chat.jinja").write_text("the file's")
+    options: Any = {"chat_template": str(tmp_path / "chat.jinja")}
+    options["trust_request_chat_template"] = True
     server = start_server(FakeEngine(tokenizer=tokenizer), **options)
     server.chat("a", max_tokens=1)
     assert tokenizer.template_seen == "the file's"
@@ -219,7 +226,7 @@ def test_templates_of_requests_want_a_flag(start_server: StartServer) -> None:
 
 
 def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> None:
-    server = start_server(FakeEngine(), tool_parser="mistral", auto_tools=True)
+    server = start_server(FakeEngine(), tool_call_parser="mistral", enable_auto_tool_choice=True)
     says = '[TOOL_CALLS][{"name": "weather", "arguments": {}}]'
     message, _ = ask(server, says, False, tools=[TOOL])
     assert message["tool_calls"] == [{"name": "weather", "arguments": "{}"}]

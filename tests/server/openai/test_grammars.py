@@ -20,7 +20,7 @@ import pytest
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.server.http.app import create_app
-from kvserve.server.state.options import ServerOptions
+from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.server.openai import templates
@@ -77,8 +77,9 @@ class Served:
         key = f"{template} {options}"
         if key not in self.apps:
             known = getattr(templates, template)
-            options = {"served_names": ("m",), "chat_template": known, **options}
-            state = ServerState(self.engine, self.config, ServerOptions(**options))
+            settings = ServeSettings(served_model_name=("m",), allowed_hosts=("*",), **options)
+            state = ServerState(self.engine, self.config, settings)
+            state.chat_template = known
             state.mark_ready()
             self.apps[key] = create_app(state)
 
@@ -164,7 +165,7 @@ def test_a_pattern_beside_tools_is_the_same_pattern(
 
 def test_a_format_that_is_not_known_says_so(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "tools": [SHORT]}
-    options = {"tool_parser": "hermes"}
+    options = {"tool_call_parser": "hermes"}
     response = served.post(
         "/v1/chat/completions", {**body, "response_format": ANSWER}, "PLAIN", **options
     )

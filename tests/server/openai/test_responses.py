@@ -21,7 +21,11 @@ SAYS = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    options: Any = {"reasoning_parser": "qwen3", "tool_parser": "hermes", "auto_tools": True}
+    options: Any = {
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+    }
     yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 

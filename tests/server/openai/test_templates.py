@@ -250,8 +250,8 @@ def test_an_unknown_format_is_said(start_server: StartServer) -> None:
     says = f'[{{"name": "weather", "parameters": {CITY}}}]'
     assert spoken(server, says, False, tools=[TOOL], tool_choice="required")["calls"]
     with pytest.raises(ConfigError, match="--tool-call-parser"):
-        start_server(FakeEngine(tokenizer=tokenizer), auto_tools=True)
+        start_server(FakeEngine(tokenizer=tokenizer), enable_auto_tool_choice=True)
     named = FakeEngine(2000, tokenizer=TemplateTokenizer(templates.UNKNOWN))
-    server = start_server(named, auto_tools=True, tool_parser="hermes")
+    server = start_server(named, enable_auto_tool_choice=True, tool_call_parser="hermes")
     says = f'<tool_call>{{"name": "weather", "arguments": {CITY}}}</tool_call>'
     assert spoken(server, says, True, tools=[TOOL])["calls"] == [["weather", CITY]]

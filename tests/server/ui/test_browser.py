@@ -56,7 +56,7 @@ def test_what_is_written_is_text(start_server: StartServer, watched: Watched) ->
 def test_a_key_is_asked_for_and_kept_in_the_tab(
     start_server: StartServer, watched: Watched
 ) -> None:
-    fake = start_server(api_keys=("right",))
+    fake = start_server(api_key=("right",))
     page = watched.open(fake.url)
     for key, wrong in (("wrong", False), ("right", True)):
         page.wait_for_selector("#key-dialog[open]")

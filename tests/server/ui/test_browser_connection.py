@@ -28,7 +28,7 @@ def state(page: Any, wanted: str) -> None:
 def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(
     start_server: StartServer, watched: Watched, keys: tuple[str, ...]
 ) -> None:
-    server = start_server(ready=False, api_keys=keys)
+    server = start_server(ready=False, api_key=keys)
     page = watched.open(server.url)
     if keys:
         page.fill("#key", "k")
@@ -42,7 +42,7 @@ def test_a_page_that_is_opened_while_the_model_loads_goes_on_by_itself(
 
 
 def test_another_model_on_the_same_port(watched: Watched) -> None:
-    first = run_server(FakeEngine(), served_names=("org/first",))
+    first = run_server(FakeEngine(), served_model_name=("org/first",))
     server = next(first)
     page = watched.ready(server.url)
     assert "org/first" in page.inner_text("#served")
@@ -52,7 +52,7 @@ def test_another_model_on_the_same_port(watched: Watched) -> None:
     assert page.eval_on_selector("#proof", FILTER) == "grayscale(1)"
     port = urlsplit(server.url).port or 0
     engine = FakeEngine(max_model_len=4096)
-    second = run_server(engine, port=port, served_names=("org/second",))
+    second = run_server(engine, port=port, served_model_name=("org/second",))
     next(second)
     state(page, "live")
     page.wait_for_selector("#served:has-text('org/second')")
@@ -70,7 +70,7 @@ def test_what_is_offered_is_for_the_served_model(
     titles = {}
     for model in ("kvserve/tiny", "kvserve/tiny-long", "org/any"):
         config = EngineConfig.from_flat(model=model)
-        server = start_server(config=config, served_names=("served",))
+        server = start_server(config=config, served_model_name=("served",))
         page = watched.ready(server.url)
         page.click("#tab-playground")
         page.wait_for_selector("#examples button")

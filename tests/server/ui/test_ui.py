@@ -114,7 +114,7 @@ def test_the_examples_are_the_tasks(server: RunningServer) -> None:
 def test_nothing_of_the_page_changes_the_server_without_the_key(
     start_server: StartServer,
 ) -> None:
-    server = start_server(api_keys=("k",))
+    server = start_server(api_key=("k",))
     for path in ("/", "/ui/app.js", "/docs"):
         assert server.http.get(path).status_code == 200
         for method in ("POST", "PUT", "DELETE", "PATCH"):

@@ -1,13 +1,12 @@
 """A policy's arguments: how a field is declared, and how it is checked.
 
 A field's metadata say which values it may have. ``check_arguments`` checks every policy by them,
-``schema`` makes the JSON Schema and the generated pages from them, and ``check_bounds`` compares
-arguments that count tokens with a server's context.
+``schema`` makes the JSON Schema and the generated pages from them, and ``Policy.check_bounds``
+compares arguments that count tokens with a server's context.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,8 @@ from contextlib import suppress
 from dataclasses import Field, field, fields
 from fractions import Fraction
 from typing import Any
+
+from kvserve.fields import number_wanted
 
 MOST_TOKENS = 2**24
 """More than any context: the bound of integers that count tokens or entries."""
@@ -52,7 +53,7 @@ def argument(
     """Declare a policy's field: its default, its help text, and which values it may have.
 
     A number lies in ``[least, most]``; an integer without a ``most`` counts tokens or entries, and
-    may not exceed the context (``check_bounds``). ``odd`` numbers are pooling kernels, a
+    may not exceed the context (``Policy.check_bounds``). ``odd`` numbers are pooling kernels, a
     ``fraction`` is an exact part of 1. ``above``, ``below`` and ``at_most`` name another field, or
     a property, that it is compared with if both are given; ``note`` words other conditions. A
     value that may be a mapping is not ``hashed``.
@@ -103,19 +104,13 @@ def check_arguments(policy: Any) -> None:
             _check_value(f, value)
     for f in fields(policy):
         value = getattr(policy, f.name)
-        if value is not None:
-            _check_against_others(policy, f, value)
-
-
-def check_bounds(policy: Any, max_model_len: int, pool_tokens: int | None = None) -> None:
-    """Raise ``PolicyError`` if a given argument exceeds what the context, or the pool, holds."""
-    most, place = max_model_len, "context"
-    if pool_tokens is not None and pool_tokens < most:
-        most, place = pool_tokens, "pool"
-    for f in fields(policy):
-        value = getattr(policy, f.name)
-        if value not in (None, f.default) and counts_tokens(f):
-            require(value <= most, f.name, value, f"at most the {place} of {most} tokens")
+        for relation, holds in _RELATIONS.items() if value is not None else ():
+            other = f.metadata.get(relation)
+            bound = None if other is None else getattr(policy, other)
+            if bound is not None:
+                kind = "an integer " if "int" in types_of(f) else ""
+                allowed = f"{kind}{relation.replace('_', ' ')} {other} ({bound})"
+                require(holds(value, bound), f.name, value, allowed)
 
 
 def _check_value(f: Field[Any], value: Any) -> None:
@@ -127,22 +122,11 @@ def _check_value(f: Field[Any], value: Any) -> None:
         one_of(f.name, value, (*none, *facts["choices"]), facts.get("note", ""))
     elif "bool" in types:
         one_of(f.name, value, (*none, True, False))
-    elif "float" in types:
-        number(f.name, value, facts.get("least"), facts.get("most"))
-    elif "int" in types:
-        integer(f.name, value, facts.get("least"), most_of(f), odd=facts.get("odd", False))
+    elif "float" in types or "int" in types:
+        kind, is_odd = float if "float" in types else int, bool(facts.get("odd"))
+        number(f.name, value, facts.get("least"), most_of(f), kind=kind, is_odd=is_odd)
     elif types == ["str", "None"]:
         require(value is None or isinstance(value, str), f.name, value, "a string")
-
-
-def _check_against_others(policy: Any, f: Field[Any], value: Any) -> None:
-    for relation, holds in _RELATIONS.items():
-        other = f.metadata.get(relation)
-        bound = None if other is None else getattr(policy, other)
-        if bound is not None:
-            kind = "an integer " if "int" in types_of(f) else ""
-            allowed = f"{kind}{relation.replace('_', ' ')} {other} ({bound})"
-            require(holds(value, bound), f.name, value, allowed)
 
 
 _RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -184,42 +168,29 @@ def one_of(name: str, value: object, allowed: Iterable[object], note: str = "") 
     require(ok, name, value, " or ".join(map(str, values)) + (f" ({note})" if note else ""))
 
 
-def number(name: str, value: object, least: float | None, most: float | None) -> None:
-    """Check a float (not a bool, not NaN) in ``[least, most]``."""
-    low, high = -math.inf if least is None else least, math.inf if most is None else most
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-    require(ok, name, value, f"a number in [{low:g}, {high:g}]")
-
-
-def integer(
+def number(
     name: str,
     value: object,
     least: float | None,
     most: float | None,
     *,
-    odd: bool = False,
-    allowed: str | None = None,
+    kind: type = float,
+    is_odd: bool = False,
 ) -> None:
-    """Check an int (not a bool) in ``[least, most]``; ``allowed`` words the lower bound."""
-    kind = "an odd integer" if odd else "an integer"
-    low = -math.inf if least is None else least
-    words = allowed or ("" if least is None else f"of at least {low:.0f}")
-    if isinstance(value, int) and most is not None and value > most:
-        low, words = math.inf, f"of at most {most:.0f}"
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    ok = ok and not (odd and value % 2 == 0)  # type: ignore[operator]
-    require(ok, name, value, f"{kind} {words}".rstrip())
+    """Check a float, or an int (``kind``), in ``[least, most]``; True and NaN are none."""
+    wanted = number_wanted(value, kind, least, most, odd=is_odd)
+    require(wanted is None, name, value, str(wanted))
 
 
 def integers(policy: Any, **least: int) -> None:
     """Check that fields are ints of at least the given size, whatever their metadata say."""
     for name, minimum in least.items():
-        integer(name, getattr(policy, name), minimum, None)
+        number(name, getattr(policy, name), minimum, None, kind=int)
 
 
 def odd(name: str, value: object) -> None:
     """Check a pooling kernel."""
-    integer(name, value, 1, None, odd=True)
+    number(name, value, 1, None, kind=int, is_odd=True)
 
 
 def _shown(value: object) -> str:

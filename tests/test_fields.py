@@ -39,17 +39,15 @@ def test_paths_and_numbers_of_numpy() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("max_num_seqs", "many", "a whole number, got 'many'"),
-        ("max_num_seqs", 1.5, "a whole number, got 1.5"),
-        ("max_num_seqs", True, "a whole number, got True"),
-        ("max_num_seqs", None, "a whole number, got None"),
+        ("max_num_seqs", "many", "an integer, got 'many'"),
+        ("max_num_seqs", 1.5, "an integer, got 1.5"),
+        ("max_num_seqs", True, "an integer, got True"),
+        ("max_num_seqs", None, "an integer, got None"),
         ("max_model_len", "long", "'long' is not a whole number like 4096, 32k or 2GiB"),
-        ("kv_cache_memory", 2.5, "a whole number, or a text like '2GiB'"),
+        ("kv_cache_memory", 2.5, "an integer, or a text like '2GiB'"),
         ("swap_space", "4", "a number, got '4'"),
         ("enforce_eager", "yes", "True or False"),
         ("model", 3, "a text, got 3"),
-        ("dtype", "fp64", "one of auto, float32, bfloat16, float16, got 'fp64'"),
-        ("device", "tpu", "one of auto, cuda, cpu"),
         ("policy_args", [1], "a mapping"),
         ("request_policies", "kara", "a list, each of it a text"),
         ("cudagraph_capture_sizes", ["a"], "'a' is not a whole number"),
@@ -60,6 +58,22 @@ def test_a_wrong_value_names_the_setting_and_its_flag(name: str, value: Any, sai
         EngineConfig.from_flat(**{name: value})
     message = str(refused.value)
     assert message.startswith(f"{name} (--{name.replace('_', '-')})") and said in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("dtype", "fp64", "--dtype: 'fp64' is not one of auto, float32, bfloat16, float16"),
+        ("device", "tpu", "--device: 'tpu' is not one of auto, cuda, cpu"),
+        ("max_num_seqs", 0, "--max-num-seqs must be an integer of at least 1, got 0"),
+        ("swap_space", float("nan"), "--swap-space must be a number of at least 0, got nan"),
+        ("gpu_memory_utilization", 2, "--gpu-memory-utilization must be a number in (0, 1], got 2"),
+    ],
+)
+def test_a_value_beyond_its_limits_names_the_flag(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.from_flat(**{name: value})
+    assert str(refused.value) == said
 
 
 def test_an_unknown_setting_suggests_another() -> None:
