@@ -140,7 +140,7 @@ REAL = {
 def test_real_text() -> None:
     """KL, its standard error and the facts found, in each cell."""
     header = "GSM8K's text |\n|---|---:|---:|---:|---:|\n"
-    (text,) = (ROOT / "docs/remainders.md").read_text().split(header)[1:]
+    text, *_ = (ROOT / "docs/remainders.md").read_text().split(header)[1:]
     lines = [line.strip("|").split("|") for line in text.split("\n\n")[0].splitlines()]
     assert [cells[0].strip() for cells in lines] == list(REAL)
     found: dict[tuple[str, str], Any] = {}
@@ -163,3 +163,27 @@ def test_real_text() -> None:
             digits = [*[3] * (len(shown) - 1), 2]
             rounded = [round(x + 1e-9, n) for x, n in zip(shown, digits, strict=True)]
             assert said == rounded and row["n"] == 8, (title, kind)
+
+
+def test_real_text_at_3000_tokens() -> None:
+    header = (
+        "| policy, entries in | bytes | Python's documentation | Python code | GSM8K's text |\n"
+    )
+    (text,) = (ROOT / "docs/remainders.md").read_text().split(header)[1:]
+    lines = [line.strip("|").split("|") for line in text.split("\n\n")[0].splitlines()[1:]]
+    assert len(lines) == 6
+    names = (
+        "frontier-fidelity-smollm2",
+        *(f"fidelity-smollm2-{x}-3000" for x in ("code", "gsm8k")),
+    )
+    for column, name in enumerate(names, start=2):
+        rows = json.loads((ROOT / f"bench/results/2026-11-26-{name}.json").read_text())["rows"]
+        found = {(row["policy"].partition(":")[0], row["kv_cache_dtype"]): row for row in rows
+                 if row["policy"] in ("none", "kara:ratio=0.3")}  # fmt: skip
+        for cells in lines:
+            policy, dtype = cells[0].strip().replace("bfloat16", "auto").split(", ")
+            row = found[policy, dtype]
+            said = [float(x) for x in re.findall(r"\d*\.?\d+", cells[column])]
+            errors = [round(row["kl"], 3), round(row["kl_error"], 3)] if row["kl"] else [0]
+            assert said == [*errors, round(row["facts"], 2)], (name, cells)
+            assert float(cells[1]) == round(row["of_full"], 2) and row["n"] == 8
