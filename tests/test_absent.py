@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def said(error: type[Exception], call: Callable[[], object]) -> str:
 def test_settings_of_llm() -> None:
     """What exists complains of the value's type; the rest is refused with its sentence."""
     for name in names("settings"):
-        found = said(ConfigError, lambda name=name: EngineConfig.from_flat(**{name: ASKED}))
+        found = said(ConfigError, partial(EngineConfig.from_flat, **{name: ASKED}))
         why = absent.why_absent(name, absent.SETTINGS)
         assert " must be " in found or found == f"{name} is not supported: {why}", name
 
@@ -66,7 +67,7 @@ def test_flags() -> None:
     for name in names("settings", "flags"):
         flag, why = "--" + name.replace("_", "-"), absent.why_absent(name, absent.SETTINGS)
         if flag not in parser._option_string_actions:
-            found = said(UsageError, lambda flag=flag: parser.parse([flag, "1"]))
+            found = said(UsageError, partial(parser.parse, [flag, "1"]))
             assert why and found == f"{flag} is not supported: {why}", name
 
 
@@ -74,7 +75,7 @@ def test_methods_of_llm() -> None:
     llm = LLM.__new__(LLM)
     for name in names("methods"):
         if name in absent.ATTRIBUTES:
-            found = said(AttributeError, lambda name=name: getattr(llm, name))
+            found = said(AttributeError, partial(getattr, llm, name))
             assert absent.ATTRIBUTES[name] in found and not hasattr(llm, name), name
         else:
             assert hasattr(LLM, name), name
@@ -103,7 +104,7 @@ def test_sampling_params() -> None:
 def test_prompts() -> None:
     for name in set(names("prompts")) - {"prompt", "prompt_token_ids", "cache_salt"}:
         asked: Any = {"prompt_token_ids": [1], name: ASKED}
-        found = said(RequestError, lambda asked=asked: read_prompts(asked))
+        found = said(RequestError, partial(read_prompts, asked))
         assert found == f"{name} is not supported: {absent.FIELDS[name]}", name
 
 
@@ -111,7 +112,7 @@ def test_outputs() -> None:
     output = RequestOutput("0", None, [1], [CompletionOutput(0)])
     for name in names("outputs"):
         if not any(hasattr(one, name) for one in (output, output.outputs[0])):
-            found = said(AttributeError, lambda name=name: getattr(output, name))
+            found = said(AttributeError, partial(getattr, output, name))
             assert absent.ATTRIBUTES[name] in found, name
 
 

@@ -116,6 +116,7 @@ def test_a_block_that_is_too_small_is_refused(qwen3_dir: Path) -> None:
         make_llm(qwen3_dir, kv_cache_dtype="k4v4", block_size=4)
 
 
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_torch_backend_agrees(qwen3_dir: Path, dtype: str) -> None:
     """Up to the order of its sums, by which a number may go to the next level."""
