@@ -52,7 +52,7 @@ def slow(*values: Any) -> list[Any]:
 
 def _flat(names: list[list[str]], case: tuple[Any, ...]) -> list[Any]:
     """A value for each argument."""
-    found: list[Any] = []
+    found = list[Any]()
     for name, value in zip(names, case, strict=True):
         marked = isinstance(value, ParameterSet)
         found += value.values if marked else value if len(name) > 1 else (value,)

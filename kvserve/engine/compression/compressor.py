@@ -73,45 +73,62 @@ class Compressor:
         ``kept_scores [rows, L, Hkv, m]`` are the scores that the policy's ``kept_scores`` entries
         of every row had at its last event; they are updated in place.
         """
-        scope, plan = self.observer.scope(policy), task.plan
+        plan = task.plan
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
-            queries, keep = int(part.plan.num_queries[0]), int(part.plan.keep[0])
-            windows = Windows.of(part, policy.query_places(queries))
-            # If queries cover all entries, this is the first event: there are no earlier scores.
-            earlier = None if queries == windows.length else kept_scores
-            pieces: dict[int, list[Tensor]] = {}
-            fitted: dict[int, list[Remainder]] = {}
-            for some, at, scores, observed in self.observer.observe(
-                windows, policy, block_tables, log_tables, earlier
-            ):
-                chosen = policy.select(scores, windows.length, keep)
-                if scope.couples_heads:
-                    chosen, scores = self._own(chosen, scores)
-                if kept_scores is not None:
-                    rows = to_device(windows.rows[some], chosen.device)
-                    kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
-                if scope.fits:
-                    dropped = _not_in(chosen, windows.length) & observed.exist(windows.length)
-                    found = policy.remainder_of(observed, dropped)
-                    fitted.setdefault(some.start, []).append(found)
-                pieces.setdefault(some.start, []).append(chosen)
-            # Windows, each in pieces of a few layers, as one: places [E', L, Hkv, N].
-            places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
-            places = led(places, scope.where)
+            windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
+            places, left = self._select(
+                part, windows, policy, block_tables, log_tables, kept_scores
+            )
             kept = places + to_device(windows.entries, places.device)[..., None]
-            left = None
-            if fitted:
-                joined = [
-                    [torch.cat(x, dim=1) for x in zip(*piece, strict=True)]
-                    for piece in fitted.values()
-                ]
-                left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+            del places
             if (part.plan.windows != 1).any():
                 kept = _by_event(part, kept)
                 left = None if left is None else _joined(part, left)
             count = (part.plan.windows * part.plan.keep)[:, None, None]
             moves = plan_moves(part, kept, count, self._cache.layout)
             self._move(part, policy, moves, part.copy_start, block_tables, left)
+
+    def _select(
+        self,
+        events: Events,
+        windows: Windows,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        kept_scores: Tensor | None,
+    ) -> tuple[Tensor, Remainder | None]:
+        """The places of every window that equal-shaped events keep, [E', L, Hkv, N], and what is
+        left of the others if that is fitted. A function of its own: what was scored is freed before
+        anything moves."""
+        scope, keep = self.observer.scope(policy), int(events.plan.keep[0])
+        # If queries cover all entries, this is the first event: there are no earlier scores.
+        first = int(events.plan.num_queries[0]) == windows.length
+        earlier = None if first else kept_scores
+        pieces: dict[int, list[Tensor]] = {}
+        fitted: dict[int, list[Remainder]] = {}
+        for some, at, scores, observed in self.observer.observe(
+            windows, policy, block_tables, log_tables, earlier
+        ):
+            chosen = policy.select(scores, windows.length, keep)
+            if scope.couples_heads:
+                chosen, scores = self._own(chosen, scores)
+            if kept_scores is not None:
+                rows = to_device(windows.rows[some], chosen.device)
+                kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
+            if scope.fits:
+                dropped = _not_in(chosen, windows.length) & observed.exist(windows.length)
+                found = policy.remainder_of(observed, dropped)
+                fitted.setdefault(some.start, []).append(found)
+            pieces.setdefault(some.start, []).append(chosen)
+        # Windows, each in pieces of a few layers, as one.
+        places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
+        left = None
+        if fitted:
+            joined = [
+                [torch.cat(x, dim=1) for x in zip(*piece, strict=True)] for piece in fitted.values()
+            ]
+            left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+        return led(places, scope.where), left
 
     def observe(
         self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor

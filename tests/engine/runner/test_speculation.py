@@ -265,7 +265,7 @@ def test_settings_are_named(llama_dir: Path) -> None:
     for given, named in (
         ({"method": "draft_model", "model": "x"}, "method: must be ngram, got 'draft_model'"),
         ({"method": "ngram", "model": "x"}, "model: is unknown"),
-        ({"method": "ngram"}, "num_speculative_tokens: must be a whole number from 1"),
+        ({"method": "ngram"}, "num_speculative_tokens: must be an integer of at least 1"),
         ({**SPECULATIVE, "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({**SPECULATIVE, "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min: 4"),
         ({**SPECULATIVE, "prompt_lookup": 3}, "prompt_lookup: is unknown"),
