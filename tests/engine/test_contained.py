@@ -172,7 +172,10 @@ PLACES: dict[str, Callable[[EngineCore], tuple[Any, str]]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(x, marks=[pytest.mark.compiler] * (x == "a played step")) for x in PLACES],
+)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_a_step_that_fails_once_costs_nobody_an_answer(
     llama_dir: Path, place: str, overlaps: bool
