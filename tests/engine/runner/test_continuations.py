@@ -146,7 +146,10 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        *((layout, "overlapped") for layout in ("model", "layer", "head")),
+        *(
+            pytest.param(layout, "overlapped", marks=pytest.mark.compiler)  # steps are recorded
+            for layout in ("model", "layer", "head")
+        ),
         pytest.param("model", "plain", marks=pytest.mark.slow),
         ("head", "chunks"),
     ],

@@ -25,7 +25,7 @@ from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow, thinned
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.compiler]  # steps of compiled kernels are recorded
 SIZES = (3, 17, 40)
 TOKENS = 40
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}

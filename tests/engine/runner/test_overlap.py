@@ -34,6 +34,8 @@ from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
 
+pytestmark = pytest.mark.compiler  # rows are equal to the last bit in every batch
+
 
 def follow(llm: LLM) -> list[int]:
     """How many steps were in flight as each was launched."""

@@ -169,7 +169,11 @@ def test_who_does_not_want_it(llama_dir: Path) -> None:
     assert oracle.confirmed == stats.accepted_tokens_total
 
 
-@pytest.mark.parametrize("settings", [{}, {"cudagraph_capture_sizes": SIZES}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"cudagraph_capture_sizes": SIZES}, marks=pytest.mark.compiler)],
+    ids=str,
+)
 def test_an_engine_of_two_ranks_or_graphs(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Ranks confirm the same; steps without guesses are replayed as ever."""
     directory = write_checkpoint("llama", tmp_path, vocab_size=129)

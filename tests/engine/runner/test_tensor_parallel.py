@@ -94,6 +94,7 @@ class Kept:
         self.plans.append(plan.src[:, :, :1].masked_fill(~plan.exists[:, :, :1], -1))
 
 
+@pytest.mark.compiler
 def test_two_ranks_generate_and_keep_what_one_does(tmp_path: Path) -> None:
     # Weights this large leave no near ties that another order of summation could turn; 129 tokens
     # are shared out as 65 and 64.
