@@ -87,7 +87,9 @@ def test_block_sizes(block: int, log_block: int) -> None:
 
 
 FORMS = pytest.mark.parametrize(
-    "fill", [decode_inputs_triton, compiled], ids=["triton", "compiled"]
+    "fill",
+    [decode_inputs_triton, pytest.param(compiled, marks=pytest.mark.compiler)],
+    ids=["triton", "compiled"],
 )
 CHUNKS = {
     "ragged": ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
