@@ -116,9 +116,10 @@ def test_auto_takes_the_fastest_setting_that_was_measured_of_the_model(
     for argv, message in (
         (("--policy", "auto"), "kvserve bench frontier --model kvserve/tiny` does"),
         ((*auto, "--policy.lk", "1"), "--policy.lk: auto has kl and frontier alone"),
-        ((*auto, "--policy.kl", "0"), "--policy.kl must be a number above 0, not 0"),
+        ((*auto, "--policy.kl", "0"), "--policy.kl must be a number above 0, got 0"),
         ((*auto, "--policy.kl", "0.001", "--kv-cache-dtype", "k4v4"), "within these bounds"),
         ((*auto, "--policy.frontier", "absent.json"), "absent.json: No such file"),
+        ((*auto, "--policy.frontier", "5"), "--policy auto: 5: No such file"),
     ):
         with pytest.raises(UsageError, match=re.escape(message)):
             settings_of(*argv)

@@ -24,7 +24,7 @@ from kvserve.benchmarks.reports.plots import plot_frontier
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.fields import did_you_mean
+from kvserve.fields import did_you_mean, number_wanted
 from kvserve.folders import cache_folder
 from kvserve.log import ConfigError
 
@@ -202,17 +202,19 @@ def automatic(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], st
     """
     args = dict(values.get("policy_args", {}))
     kl, named = args.pop("kl", AUTO_KL), args.pop("frontier", None)
-    for name in args:
+    if args:
+        name = next(iter(args))
         close = did_you_mean(name, ("kl", "frontier"))
         raise ConfigError(f"--policy.{name}: auto has kl and frontier alone{close}")
-    if isinstance(kl, bool) or not isinstance(kl, int | float) or kl <= 0:
-        raise ConfigError(f"--policy.kl must be a number above 0, not {kl!r}")
-    file = Path(named) if isinstance(named, str) else usual_file(model)
-    if file is None or not (named or file.exists()):
+    if (wanted := number_wanted(kl, float, above=0)) is not None:
+        raise ConfigError(f"--policy.kl must be {wanted}, got {kl!r}")
+    file = usual_file(model) if named is None else Path(str(named))
+    if named is None and not (file and file.exists()):
         raise ConfigError(
             f"--policy auto chooses from what was measured of {model}, and nothing was: "
-            f"`kvserve bench frontier --model {model}` does, in an hour or so for a small model"
+            f"`kvserve bench frontier --model {model}` does, in an hour or more"
         )
+    assert file is not None
     dtype = values.get("kv_cache_dtype")
     try:
         row, facts = chosen(file, kl, dtype=dtype)

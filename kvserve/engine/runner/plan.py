@@ -164,7 +164,8 @@ class EnginePlan:
         config, spec, layout, policy = self.config, self.spec, self.layout, self.policy
         dtype, ranks = str(self.dtype)[6:], config.parallel.tensor_parallel_size
         dynamic = f"; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
-        own = spec.policy_refusal or policy.caution or config.compression.policy_reason
+        said = spec.policy_refusal or policy.caution, config.compression.policy_reason
+        own = "; ".join(filter(None, said))
         rows = [
             (
                 "context",
