@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 
 from bench.soak.attacks import attacks
+from bench.soak.traffic import causes
 
 _PAUSE = 5.0
 
@@ -37,11 +38,12 @@ class MixedAttacks:
                 self._over.wait(_PAUSE)
 
     def _attack(self, name: str) -> None:
+        url = self.url
         try:
-            for status in map(str, self._attacks[name](self.url)):
+            for status in map(str, self._attacks[name](url)):
                 self.answers[name][status] += 1
                 if status.startswith("5") and not self._excused():
                     self.wrong.append(f"{name}: {status}")
         except (httpx.HTTPError, OSError) as error:
-            if not self._excused():
-                self.wrong.append(f"{name}: {type(error).__name__} {error}")
+            if not self._excused() and self.url == url:
+                self.wrong.append(f"{name}: {causes(error)}")

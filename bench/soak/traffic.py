@@ -115,13 +115,15 @@ class Traffic:
     async def _one(self, http: httpx.AsyncClient) -> None:
         self._count += 1
         kind = self._rng.choices(_KINDS, _WEIGHTS)[0]
+        url, started = self.url, time.monotonic()
         try:
             await kind(self, http)
         except (httpx.HTTPError, OSError) as error:
             name = f"{kind.__name__.strip('_')}: no answer"
             self.seen.answers[name] += 1
-            if not self._is_excused():
-                self.seen.surprise(f"{name}: {type(error).__name__} {error}")
+            if not self._is_excused() and self.url == url:
+                took = time.monotonic() - started
+                self.seen.surprise(f"{name} after {took:.2f} s: {causes(error)}")
 
     def _is_excused(self) -> bool:
         return self._stopped or self._excused()
@@ -250,6 +252,15 @@ class Traffic:
         self.seen.injected[fault] += 1
         if answer.status_code != status and not self._is_excused():
             self.seen.surprise(f"faulty policy {fault}: {answer.status_code} {answer.text}")
+
+
+def causes(error: BaseException | None) -> str:
+    """An error and what raised it: httpx's name of a broken connection does not say why."""
+    seen: list[str] = []
+    while error is not None and len(seen) < 6:
+        seen.append(f"{type(error).__name__} {error}".strip())
+        error = error.__cause__ or error.__context__
+    return " < ".join(seen)
 
 
 _Kind = Callable[[Traffic, httpx.AsyncClient], Awaitable[None]]
