@@ -1,14 +1,14 @@
-"""`kvserve bench frontier` with llama.cpp's caches as rows: the README's figure and table.
+"""`kvserve bench frontier` with rows of llama.cpp and vLLM: the README's figure and table.
 
-    python -m bench.peers.install llama_cpp     # once
-    python -m bench.frontier --save-result bench/results/DATE-frontier.json --save-plots docs/plots
-    python -m bench.frontier --join FIDELITY.json SPEED.json --save-plots docs/plots/frontier
+    python -m bench.peers.install llama_cpp vllm     # once
+    python -m bench.frontier --save-result bench/results/DATE-frontier-smollm2.json \
+        --save-plots docs/plots/frontier
 
-The README's figure is the last: of the results of the two commands that `kvserve bench frontier`
-runs (bench/results/2026-11-26-frontier-*.json). Rows whose speed was not measured have none.
-
-llama.cpp computes the same pieces of text with its caches in fewer bits; its KL is to its own
-float16 cache. It has no traffic of ours.
+The peers compute the same pieces of text (without planted facts) and as many answers of the same
+lengths on as many bytes. A peer's KL is to its own cache in 16 bits. vLLM gets the model's weights
+widened to bfloat16, the others the file as it is. vLLM runs the traffic; llama.cpp, which needs a
+slot of the full length for each sequence, has as many as fit, and its steps are timed at seven
+lengths.
 """
 
 from __future__ import annotations
@@ -16,65 +16,112 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
 
-from bench.peers.peer import PEERS, ROOT
-from kvserve.benchmarks.commands.frontier import Frontier, add_arguments, joined
-from kvserve.benchmarks.reports.plots import plot_frontier
+import numpy as np
+
+from bench.peers.long_traffic import LongTraffic
+from bench.peers.peer import PEERS, ROOT, PeerProcess
+from kvserve.benchmarks.commands.frontier import Frontier, add_arguments
+from kvserve.benchmarks.datasets.workload import random_prompts
+from kvserve.benchmarks.measuring.fidelity import pieces
 from kvserve.benchmarks.reports.report import Row, measure_and_publish
+from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 
-TYPES = ("q8_0", "q4_0")
+SHARE, PROMPT = 0.25, 64
 
 
-_THEN_CALLED = {"kara": "kara:ratio=0.1"}
-"""What the default was when the file of speeds was made."""
-
-
-def of_files(fidelity: Path, speed: Path) -> list[Row]:
-    """Rows of two results."""
-    found, speeds = (json.loads(file.read_text())["rows"] for file in (fidelity, speed))
-    known = {row["policy"] for row in found}
-    for row in speeds:
-        if row["policy"] not in known:
-            row["policy"] = _THEN_CALLED[row["policy"]]
-        row["ratio_to_first"] = row["output_tok_s"] / speeds[0]["output_tok_s"]
-    there = {(row["policy"], row["kv_cache_dtype"]) for row in speeds}
-    none = {"output_tok_s": None, "ratio_to_first": None}
-    speeds += [row | none for row in found if (row["policy"], row["kv_cache_dtype"]) not in there]
-    return joined(found, speeds)
-
-
-class WithLlamaCpp(Frontier):
+class WithPeers(Frontier):
     def measure(self) -> None:
         super().measure()
-        peer, model = PEERS["llama_cpp"], find_model(self.args.model)
+        model = find_model(self.args.model)
         files = [model] if model.is_file() else list(model.glob("*.gguf"))
-        if peer.missing or not files or self.args.text:
-            self.notes.append(peer.missing or "llama.cpp needs a GGUF file and no --text")
+        if not files or self.args.text:
+            self.notes.append("peers need a GGUF file and no --text")
             return
-        words = [peer.python, "-m", "bench.peers.llama_cpp_fidelity", files[0], *TYPES]
-        words += ["--num-texts", self.args.num_texts, "--text-len", self.args.text_len]
-        done = subprocess.run(
-            [*map(str, words)], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        )
-        found: list[Row] = json.loads(done.stdout.splitlines()[-1])
-        self.rows += found
+        with tempfile.TemporaryDirectory() as folder:
+            texts = Path(folder, "texts.json")
+            texts.write_text(json.dumps(self._texts(model)))
+            for name, rows in (("llama_cpp", self._llama_cpp), ("vllm", self._vllm)):
+                if PEERS[name].missing:
+                    self.notes.append(str(PEERS[name].missing))
+                else:
+                    self.rows += map(self._row, rows(files[0], texts))
+
+    def _texts(self, model: Path) -> list[list[int]]:
+        source = "\n\n".join(topics[name] for name in sorted(topics))
+        tokens = np.array(Tokenizer(str(model)).encode(source, add_special_tokens=False))
+        found = pieces(tokens, self.args.num_texts, self.args.text_len)
+        return [piece.tolist() for piece in found]
+
+    def _row(self, row: Row) -> Row:
+        ratio = row["output_tok_s"] / self.rows[0]["output_tok_s"]
+        return {"policy_args": None, "facts": None, "frontier": "", **row, "ratio_to_first": ratio}
+
+    def _llama_cpp(self, file: Path, texts: Path) -> list[Row]:
+        args = self.args
+        given = ["--output-len", args.output_len, "--at-once", SHARE * args.num_prompts]
+        return _said("llama_cpp", file, texts, *given)
+
+    def _vllm(self, file: Path, texts: Path) -> list[Row]:
+        args, folder = self.args, texts.with_name("checkpoint")
+        _widen(file, folder)
+        config = json.loads((folder / "config.json").read_text())
+        lengths = [(PROMPT, args.output_len)] * args.num_prompts
+        prompts = random_prompts(lengths, config["vocab_size"], 0)
+        traffic = LongTraffic.sized(prompts, config, SHARE, "bfloat16")
+        facts = {"policy": "vLLM", "n": args.num_texts}
+        rows = [
+            {**facts, "kv_cache_dtype": "bf16", "of_full": 1.0, "kl": 0.0, "kl_error": 0.0},
+            {**facts, "kv_cache_dtype": "fp8", "of_full": 0.5, **_said("vllm", folder, texts)},
+        ]
+        for row, dtype in zip(rows, ("auto", "fp8"), strict=True):
+            process = PeerProcess.of(PEERS["vllm"])
+            settings = traffic.settings("vllm", dtype) | {"kv_cache_dtype": dtype}
+            process.load(model=str(folder), dtype="bfloat16", **settings)
+            process.run(prompts=prompts.prompts[:1], max_tokens=8)
+            result = process.run(prompts=list(prompts.prompts), max_tokens=args.output_len)
+            process.close()
+            row["output_tok_s"] = sum(map(len, result["tokens"])) / result["seconds"]
+        return rows
 
 
-def main() -> int:
+def _said(name: str, *words: Any) -> Any:
+    """What a peer's script prints, run in its own environment with one thread."""
+    peer = PEERS[name]
+    command = [str(peer.python), "-m", f"bench.peers.{name}_frontier", *map(str, words)]
+    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **peer.environment}
+    done = subprocess.run(
+        ["env", *(f"{name}={value}" for name, value in env.items()), *command],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _widen(file: Path, folder: Path) -> None:
+    """The GGUF file's model as a checkpoint in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = "draw what two results say, and measure nothing"
-    files = ("FIDELITY", "SPEED")
-    parser.add_argument("--join", nargs=2, type=Path, metavar=files, help=words)
-    args = parser.parse_args()
-    if args.join:
-        if args.save_plots is None:
-            parser.error("--join needs --save-plots")
-        plot_frontier(of_files(*args.join), args.save_plots)
-        return 0
-    return measure_and_publish(WithLlamaCpp(args), args)
+    args = parser.parse_args(argv)
+    return measure_and_publish(WithPeers(args), args)
 
 
 if __name__ == "__main__":

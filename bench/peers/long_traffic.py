@@ -69,7 +69,7 @@ class LongTraffic:
         outputs = lognormal_lengths(rng, *given).tolist()
         lengths = [(args.input_len, length) for length in outputs]
         workload = random_prompts(lengths, config["vocab_size"], args.seed)
-        return cls._sized(workload, config, args.pool_share, dtype)
+        return cls.sized(workload, config, args.pool_share, dtype)
 
     @classmethod
     def of_task(cls, args: argparse.Namespace, model: Path, dtype: str) -> LongTraffic:
@@ -81,12 +81,13 @@ class LongTraffic:
         limits = [cached + 1 - len(prompt) for cached, prompt in ends]
         config = json.loads((model / "config.json").read_text())
         workload = Prompts(prompts, limits, ignore_eos=True)
-        return cls._sized(workload, config, args.pool_share, dtype)
+        return cls.sized(workload, config, args.pool_share, dtype)
 
     @classmethod
-    def _sized(
+    def sized(
         cls, workload: Prompts, config: dict[str, Any], share: float, dtype: str
     ) -> LongTraffic:
+        """These requests on a pool for ``config``'s model with keys and values in ``dtype``."""
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim

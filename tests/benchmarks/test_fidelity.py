@@ -123,11 +123,11 @@ def test_the_command(bench: Bench, tmp_path: Path) -> None:
     text.write_text(" ".join(str(i * i) for i in range(500)))
     flags = ["--fidelity", "--text", str(text), "--text-len", "300", "--num-samples", "2"]
     flags += ["--facts", "1", "--save-plots", str(tmp_path), "--compare-kv-cache-dtypes", "auto"]
-    policies = ["kara:window=64,buffer=8", "kara:window=4096,buffer=8", "snapkv:budget=64"]
+    policies = ["kara:window=64,buffer=8", "kara:window=4096,buffer=8", "snapkv:budget=64@int8"]
     status, result = bench("eval", *flags, "int8", *(f"--policy={each}" for each in policies))
     assert status == 0 and (tmp_path / "fidelity.png").exists()
     rows = {(row["policy"], row["kv_cache_dtype"]): row for row in result["rows"]}
-    assert len(rows) == 8
+    assert len(rows) == 7 and rows["snapkv:budget=64", "int8"]["of_full"] < 0.5
     none, never = rows["none", "auto"], rows["kara:window=4096,buffer=8", "auto"]
     assert never["kl"] == none["kl"] == 0.0 and never["events_per_text"] == 0
     assert none["of_full"] == 1.0 and rows["none", "int8"]["of_full"] < 0.6

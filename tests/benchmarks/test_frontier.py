@@ -130,9 +130,18 @@ def test_it_measures_a_model(tmp_path: Path) -> None:
     file = tmp_path / "frontier.json"
     flags = ["--model", "kvserve/tiny-long", "--dtype", "float32", "--num-texts", "2"]
     flags += ("--text-len", "400", "--num-prompts", "12", "--output-len", "200")
-    flags += ("--policy", "kara:window=64,buffer=16", "--other", "streaming_llm:period=32")
+    flags += ("--policy", "kara:window=64,buffer=16", "--policy", "kara:window=64,buffer=16@k8v4")
+    flags += ("--other", "streaming_llm:period=32")
     flags += ("--disable-tqdm", "--save-result", str(file), "--save-plots", str(tmp_path))
     assert cli.run(["bench", "frontier", *flags]) == 0
     found = json.loads(file.read_text())["rows"]
-    assert len(found) == 7 and all(row["ratio_to_first"] > 0 for row in found)
+    assert len(found) == 6 and all(row["ratio_to_first"] > 0 for row in found)
+    assert [row["kv_cache_dtype"] for row in found] == [
+        "auto",
+        "k8v4",
+        "k4v4",
+        "auto",
+        "k8v4",
+        "auto",
+    ]
     assert (tmp_path / "frontier.png").stat().st_size > 1000

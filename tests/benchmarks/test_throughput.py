@@ -205,12 +205,14 @@ def test_policy_fields_may_follow_as_flags(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kara:window=128,ratio=0.3", '{"name":"kara","window":128,"ratio":0.3}']
+    "text",
+    ["kara:window=128,ratio=0.3@k8v4", '{"name":"kara","window":128,"ratio":0.3}'],
 )
 def test_policy_specs_are_read(text: str) -> None:
     spec = policy_spec(text)
     assert spec.as_dict == {"name": "kara", "window": 128, "ratio": 0.3}
-    assert spec.label == "kara:window=128,ratio=0.3"
+    assert spec.kv_cache_dtype == ("k8v4" if "@" in text else None)
+    assert spec.label == "kara:window=128,ratio=0.3" + ("@k8v4" if "@" in text else "")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +221,8 @@ def test_policy_specs_are_read(text: str) -> None:
         (["--policy", "karo"], "karo"),
         (["--policy", "kara:windw=3"], "windw"),
         (["--policy", "kara:window"], "window"),
+        (["--policy", "kara@k9"], "'k9' after @ is none of auto"),
+        (["--policy", "none", "--policy", "none@int8"], "--pool-shares"),
         (["--policy", "kara:window=8,buffer=9"], "buffer"),
         (["--policy", '{"window": 8}'], "names no policy"),
         (["--policy", "{nonsense"], "JSON"),

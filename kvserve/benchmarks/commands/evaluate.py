@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from kvserve.benchmarks.setup.options import (
     chosen_policies,
     number,
 )
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
@@ -263,15 +262,15 @@ class Evaluation(Benchmark):
         }
         self._rows: dict[tuple[str, str, str], Row] = {}
         self._bytes: dict[str, float] = {}
-        self._target = target_of(args.match_bytes, policies)
-        self._pattern = target_of(args.match_bytes_per_sequence, policies)
+        self._as_held = each_as_held(policies, args)
+        bare = [spec for spec, _ in self._as_held]
+        self._target = target_of(args.match_bytes, bare)
+        self._pattern = target_of(args.match_bytes_per_sequence, bare)
         self._of_pattern: dict[tuple[str, str], Played] = {}
         self._tokenizer = tokenizer
-        self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
 
     def measure(self) -> None:
-        ordered = sorted(self.policies, key=lambda spec: spec != self._pattern)
-        for spec, stored in product(ordered, self._dtypes):
+        for spec, stored in sorted(self._as_held, key=lambda each: each[0] != self._pattern):
             ran, engine = spec, None
             for task, workload in self._workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
@@ -365,11 +364,10 @@ class Evaluation(Benchmark):
     def report(self) -> Report:
         args = self.args
         rows = [
-            self._rows[each]
-            for each in product(
-                self._workloads, (spec.label for spec in self.policies), self._dtypes
-            )
-            if each in self._rows
+            self._rows[key]
+            for task in self._workloads
+            for spec, stored in self._as_held
+            if (key := (task, spec.label, stored)) in self._rows
         ]
         settings = self.settings(
             *("tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"),

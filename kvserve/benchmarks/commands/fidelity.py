@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import at_least
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError, RequestError
@@ -97,8 +96,8 @@ class FidelityRun(Benchmark):
     ) -> None:
         super().__init__(args, checkpoint, policies)
         self._tokenizer = checkpoint.tokenizer()
-        self._dtypes: list[str] = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
-        self._target = target_of(args.match_bytes, self.policies)
+        self._as_held = each_as_held(self.policies, args)
+        self._target = target_of(args.match_bytes, [spec for spec, _ in self._as_held])
         self._refused: dict[str, str] = {}
         self._found: dict[tuple[str, str, str], list[tuple[Text, Fidelity]]] = {}
         self._ran: dict[tuple[str, str, str], PolicySpec] = {}
@@ -171,11 +170,7 @@ class FidelityRun(Benchmark):
     # ---- measuring ----------------------------------------------------------------------------
 
     def measure(self) -> None:
-        rows = [
-            (spec, stored)
-            for spec, stored in product(self.policies, self._dtypes)
-            if (spec, stored) != (NO_COMPRESSION, "auto")
-        ]
+        rows = [each for each in self._as_held if each != (NO_COMPRESSION, "auto")]
         for kind, texts in self._texts():
             if self._target is not None:
                 rows_here = [(self._matched(spec, kind, texts[:1], d), spec, d) for spec, d in rows]
@@ -249,7 +244,7 @@ class FidelityRun(Benchmark):
             return float(np.mean(bytes_held(self._build(tried, stored, texts), texts)))
 
         if not isinstance(target, float):
-            [first, *_] = self._dtypes
+            first = next(dtype for each, dtype in self._as_held if each == target)
             target = float(np.mean(bytes_held(self._build(target, first, texts), texts)))
         try:
             return matched(spec, target, len(texts[0].token_ids), held)

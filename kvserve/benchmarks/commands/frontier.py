@@ -1,16 +1,17 @@
 """``kvserve bench frontier``: what a byte of the cache buys, in fidelity and in speed.
 
-`kvserve eval --fidelity` on a text and `kvserve bench throughput` on a pool of a quarter of the
-demand, one after the other, each in a process of its own; here their rows are joined. Rows are the
-full cache in fewer bits, policies that drop, and both. `kvserve tune --frontier FILE --kl X`
-chooses one of them; `kvserve --policy auto` does at its start, from the file that this command
-saves for the model if none is named.
+`kvserve eval --fidelity` on a text (on all cores) and `kvserve bench throughput` on a pool of a
+quarter of the demand, one after the other, each in a process of its own; here their rows are
+joined. Rows are the full cache in fewer bits, policies that drop, and both. `kvserve tune
+--frontier FILE --kl X` chooses one of them; `kvserve --policy auto` does at its start, from the
+file that this command saves for the model if none is named.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -30,8 +31,8 @@ from kvserve.log import ConfigError
 
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
-DTYPES = ("auto", "k8v4", "k4v4")
-IN_EVERY_FORM = ("none", "kara", "kara:ratio=0.1", "kara:ratio=0.5")
+FULL = ("none", "none@k8v4", "none@k4v4")
+DROPPING = ("kara", "kara:ratio=0.1@k8v4", "kara@k8v4", "kara:ratio=0.5@k8v4")
 AS_COMPUTED = (
     "streaming_llm:period=32",
     *(f"{name}:trigger=threshold" for name in ("snapkv", "chunkkv", "keydiff")),
@@ -50,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", metavar="M", help=words)
     words = "a text file (default: Python's own documentation)"
     parser.add_argument("--text", type=Path, metavar="FILE", help=words)
-    words = f"beside none, in every type of entries (default: {' '.join(IN_EVERY_FORM[1:])})"
+    words = f"beside none, none@k8v4 and none@k4v4 (default: {' '.join(DROPPING)})"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
     words = f"at as many bytes as --policy's first, as computed (default: {' '.join(AS_COMPUTED)})"
     parser.add_argument("--other", type=policy_spec, action="append", metavar="SPEC", help=words)
     for name, usual, words in (
         ("num-texts", 8, "texts"),
         ("text-len", 3000, "tokens of each text"),
-        ("num-prompts", 16, "answers for speed"),
+        ("num-prompts", 12, "answers for speed"),
         ("output-len", 3000, "tokens of each answer"),
-        ("threads", 1, "torch threads"),
+        ("threads", 1, "torch threads while speed is measured"),
     ):
         words = f"{words} (default: {usual})"
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N", help=words)
@@ -90,27 +91,25 @@ class Frontier:
 
     def measure(self) -> None:
         args = self.args
-        forms = [spec.label for spec in args.policy or map(policy_spec, IN_EVERY_FORM[1:])]
+        dropping = [spec.label for spec in args.policy or map(policy_spec, DROPPING)]
         others = [spec.label for spec in args.other or map(policy_spec, AS_COMPUTED)]
         texts = ["--text", args.text] if args.text else []
         sizes = ["--num-samples", args.num_texts, "--text-len", args.text_len, "--facts", 5]
-        fidelity = ["eval", "--fidelity", *texts, *sizes]
-        whole = [*_policies(["none", *forms]), "--compare-kv-cache-dtypes", *DTYPES]
-        found = self._kvserve(*fidelity, *whole)
-        matched = [*_policies([forms[0], *others]), "--match-bytes", forms[0]]
+        fidelity = ["eval", "--fidelity", *texts, *sizes, "--threads", os.cpu_count()]
+        found = self._kvserve(*fidelity, *_policies([*FULL, *dropping]))
+        matched = [*_policies([dropping[0], *others]), "--match-bytes"]
+        matched.append(dropping[0].partition("@")[0])
         found += self._kvserve(*fidelity, *matched)[2:]
         traffic = ["--input-len", 64, "--output-len", args.output_len, "--pool-shares", 0.25]
         bench = ["bench", "throughput", "--num-prompts", args.num_prompts, *traffic]
-        speeds = self._kvserve(*bench, *whole)
-        ran = [row["policy"] for row in found[-len(others) :]]
-        speeds += self._kvserve(*bench, *_policies(["none", *ran]))[1:]
+        ran = [f"{row['policy']}@{row['kv_cache_dtype']}" for row in found]
+        speeds = self._kvserve(*bench, *_policies(ran), "--threads", args.threads)
         self.rows += joined(found, speeds)
 
     def _kvserve(self, *words: Any) -> list[Row]:
         """The rows of a command of kvserve."""
         args = self.args
         given = [*map(str, words), "--model", str(args.model), "--dtype", args.dtype]
-        given += ["--threads", str(args.threads)]
         self._commands.append(" ".join(["kvserve", *given]))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "result.json")
@@ -174,7 +173,7 @@ def chosen(
         fit = [
             row
             for row in document["rows"]
-            if row["ratio_to_first"]
+            if row["policy_args"]  # none: of another program
             and (kl is None or row["kl"] <= kl)
             and (of_full is None or row["of_full"] <= of_full)
             and (speed is None or row["ratio_to_first"] >= speed)

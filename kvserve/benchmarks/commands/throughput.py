@@ -33,7 +33,7 @@ from kvserve.benchmarks.setup.options import (
     chosen_policies,
     number,
 )
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
 from kvserve.config import KV_CACHE_DTYPES, SchedulerConfig
 
 _COLUMNS = columns(
@@ -86,7 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         choices=KV_CACHE_DTYPES,
         help="run every policy with its cache held in each of these, alternating, pools of equal "
-        f"bytes: some of {', '.join(KV_CACHE_DTYPES)} (needs --pool-shares)",
+        f"bytes: some of {', '.join(KV_CACHE_DTYPES)} (needs --pool-shares); for one policy alone "
+        "write NAME@DTYPE",
     )
     words = "draw throughput, by pool or against accuracy where that is graded, here"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
@@ -103,9 +104,14 @@ def run(args: argparse.Namespace) -> int:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
-    if args.compare_kv_cache_dtypes and not args.pool_shares:
-        args.fail("--compare-kv-cache-dtypes: pools of as many bytes need --pool-shares X")
+    if _several_types(args, policies) and not args.pool_shares:
+        args.fail("caches in other types: pools of as many bytes need --pool-shares X")
     return run_benchmark(Throughput, args, policies)
+
+
+def _several_types(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> bool:
+    """Whether rows say what their cache is held in."""
+    return bool(args.compare_kv_cache_dtypes) or any(spec.kv_cache_dtype for spec in policies)
 
 
 class Throughput(Benchmark):
@@ -156,8 +162,9 @@ class Throughput(Benchmark):
         ways: list[dict[str, str]] = [{}]
         if self.args.compare_prefix_caching:
             ways = [{"prefix_caching": side} for side in ("off", "on")]
-        if dtypes := self.args.compare_kv_cache_dtypes:
-            ways = [way | {"kv_cache_dtype": dtype} for way in ways for dtype in dtypes]
+        if _several_types(self.args, self.policies):
+            held = each_as_held([spec], self.args)
+            ways = [way | {"kv_cache_dtype": dtype} for way in ways for spec, dtype in held]
         if self.args.compare_speculation:
             ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
         cell: dict[str, Any] = {

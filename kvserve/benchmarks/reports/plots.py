@@ -113,7 +113,7 @@ def plot_fidelity(rows: Sequence[Row], folder: Path) -> list[Path]:
 @styled
 def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write KL divergence against bytes and against speed: a mark for each row, a line through
-    those than which nothing smaller is closer."""
+    those than which nothing smaller is closer, and the speed of what is exact as a dotted line."""
     figure, axes = panels(["", ""], height=5.0)
     looks = _looks(row["kv_cache_dtype"] for row in rows)
     sides = ("of_full", "bytes held"), ("ratio_to_first", "output tok/s on a quarter pool")
@@ -125,12 +125,24 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
             panel.plot(*points, label=dtype, **look | {"linestyle": "none"})
         for row in shown:
             beside: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points"}
-            panel.annotate(row["policy"], (row[key], row["kl"]), fontsize=7, **beside)
+            panel.annotate(_named(row), (row[key], row["kl"]), fontsize=7, **beside)
         panel.set(xlabel=f"{label}, of the full cache's", yscale="log")
     best = sorted((row["of_full"], row["kl"]) for row in rows if row["frontier"] and row["kl"] > 0)
     axes[0].plot(*zip(*best, strict=True), color="#999999", zorder=0)
     axes[0].set(ylabel="KL to the full cache, nats a token", xlim=(0, None))
+    for row in rows:
+        if row["kl"] == 0 and row["ratio_to_first"]:
+            axes[1].axvline(row["ratio_to_first"], color="#999999", linestyle=":", zorder=0)
+            place = (row["ratio_to_first"], 0.01), axes[1].get_xaxis_transform()
+            said = f"{_named(row)}, exact"
+            axes[1].annotate(said, place[0], xycoords=place[1], rotation=90, fontsize=7)
     return _saved({"frontier": figure}, folder, {})
+
+
+def _named(row: Row) -> str:
+    """A policy's name, with its ratio if that was set: budgets would fill the figure."""
+    ratio = (row["policy_args"] or {}).get("ratio")
+    return row["policy"].partition(":")[0] + (f" {ratio:g}" if ratio else "")
 
 
 # ---- colours -------------------------------------------------------------------------

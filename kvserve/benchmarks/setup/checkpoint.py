@@ -138,8 +138,9 @@ class Engines:
     def build(self, spec: PolicySpec, **settings: Any) -> LLMEngine:
         """An engine under this policy. Engines that the caller has dropped are freed first."""
         gc.collect()  # frees the pools of dropped engines before the next is allocated
+        held = {"kv_cache_dtype": spec.kv_cache_dtype} if spec.kv_cache_dtype else {}
         config = EngineConfig.from_flat(
-            policy=spec.name, policy_args=spec.fields, **{**self._settings, **settings}
+            policy=spec.name, policy_args=spec.fields, **{**self._settings, **held, **settings}
         )
         alone = config.parallel.tensor_parallel_size == 1
         # With ranks each engine loads its own: the model sums over the ranks that it was made for.

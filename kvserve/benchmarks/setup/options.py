@@ -82,8 +82,8 @@ def add_engine_arguments(
         type=_policy_or_all if every_policy else policy_spec,
         action="append",
         metavar="SPEC",
-        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy; if only one policy has fields, "
-        "--policy.FIELD VALUE sets them too"
+        help="NAME, NAME:FIELD=VALUE,... or JSON, once per policy (@k8v4 at its end: with its "
+        "cache held so); if only one policy has fields, --policy.FIELD VALUE sets them too"
         + ("; all: every policy that has events while decoding" if every_policy else "")
         + (f" (default: {unless_given})" if unless_given else ""),
     )

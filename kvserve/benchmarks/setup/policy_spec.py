@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.policies.base import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.fields import read_any, read_object
@@ -14,15 +16,18 @@ from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy as the user wrote it: its name, and the fields that were set."""
+    """A policy as the user wrote it: its name, the fields that were set, and what its cache is held
+    in if that was said."""
 
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
+    kv_cache_dtype: str | None = None
 
     @property
     def label(self) -> str:
         settings = ",".join(f"{name}={value}" for name, value in self.fields.items())
-        return f"{self.name}:{settings}" if settings else self.name
+        label = f"{self.name}:{settings}" if settings else self.name
+        return label if self.kv_cache_dtype is None else f"{label}@{self.kv_cache_dtype}"
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -69,7 +74,7 @@ DEFAULT_POLICIES = (NO_COMPRESSION, PolicySpec("kara", {"window": 128, "buffer":
 
 
 def policy_spec(text: str) -> PolicySpec:
-    """``kara``, ``kara:window=128,ratio=0.3`` or ``{"name": "kara", "window": 128}``."""
+    """``kara``, ``kara:window=128,ratio=0.3@k8v4`` or ``{"name": "kara", "window": 128}``."""
     try:
         spec = _from_json(text) if text.startswith("{") else _from_words(text)
         return spec if spec.incomplete else spec.with_fields()
@@ -84,7 +89,22 @@ def _from_json(text: str) -> PolicySpec:
     return PolicySpec(fields.pop("name"), fields)
 
 
+def each_as_held(
+    specs: Iterable[PolicySpec], args: argparse.Namespace
+) -> list[tuple[PolicySpec, str]]:
+    """Each policy with what its cache is held in: what it says itself, else what the flags say."""
+    usual = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
+    return [
+        (replace(spec, kv_cache_dtype=None), dtype)
+        for spec in specs
+        for dtype in ([spec.kv_cache_dtype] if spec.kv_cache_dtype else usual)
+    ]
+
+
 def _from_words(text: str) -> PolicySpec:
+    text, at, dtype = text.partition("@")
+    if at and dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"{dtype!r} after @ is none of {', '.join(KV_CACHE_DTYPES)}")
     name, _, settings = text.partition(":")
     fields = {}
     for setting in filter(None, settings.split(",")):
@@ -92,4 +112,4 @@ def _from_words(text: str) -> PolicySpec:
         if not equals:
             raise ValueError(f"{setting!r} is not FIELD=VALUE, as in kara:window=128,ratio=0.3")
         fields[key.strip()] = read_any(value.strip())
-    return PolicySpec(name.strip(), fields)
+    return PolicySpec(name.strip(), fields, dtype or None)
