@@ -76,7 +76,7 @@ class WithPeers(Frontier):
         prompts = random_prompts(lengths, config["vocab_size"], 0)
         traffic = LongTraffic.sized(prompts, config, SHARE, "bfloat16")
         facts = {"policy": "vLLM", "n": args.num_texts}
-        rows: list[Row] = [
+        rows: list[dict[str, Any]] = [
             {**facts, "kv_cache_dtype": "bf16", "of_full": 1.0, "kl": 0.0, "kl_error": 0.0},
             {**facts, "kv_cache_dtype": "fp8", "of_full": 0.5, **_said("vllm", folder, texts)},
         ]
