@@ -41,7 +41,6 @@ def main() -> int:
     rows = [
         {
             "policy": "llama.cpp",
-            "policy_args": {"name": "llama.cpp"},
             "kv_cache_dtype": name,
             "of_full": bits / 16,
             "kl": float(np.mean(kl[name])),
