@@ -87,6 +87,8 @@ class KVLayout:
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """``[num_blocks, L/LG, 2, B, Hkv/R, D]``, block-major: a block is one byte range."""
+        # Keys are stored after RoPE, and attention does not depend on order: slot j of one head and
+        # slot j of another may hold different tokens.
         return (
             num_blocks,
             self.layers_per_block,

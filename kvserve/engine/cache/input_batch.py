@@ -102,6 +102,7 @@ class InputBatch(RowArrays):
         moves = output.moves
         if moves is not None:
             self.kept_scores.swap(moves)
+            # Before rows begin, since a new one may have the number of one that leaves.
             if self.remainders is not None:
                 self.remainders.swap(moves.outs, back=False)
         new = output.admitted
@@ -172,6 +173,7 @@ class InputBatch(RowArrays):
             at = chunk_rows = slice(decoding)
             offset, added = self.num_computed.new_zeros(1), self.num_computed.new_ones(1)
             input_ids = self.last_token[at]
+        # RoPE goes by the logical length, slots and what a token sees by the physical one.
         positions = self.num_computed[at] + offset
         entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
         by_token = self._rows[at]

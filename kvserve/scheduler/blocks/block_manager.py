@@ -27,6 +27,26 @@ from kvserve.scheduler.messages.output import TableUpdate
 
 G = TypeVar("G", bound=CacheGroup)
 
+# +-----------------------------------------------------------------------------------------------+
+# | Whose the blocks of a row are. Its table of keys and values, one lane, front to back:         |
+# |                                                                                               |
+# | 0               num_published       num_unmodified_tokens          kv_lens              end   |
+# | |  shared prefix  |  own, unchanged  |  own, moved by an event  |  reserved  |                |
+# |                                                                                               |
+# | Shared prefix: the prefix cache, other rows or continuations name these blocks too. A block   |
+# |   with more than one reference is read-only: who has to write there gets a private copy       |
+# |   (``BlockTable.replace_shared``).                                                            |
+# | Own: one reference. Full columns of unchanged entries are published, and are shared from then |
+# |   on. What an event has moved never is.                                                       |
+# | Reserved: named, but not counted: a new row's blocks up to its first event, a step's guesses. |
+# |   ``give_back_unused`` returns them.                                                          |
+# | Pending release: nothing. A block is free as soon as the host says so, also while the device  |
+# |   still reads it: steps run in order there, so the next write comes later. The exception is   |
+# |   what leaves for host memory, which is read after the step's events: these must not get such |
+# |   blocks (``for_event``). Host blocks that a step reads are free once its moves are taken     |
+# |   (``SwapMemory``).                                                                           |
+# +-----------------------------------------------------------------------------------------------+
+
 
 class BlockManager:
     """The groups of one pool. The first is that of keys and values, whose rows hold ``kv_lens [LG,

@@ -266,6 +266,7 @@ class CompressionScheduler:
         the events as the runner needs them. ``released [E]`` blocks came free."""
         rows, kv, at, new = self.rows, self.blocks.kv, events.rows, events.new_lens
         unmodified = rows.num_unmodified_tokens
+        # Columns behind are never published, so no cached column depends on an event.
         unmodified[at] = np.minimum(unmodified[at], events.plan.region_start)
         rows.first_uncompressed_pos[at] = events.plan.first_uncompressed_pos
         for row, position in zip(at.tolist(), rows.num_computed[at].tolist(), strict=True):

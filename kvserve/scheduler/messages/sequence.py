@@ -115,6 +115,8 @@ class Sequence:
         """Where the next event of a row at ``position`` comes, after ``done`` events, if its
         trigger says ``due``.
         """
+        # Memory pressure and engine-wide triggers move events: a sequence that is computed again
+        # has them where it had them, whatever its trigger would say now.
         if done < len(self.events):
             return self.events[done]
         return max(due, self.replay_until) if position < self.replay_until else due

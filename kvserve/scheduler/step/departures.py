@@ -113,6 +113,7 @@ class Departures:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self._rows.save(seq)
         self.count_held(seq)
+        # A step in flight may still read these blocks; whoever gets them writes in a later one.
         self._blocks.release_row(seq.row)
         self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0
 

@@ -185,7 +185,7 @@ class Scheduler:
         sampled = np.concatenate([decoding, caught_up.rows[caught_up.sampled]])
         sampled_at = rows.num_tokens[sampled]
         rows.caught_up[sampled] = 1
-        rows.num_tokens[sampled] += 1
+        rows.num_tokens[sampled] += 1  # counted, not known: the device has them as ``last_token``
         rows.num_unknown[sampled] += 1
         np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
