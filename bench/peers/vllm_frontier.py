@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 
 def main() -> int:
@@ -24,7 +24,10 @@ def main() -> int:
     args = parser.parse_args()
     texts = json.loads(args.texts.read_text())
     wide = AutoModelForCausalLM.from_pretrained(
-        args.file.parent, gguf_file=args.file.name, dtype=torch.bfloat16
+        args.file.parent,
+        gguf_file=args.file.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
     )
     wide.save_pretrained(args.checkpoint)
     model = str(args.checkpoint)
