@@ -213,7 +213,8 @@ def test_a_tied_table_is_the_head(
 ) -> None:
     """Numbers that rows are looked up in and that are multiplied with, once in memory; as many rows
     as fill no panel."""
-    sizes = {"vocab_size": 8003, "hidden_size": 512, "num_hidden_layers": 1, "head_dim": 16}
+    sizes: dict[str, Any] = {"vocab_size": 8003, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 512, "head_dim": 16}
     kind = "llama-mha-tied"
     write_checkpoint(kind, tmp_path, **sizes) if plain else quantize(kind, tmp_path, AWQ, **sizes)
     model = loaded_in_pieces(tmp_path, monkeypatch)
