@@ -85,8 +85,10 @@ def expert_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
 
 
 def take_rows(table: Weight, places: Tensor, of_numbers: Callable[..., Tensor]) -> Tensor:
-    """table: [N, W], places: int64 [T] -> its rows there, [T, W]; ``of_numbers`` does it where they
-    are no levels."""
+    """table: [N, W], laid out or not, places: int64 [T] -> its rows there, [T, W]; ``of_numbers``
+    looks them up in plain numbers."""
+    if isinstance(table, compiled.Panels):
+        return compiled.take_rows(table, places)
     if isinstance(table, LevelPanels):
         return table.take_rows(places)
     if isinstance(table, Levels):
@@ -128,7 +130,8 @@ def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
 def packed(weight: Weight, product: str) -> Weight:
     """The weight [out, in], or [experts, out, in], as ``product`` wants it, in place if possible.
 
-    The plain weight is gone afterwards, and ``linear`` is all that can use the packed one.
+    The plain weight is gone afterwards (but for oneDNN), and ``linear`` is all that can use the
+    packed one; ``take_rows`` too, unless it is oneDNN's.
     """
     if isinstance(weight, Levels):
         keep = weight.device.type != "cpu" or product == "torch" or isinstance(weight, LevelPanels)

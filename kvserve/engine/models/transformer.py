@@ -21,6 +21,8 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.kernels.remainder import capped
 from kvserve.kernels.weight_levels import Levels
 
+_PANEL = 64  # outputs of a panel, or a multiple of them, on any CPU
+
 
 class Layer(nn.Module):
     """One rank's heads and part of the MLP (``spec``); q, k and v are one matrix.
@@ -177,7 +179,8 @@ class Transformer(nn.Module):
     """Token ids in, hidden states out; ``logits`` is separate, since few positions need it.
 
     ``spec`` is the whole model, ``part`` what this rank has of each layer. The vocabulary is also
-    divided into equal parts; the last rank's rows behind the last token are unused.
+    divided into equal parts of ``rows``, whole panels if each rank gets one, so that none is filled
+    up by a copy; the last rank's rows behind the last token are unused.
     """
 
     def __init__(
@@ -195,6 +198,8 @@ class Transformer(nn.Module):
         self.group = group
         self.operators = select_operators(dtype, device)
         rows = -(-spec.vocab_size // group.size)
+        panels = -(-rows // _PANEL) * _PANEL
+        self.rows = rows = panels if panels * (group.size - 1) < spec.vocab_size else rows
         new = self.holding.matrix
         self.embedding = new("embedding", rows, spec.hidden_size)
         self.layers = nn.ModuleList(
@@ -227,8 +232,8 @@ class Transformer(nn.Module):
         return torch.stack([sinks for sinks in layers if sinks is not None])
 
     def pack(self, product: str) -> None:
-        """Lay all matrices out for ``product``. A tied head of numbers is copied: lookups need it
-        plain."""
+        """Lay all matrices out for ``product``. Rows are looked up in a tied head as it lies then,
+        or, of oneDNN's, which cannot be looked into, in a table of its own."""
         for layer in self.decoder_layers:
             layer.pack(product)
         if self.spec.norms_from_one:
@@ -239,14 +244,12 @@ class Transformer(nn.Module):
                     and "sinks" not in name
                 ):
                     parameter.data += 1.0
-        tied = self.head is self.embedding
-        if isinstance(self.embedding, Levels):
+        tied, head = self.head is self.embedding, packed(self.head, product)
+        if tied and not (isinstance(head, Tensor) and head.is_mkldnn):
+            self.embedding = head
+        elif isinstance(self.embedding, Levels):
             self.embedding = packed(self.embedding, product)
-            self.head = self.embedding if tied else packed(self.head, product)
-            return
-        if tied and isinstance(self.head, Tensor) and product == "compiled":
-            self.head = nn.Parameter(self.head.data.clone(), requires_grad=False)
-        self.head = packed(self.head, product)
+        self.head = head
 
     def forward(
         self,
@@ -297,7 +300,7 @@ class Transformer(nn.Module):
             found = take_rows(self.embedding, input_ids, self.operators.take_rows)
             scale = self.embedding_scale
             return found if scale == 1.0 else self.operators.scale(found, scale)
-        rows = self.embedding.shape[0]
+        rows = self.rows
         place = input_ids - self.group.rank * rows
         nearest = place.clamp(0, rows - 1)
         found = take_rows(self.embedding, nearest, self.operators.take_rows)

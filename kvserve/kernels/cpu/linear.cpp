@@ -24,6 +24,15 @@ extern "C" struct Linear {
   int64_t experts, is_bf16, num_threads;
 };
 
+// Rows of a table that lies in panels. What one output has of a panel's row is 4 bytes of either type.
+extern "C" struct TakeRows {
+  const uint32_t* panels;  // [P, units, kWidth]
+  const int64_t* places;   // [count]
+  uint32_t* out;           // [count, units]
+  int64_t* fault;          // the place that was refused
+  int64_t count, rows, units, num_threads;
+};
+
 namespace {
 
 constexpr int kRows = 6;                    // of x at once: kRows * kVectors sums
@@ -191,6 +200,23 @@ extern "C" int64_t kvserve_panel_width() { return kWidth; }
 extern "C" int64_t kvserve_lanes() { return kMaxLanes; }
 
 extern "C" int64_t kvserve_has_tiles() { return tiles_allowed(); }
+
+extern "C" int kvserve_take_rows(const TakeRows* call) {
+  const TakeRows& c = *call;
+  for (int64_t i = 0; i < c.count; ++i)
+    if (c.places[i] < 0 || c.places[i] >= c.rows) {
+      *c.fault = c.places[i];
+      return 1;
+    }
+#pragma omp parallel for schedule(static) num_threads(c.num_threads) if (c.num_threads > 1)
+  for (int64_t i = 0; i < c.count; ++i) {
+    const int64_t panel = c.places[i] / kWidth, output = c.places[i] % kWidth;
+    const uint32_t* from = c.panels + panel * c.units * kWidth + output;
+    for (int64_t unit = 0; unit < c.units; ++unit)
+      c.out[i * c.units + unit] = from[unit * kWidth];
+  }
+  return 0;
+}
 
 extern "C" void kvserve_linear(const Linear* c) {
   c->is_bf16 ? multiply_any<bf16>(*c) : multiply_any<float>(*c);

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU with weights in panels: calls ``linear.cpp``.
+"""Matrix products on a CPU with weights in panels, and rows of such: calls ``linear.cpp``.
 
 oneDNN, with weights packed for it, is as fast from 256 tokens on (with AMX up to 1.4 times as
 fast), and slower for fewer (``bench.cpu_attention --part products``): its operator takes time to
@@ -18,7 +18,7 @@ from kvserve.kernels.cpu.build import load_library
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-_WORTH_A_THREAD = 2**17  # multiplications
+_WORTH_A_THREAD = 2**17  # multiplications, or numbers that are looked up
 _PIECE = 2**22  # numbers that are rearranged at a time
 
 
@@ -29,6 +29,15 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "panels", "bias", "y", "ends")),
         *((name, ctypes.c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
         *((name, ctypes.c_int64) for name in ("experts", "is_bf16", "num_threads")),
+    )
+
+
+class _Take(ctypes.Structure):
+    """``TakeRows`` of the C++ file, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "places", "out", "fault")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "units", "num_threads")),
     )
 
 
@@ -135,6 +144,24 @@ def linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
             "are needed"
         )
     return _multiply(x, panels, bias, None, 1)
+
+
+def take_rows(panels: Panels, places: Tensor) -> Tensor:
+    """places: int64 [T] -> those rows of the weight that lies in ``panels``, [T, inputs];
+    ``IndexError`` for one that is not there."""
+    if places.dtype is not torch.int64 or not places.is_contiguous():
+        raise ValueError(f"take_rows: places of {places.dtype}, or not dense")
+    out = torch.empty(len(places), panels.inputs, dtype=panels.dtype)
+    units, fault = panels.shape[1], ctypes.c_int64()
+    threads = max(1, min(torch.get_num_threads(), out.numel() // _WORTH_A_THREAD))
+    pointers = (*(x.data_ptr() for x in (panels, places, out)), ctypes.addressof(fault))
+    call = _Take(*pointers, len(places), panels.outputs, units, threads)
+
+    def refusal(_: int) -> IndexError:
+        return IndexError(f"take_rows: row {fault.value} of a table of {panels.outputs}")
+
+    calls.run(load_library("linear"), "take_rows", call, refusal)
+    return out
 
 
 def _check_rows(x: Tensor, panels: Panels) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from kvserve.config import ModelConfig
+from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models import linear as module
-from kvserve.engine.models.linear import linear, packed, select_product
+from kvserve.engine.models.linear import linear, packed, select_product, take_rows
+from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import Panels
+from tests.checkpoints import write_checkpoint
 from tests.thinning import thinned
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,6 +92,62 @@ def test_large_weights_are_laid_out_piece_by_piece_in_place(
     assert (panels.data_ptr() == address) == (outputs % 64 == 0)
     error = 4e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(linear(x, panels).double(), wanted, atol=error * 32**0.5, rtol=error)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_panels_are_those_of_the_table(dtype: torch.dtype, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows, width in ((1, 2), (64, 48), (130, 258), (777, 576)):
+            table, places = weight_of(rows, width, dtype), torch.randint(rows, (500,))
+            expected = table[places]
+            assert torch.equal(take_rows(packed(table, "compiled"), places, F.embedding), expected)
+    finally:
+        torch.set_num_threads(before)
+    panels = packed(weight_of(130, 48, dtype), "compiled")
+    for row in (130, -1):
+        with pytest.raises(IndexError, match=f"row {row} of a table of 130"):
+            take_rows(panels, torch.tensor([3, row]), F.embedding)
+    with pytest.raises(ValueError, match="int32"):
+        take_rows(panels, torch.tensor([3], dtype=torch.int32), F.embedding)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("product", ["compiled", "oneDNN", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama-mha-tied", "gemma3"])
+def test_a_tied_model_looks_up_what_its_table_holds(
+    kind: str, dtype: torch.dtype, product: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits, whatever multiplies, on one rank and on each of three: the last has a row."""
+    if product == "oneDNN" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN")
+    monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *_: (product, ""))
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    write_checkpoint(kind, tmp_path, vocab_size=129, **sizes)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].to(dtype)
+    ids = torch.tensor([128, 0, 7, 7, 63, 64, 127])
+    for size in (1, 3):
+        parts = []
+        for rank in range(size):
+            group = Apart(rank, size)
+            model = load_model(tmp_path, ModelConfig(), read_spec(tmp_path), dtype, "cpu", group)
+            assert (model.head is model.embedding) == (product != "oneDNN")
+            parts.append(model.embed(ids))
+        expected = F.embedding(ids, table)
+        if model.embedding_scale != 1.0:
+            expected = expected * model.embedding_scale
+        assert torch.equal(torch.stack(parts).sum(0), expected)
+
+
+class Apart(RankGroup):
+    """One of several ranks that are not there."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
 
 
 @pytest.mark.compiler

@@ -17,6 +17,8 @@ from kvserve.engine.models import held, storage
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
+from kvserve.engine.models.transformer import Transformer
+from kvserve.kernels.cpu import linear as linear_numbers
 from kvserve.kernels.cpu import linear_levels
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
@@ -189,8 +191,7 @@ def test_quantised_and_grouped_by_kv_head(
 def test_weights_take_their_bits(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mean weight of the layers takes 4 bits and a share of its group's scale and zero; and all
-    tensors together never took more than 1.15 times the result while it was loaded."""
+    """A mean weight of the layers takes 4 bits and a share of its group's scale and zero."""
     sizes: dict[str, Any] = {
         "hidden_size": 1024,
         "intermediate_size": 2048,
@@ -198,17 +199,39 @@ def test_weights_take_their_bits(
     }
     sizes |= {"num_hidden_layers": 2, "head_dim": 64, "num_key_value_heads": 4}
     quantize("llama", tmp_path, config, **sizes)
-    spec = read_spec(tmp_path)
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 2**20)
-    monkeypatch.setattr(linear_levels, "_PIECE", 2**18)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        model = load_model(tmp_path, ModelConfig(), spec, torch.float32, "cpu")
-    result = sum(part.nbytes for part in model.parameters())
+    model = loaded_in_pieces(tmp_path, monkeypatch)
     matrices = [getattr(layer, name) for layer in model.decoder_layers for name in ("qkv", "out")]
     matrices += [getattr(x.mlp, name) for x in model.decoder_layers for name in ("gate_up", "down")]
     count = sum(matrix.shape.numel() for matrix in matrices)
     assert sum(matrix.nbytes for matrix in matrices) / count < 0.54  # bytes
-    file = (tmp_path / "model.safetensors").stat().st_size  # of which torch counts maps
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_tied_table_is_the_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plain: bool
+) -> None:
+    """Numbers that rows are looked up in and that are multiplied with, once in memory; as many rows
+    as fill no panel."""
+    sizes: dict[str, Any] = {"vocab_size": 8003, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 512, "head_dim": 16}
+    kind = "llama-mha-tied"
+    write_checkpoint(kind, tmp_path, **sizes) if plain else quantize(kind, tmp_path, AWQ, **sizes)
+    model = loaded_in_pieces(tmp_path, monkeypatch)
+    assert model.embedding is model.head
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert sum(part.nbytes for part in model.parameters()) < 1.02 * stored
+
+
+def loaded_in_pieces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    """In float32. All tensors together never take more than 1.15 times the result."""
+    monkeypatch.setattr(storage, "_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(linear_levels, "_PIECE", 2**18)
+    monkeypatch.setattr(linear_numbers, "_PIECE", 2**18)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = load_model(directory, ModelConfig(), read_spec(directory), torch.float32, "cpu")
+    result = sum(part.nbytes for part in model.parameters())
+    file = (directory / "model.safetensors").stat().st_size  # of which torch counts maps
     events = profiled.profiler.kineto_results.events()
     memory = [event for event in events if event.name() == "[memory]"]
     taken = [(e.start_ns(), e.nbytes()) for e in memory if abs(e.nbytes()) != file]
@@ -217,6 +240,7 @@ def test_weights_take_their_bits(
         total += size
         peak = max(peak, total)
     assert result <= peak < 1.15 * result, f"{peak:,} of {result:,}"
+    return model
 
 
 @pytest.mark.compiler
