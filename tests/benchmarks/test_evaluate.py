@@ -121,21 +121,6 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_a_few_conversations_at_once() -> None:
-    workload = workload_of("needle-512", 5)
-    engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
-    seen, step = list[int](), engine.step
-
-    def noted() -> list[RequestOutput]:
-        seen.append(len(engine.waiting))
-        return step()
-
-    engine.step = noted  # type: ignore[method-assign]
-    played = play(engine, workload, at_once=2)
-    assert max(seen) == 2 and all(len(turns) == 4 for turns in played.turns)
-    assert accuracy(workload, played.answers)["exact_match"] == 1.0
-
-
 def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
     flags = ("--tasks", "recall", "--num-samples", "2", "--kv-blocks", "99", "--policy", KARA)
     drawn = ("--temperature", "0.9", "--top-p", "0.9", "--n", "3")
@@ -258,18 +243,6 @@ def test_later_turns_may_go_on(bench: Bench) -> None:
     assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
 
 
-def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
-    file = tmp_path / "gsm8k_test.jsonl"
-    line = {"question": "2 + 2?", "answer": "It is\n#### 4"}
-    file.write_text("\n".join([json.dumps(line)] * 3))
-    flags = ("--benchmark", f"gsm8k={file}", "--max-new-tokens", "4", "--policy", "none")
-    status, saved = bench("eval", *flags, "--num-samples", "2")
-    (row,) = saved["rows"]
-    assert status == 0 and row["task"] == "gsm8k_test" and row["n"] == 2
-    assert row["output_tokens"] <= 8 and row["score"] == row["exact_match"]
-    assert saved["settings"]["benchmarks"] == [f"gsm8k={file}"]
-
-
 def test_a_folder_of_files_has_a_mean(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "sums"
     folder.mkdir()
@@ -323,12 +296,6 @@ def test_mistakes_are_named_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
     assert named in error
-
-
-def test_wilson_interval() -> None:
-    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert wilson_interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
-    assert wilson_interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
 
 
 @pytest.mark.slow
