@@ -67,33 +67,6 @@ def assert_within_budget(costs: Any, version: str = triton.__version__) -> None:
     assert not over, "\n".join(over)
 
 
-def test_nothing_is_allowed_to_spill() -> None:
-    spilling = [
-        (version, name)
-        for version, costs in BUDGETS.items()
-        for name, archs in costs.items()
-        if any(cost["spilled"] for cost in archs.values())
-    ]
-    assert not spilling
-
-
-@pytest.mark.parametrize(
-    ("variant", "most"),
-    [
-        *(("decode", 1150), ("decode/int8", 1700), ("decode/k8v4", 1800), ("decode/fp8", 1700)),
-        *(("decode/k4v4", 2000), ("decode/k4v2", 1900)),
-        ("prefill", 2800),  # 700 of each of 8 warps for a tile of 64
-    ],
-)
-def test_attention_issues_few_instructions(variant: str, most: int) -> None:
-    """Warp instructions for 32 entries of a KV head, beside the cycles that memory takes for them
-    on an H100: 1,133 (numbers), 574 (int8, fp8), 437 (k8v4), 354 (k4v4), 283 (k4v2), at some two
-    instructions a cycle."""
-    for version, costs in BUDGETS.items():
-        issued = costs[f"{variant}:attend"]["sm_90"]["loop 1"]
-        assert issued <= most, f"Triton {version}"
-
-
 @pytest.mark.device
 @pytest.mark.slow
 def test_a_variant_of_each_kernel(tmp_path: Path) -> None:

@@ -23,14 +23,6 @@ def test_pages_load_from_this_machine_alone(live: Server, watched: Watched, path
     watched.check()
 
 
-def test_the_page_and_the_api_lead_to_each_other(live: Server, watched: Watched) -> None:
-    page = watched.ready(live.url)
-    page.click("header a")
-    page.wait_for_selector("body[data-ready] #operations")
-    page.click("header a >> nth=0")
-    page.wait_for_selector("body[data-ready] #sentence")
-
-
 def test_what_is_written_is_text(start_server: StartServer, watched: Watched) -> None:
     fake = start_server(FakeEngine(max_model_len=50_000), allow_kv_trace=True)
     page = watched.ready(fake.url)
@@ -71,23 +63,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
     other = page.context.new_page()
     other.goto(fake.url)
     other.wait_for_selector("#key-dialog[open]")
-
-
-def test_the_keyboard_is_enough(live: Server, watched: Watched) -> None:
-    page = watched.ready(live.url)
-    page.focus("#tab-overview")
-    page.keyboard.press("ArrowRight")
-    assert page.is_visible("#view-playground") and not page.is_visible("#view-overview")
-    ask(page, "Hello", 200)
-    page.focus(".answer .tokens")
-    page.keyboard.press("End")
-    assert "held by 100.0 %" in page.inner_text("#strip-text")
-    page.keyboard.press("Home")
-    first = page.inner_text("#strip-text")
-    assert "4 layers x 2 heads" in first
-    page.keyboard.press("Escape")
-    assert not page.is_visible("#strip") and not page.locator(".token.current").count()
-    watched.check()
 
 
 REACHED = """() => {
@@ -146,18 +121,6 @@ def check_axe(page: Any, where: str) -> None:
         if one["impact"] in ("serious", "critical")
     ]
     assert serious == [], where
-
-
-def test_the_theme_button_changes_colours_and_is_remembered(live: Server, watched: Watched) -> None:
-    page = watched.ready(live.url)
-    seen = {}
-    for theme in ("dark", "light"):
-        while theme not in page.inner_text("#theme"):
-            page.click("#theme")
-        seen[theme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert seen["light"] != seen["dark"]
-    page.reload()
-    assert "light" in page.inner_text("#theme")
 
 
 def test_two_turns_and_a_reload(start_server: StartServer, watched: Watched) -> None:

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvserve.config import EngineConfig
 from tests.server.conftest import MODEL, RunningServer, StartServer, run_server
 from tests.server.fake_engine import FakeEngine
 from tests.server.ui.browser import SIZES, Watched, answered, send
@@ -64,22 +63,6 @@ def test_another_model_on_the_same_port(watched: Watched) -> None:
     next(second, None)
 
 
-def test_what_is_offered_is_for_the_served_model(
-    start_server: StartServer, watched: Watched
-) -> None:
-    titles = {}
-    for model in ("kvserve/tiny", "kvserve/tiny-long", "org/any"):
-        config = EngineConfig.from_flat(model=model)
-        server = start_server(config=config, served_model_name=("served",))
-        page = watched.ready(server.url)
-        page.click("#tab-playground")
-        page.wait_for_selector("#examples button")
-        titles[model] = page.locator("#examples button").all_inner_texts()
-    assert titles["kvserve/tiny"] == ["Chain of sums", "Needle in 512 tokens"]
-    assert titles["kvserve/tiny-long"] == ["Chain of sums", "Long trace"]
-    assert titles["org/any"] == ["A long answer", "A table"]
-
-
 @pytest.mark.parametrize("size", SIZES, ids=["desktop", "phone"])
 def test_without_a_connection_the_composer_is_there_and_nothing_is_dead(
     watched: Watched, size: dict[str, int]
@@ -112,17 +95,6 @@ def test_without_a_connection_the_composer_is_there_and_nothing_is_dead(
     answered(page)
     assert page.inner_text(".answer .markdown").strip() == "hi"
     next(again, None)
-
-
-def test_a_message_stays_where_no_server_has_been_seen(
-    start_server: StartServer, watched: Watched
-) -> None:
-    page = watched.open(start_server(ready=False).url)
-    state(page, "loading")
-    page.click("#tab-playground")
-    send(page, "SAY[hi]")
-    assert page.input_value("#prompt") == "SAY[hi]"
-    assert "Not connected yet" in page.inner_text("#editing")
 
 
 def test_figures_are_sums_over_those_who_run(start_server: StartServer, watched: Watched) -> None:

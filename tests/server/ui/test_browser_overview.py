@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvserve.config import EngineConfig
 from tests.server.conftest import StartServer
 from tests.server.real_server import Server
-from tests.server.ui.browser import DESKTOP, PHONE, SIZES, Watched, send, setting
+from tests.server.ui.browser import Watched, send, setting
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("size", SIZES, ids=["desktop", "phone"])
-def test_what_is_saved_can_be_seen_without_scrolling(
-    live: Server, watched: Watched, size: dict[str, int]
-) -> None:
-    watched.page.set_viewport_size(size)
-    page = watched.ready(live.url)
-    for what in ("#sentence", "#share", "#without-bar", "#with-bar", "#link", "#try-it"):
-        box = page.locator(what).bounding_box()
-        assert box is not None, what
-        assert box["y"] + box["height"] <= size["height"], what
-        assert box["x"] + box["width"] <= size["width"], what
 
 
 def test_try_it_compares_with_the_full_cache(live: Server, watched: Watched) -> None:
@@ -148,15 +134,6 @@ def test_a_recording_plays_until_something_runs(stopped: tuple[Any, Any]) -> Non
     assert not page.is_visible("#recorded"), "what has run here is shown instead"
 
 
-def test_less_motion_shows_the_end_of_the_recording(
-    start_server: StartServer, watched: Watched
-) -> None:
-    watched.page.emulate_media(reduced_motion="reduce")
-    page = watched.ready(start_server().url)
-    page.wait_for_selector("#film:text-is('Play again')")
-    assert int(page.inner_text("#share").removesuffix(" %")) > 30
-
-
 def test_figures_say_what_they_are_of(stopped: tuple[Any, Any]) -> None:
     """The full cache takes whole blocks too; a query log is told apart, where there is one."""
     server, page = stopped
@@ -193,124 +170,3 @@ def test_idle_figures_are_of_the_fullest_moment(stopped: tuple[Any, Any]) -> Non
         "At the fullest, 5 requests remembered 4,500 tokens in the space of 1,500."
     )
     assert page.inner_text("#without") == "285.0 KiB" and page.inner_text("#share") == "65 %"
-
-
-def test_one_compaction_is_one(stopped: tuple[Any, Any]) -> None:
-    server, page = stopped
-    tell(page, crowd(server) | {"compactions_total": 1, "blocks_released_total": 1})
-    assert page.inner_text("#since") == "Since the start 1 compaction has released 1 block."
-    tell(page, crowd(server) | {"compactions_total": 2, "blocks_released_total": 0})
-    assert page.inner_text("#since") == "Since the start 2 compactions have released 0 blocks."
-
-
-def test_charts_have_data_or_are_not_there(stopped: tuple[Any, Any]) -> None:
-    server, page = stopped
-    idle = crowd(server, 1) | {"num_running": 0, "num_waiting": 0, "requests": []}
-    totals = ["generation_tokens_total", "prompt_tokens_total", "preemptions_total", "swaps_total"]
-    idle |= dict.fromkeys(totals, 0)
-    tell(page, idle)
-    page.clock.run_for(1000)
-    assert page.locator("#charts .chart >> visible=true").count() == 0
-    tell(page, idle | {"generation_tokens_total": 5000})
-    page.clock.run_for(1000)
-    generated = page.locator("#charts .key.one output").first
-    assert generated.inner_text() == "5,000/s"
-    assert page.locator("#charts .chart >> visible=true").count() == 1
-    page.clock.run_for(1000)
-    assert generated.inner_text() == "0/s", "what nobody reports any more is zero"
-    page.clock.run_for(181_000)
-    assert page.locator("#charts .chart >> visible=true").count() == 0
-
-
-LOOK = """async (cells) => {
-  const { columnsFor } = await import("/ui/overview/block_map.js");
-  const canvas = document.getElementById("cells"), context = canvas.getContext("2d");
-  const step = canvas.clientWidth / columnsFor(100, canvas.clientWidth);
-  return Array.from({ length: cells }, (_, i) =>
-    [...context.getImageData(Math.round(i * step) + step / 2 - 1, 2, 1, 1).data].join());
-}"""
-MARKS = """() => [...document.querySelectorAll("#legend canvas")].map((canvas) => {
-  const middle = Math.floor(canvas.width / 2), context = canvas.getContext("2d");
-  return [...context.getImageData(middle, 2, 1, 1).data].join();
-})"""
-
-
-def test_the_map_is_whole_and_drawn_as_its_legend_says(stopped: tuple[Any, Any]) -> None:
-    server, page = stopped
-    event = crowd(server, 1)
-    event["cells"] = {"blocks_per_cell": 2, "runs": [4, 1, 1, 1, 2, 1, 3, 1, 0, 16_380]}
-    tell(page, event | {"blocks_total": 32_767})
-    assert "16,384 cells" in page.get_attribute("#cells", "aria-label")
-    assert "stands for 2 blocks and shows the first" in page.inner_text("#cell")
-    event["cells"] = {"blocks_per_cell": 1, "runs": [4, 1, 1, 1, 2, 1, 3, 1, 0, 96]}
-    tell(page, event | {"blocks_total": 100})
-    seen = page.evaluate(LOOK, 5)
-    request, _, cached, logged, coded, free = page.evaluate(MARKS)
-    assert seen[1:] == [cached, logged, coded, free], "the legend is drawn as the map is"
-    assert len({request, cached, logged, coded, free}) == 5
-
-
-def test_entries_in_fewer_bits_have_a_shade_of_their_own(
-    start_server: StartServer, watched: Watched
-) -> None:
-    config = EngineConfig.from_flat(model="kvserve/tiny", kv_cache_dtype="k8v4")
-    page = watched.ready(start_server(config=config, allow_kv_trace=True).url)
-    assert page.get_attribute("body", "data-bits") == "k8v4"
-    page.click("#tab-playground")
-    assert "held, in fewer bits (k8v4)" in page.inner_text("#token-legend")
-    other = watched.ready(start_server(allow_kv_trace=True).url)
-    assert other.get_attribute("body", "data-bits") is None
-    other.click("#tab-playground")
-    assert "fewer bits" not in other.inner_text("#token-legend")
-
-
-DRAWN = """() => {
-  window.drawn = 0;
-  const canvas = document.getElementById("cells"), own = canvas.getContext.bind(canvas);
-  canvas.getContext = (kind) => (window.drawn++, own(kind));
-  window.rows = 0;
-  new MutationObserver((all) => all.forEach(({ addedNodes, removedNodes }) => {
-    window.rows += addedNodes.length + removedNodes.length;
-  })).observe(document.getElementById("running"), { childList: true });
-}"""
-
-
-def test_sixty_updates_a_second_are_drawn_ten_times(stopped: tuple[Any, Any]) -> None:
-    server, page = stopped
-    event = crowd(server)
-    tell(page, event)
-    page.evaluate(DRAWN)
-    for step in range(60):
-        event["cells"]["runs"] = event["cells"]["runs"][2:] + event["cells"]["runs"][:2]
-        event["tokens_logical"] += 64
-        page.evaluate(TAKE, event | {"time": event["time"] + step / 60})
-        page.clock.run_for(17)
-    page.clock.run_for(200)
-    assert 5 <= page.evaluate("window.drawn") <= 12
-    assert page.evaluate("window.rows") == 0, "rows stay as long as their requests run"
-    assert page.locator("#running tr").count() == 64
-    assert f"{event['tokens_logical']:,} tokens" in page.inner_text("#sentence")
-
-
-SHIFTS = """() => { window.shifts = 0;
-  new PerformanceObserver((list) => {
-    for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifts += entry.value;
-  }).observe({ type: "layout-shift", buffered: false }); }"""
-
-
-@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-@pytest.mark.parametrize("view", ["overview", "playground"])
-def test_nothing_jumps_while_a_request_streams(
-    live: Server, watched: Watched, view: str, size: dict[str, int]
-) -> None:
-    watched.page.set_viewport_size(size)
-    page = watched.ready(live.url)
-    page.wait_for_timeout(300)
-    setting(page, max_tokens=2500, ignore_eos=True)
-    send(page, "Hello")
-    page.click(f"#tab-{view}")
-    page.wait_for_selector(".answer .token >> nth=50", state="attached")
-    page.wait_for_timeout(600)
-    page.evaluate(SHIFTS)
-    page.wait_for_selector(".answer .token >> nth=400", state="attached")
-    assert page.evaluate("window.shifts") < 0.1

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import StartServer
-from tests.server.fake_engine import FakeEngine
 from tests.server.real_server import Server
-from tests.server.ui.browser import PHONE, Watched, answered, ask, send, setting, shares
+from tests.server.ui.browser import Watched, answered, ask, send, setting, shares
 
 pytestmark = pytest.mark.slow
 
@@ -125,16 +124,6 @@ def test_every_policy_that_is_offered_answers(live: Server, watched: Watched) ->
     assert "--kv-layout head" in page.inner_text(".policy ul >> nth=0")
 
 
-def test_the_servers_own_arguments_fill_its_form(live: Server, watched: Watched) -> None:
-    page = watched.ready(live.url)
-    page.click("#tab-playground")
-    assert "kara, window 64, buffer 8" in page.inner_text("#asked-of")
-    page.click("#open-settings")
-    page.locator(".policy select >> nth=0").select_option("kara")
-    assert page.input_value("[name=window] >> nth=0") == "64"
-    assert page.input_value("[name=buffer] >> nth=0") == "8"
-
-
 def test_what_the_server_refuses_is_said(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     page.click("#tab-playground")
@@ -151,21 +140,6 @@ def test_what_the_server_refuses_is_said(live: Server, watched: Watched) -> None
     answered(page)
     answer = live.complete(kv_policy={"name": "snapkv", "budget": -3, "query_reduce": "heads"})
     assert page.inner_text(".answer .error") == answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("key", ["Enter", "Control+Enter"])
-def test_enter_sends_and_shift_enter_does_not(
-    start_server: StartServer, watched: Watched, key: str
-) -> None:
-    page = watched.ready(start_server().url)
-    page.click("#tab-playground")
-    page.fill("#prompt", "SAY[a]")
-    page.press("#prompt", "Shift+Enter")
-    page.type("#prompt", "b")
-    assert page.input_value("#prompt") == "SAY[a]\nb"
-    page.press("#prompt", key)
-    answered(page)
-    assert page.inner_text(".said") == "SAY[a]\nb" and page.input_value("#prompt") == ""
 
 
 def test_a_stopped_answer_is_part_of_the_conversation(
@@ -230,30 +204,6 @@ def test_conversations_are_kept_in_the_browser(start_server: StartServer, watche
     assert page.locator(".said").all_inner_texts() == ["SAY[second]"]
 
 
-LAST_IN_VIEW = """() => {
-  const thread = document.getElementById("thread"), view = thread.getBoundingClientRect();
-  const { bottom } = [...thread.querySelectorAll(".token")].at(-1).getBoundingClientRect();
-  return thread.scrollTop > 200 && view.top < bottom && bottom < view.bottom;
-}"""
-
-
-@pytest.mark.parametrize("size", [PHONE, {"width": 1440, "height": 500}], ids=["phone", "low"])
-def test_the_newest_text_stays_in_view(
-    live: Server, watched: Watched, size: dict[str, int]
-) -> None:
-    watched.page.set_viewport_size(size)
-    page = watched.ready(live.url)
-    setting(page, max_tokens=3500, ignore_eos=True)
-    send(page, "Hello")
-    page.wait_for_selector(".answer .token >> nth=400")
-    page.wait_for_function(LAST_IN_VIEW)
-    page.locator("#thread").evaluate("one => { one.scrollTop = 0; }")
-    page.wait_for_timeout(500)
-    assert page.locator("#thread").evaluate("one => one.scrollTop") == 0, "a reader went back"
-    page.click("#stop")
-    answered(page)
-
-
 MARKDOWN = """# Title
 
 A **bold** word, *one* leaning, `code`, a [link](https://example.org/),
@@ -304,15 +254,3 @@ def test_markdown_becomes_elements(live: Server, watched: Watched) -> None:
     assert found["links"] == [["https://example.org/", rel], picture]
     assert found["code"] == "x < y && <b>" and "<i>markup</i>" in found["quote"]
     watched.check()
-
-
-def test_copy(start_server: StartServer, watched: Watched) -> None:
-    server = start_server(FakeEngine(max_model_len=4096))
-    watched.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = watched.ready(server.url)
-    page.click("#tab-playground")
-    send(page, "SAY[a *b*]")
-    answered(page)
-    page.click("#cache button:text-is('Copy')")
-    page.wait_for_selector("#cache button:text-is('Copied')")
-    assert page.evaluate("() => navigator.clipboard.readText()") == "a *b*"
