@@ -408,12 +408,11 @@ def is_budgeted(name: str, arch: int) -> bool:
 
 
 class Compiler:
-    """Compiles for one architecture what is launched meanwhile; ``costs`` and ``ptx`` by kernel."""
+    """Compiles for one architecture what is launched meanwhile; ``costs`` by kernel."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
         self.costs: dict[str, dict[str, int]] = {}
-        self.ptx: dict[str, str] = {}
 
     def run(self, variant: Callable[[], object]) -> None:
         def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
@@ -447,7 +446,6 @@ class Compiler:
             options=warps,
         )
         name = kernel.source.__name__.lstrip("_")
-        self.ptx[name] = compiled.asm["ptx"]
         cubin = compiled.asm["cubin"]
         self.costs[name] = {**usage(cubin), "shared": compiled.metadata.shared}
         if name == "attend":
@@ -500,7 +498,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="compile the Triton kernels without a GPU")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
     parser.add_argument("--name", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--ptx", type=Path, metavar="DIR", help="write each kernel's assembly")
     parser.add_argument("--write", action="store_true", help=f"write {BUDGET.name}")
     args = parser.parse_args()
     costs: dict[str, dict[str, dict[str, int]]] = {}
@@ -512,9 +509,6 @@ def main() -> int:
             compiler.run(VARIANTS[name])
             for kernel, cost in compiler.costs.items():
                 costs.setdefault(f"{name}:{kernel}", {})[f"sm_{arch}"] = cost
-                if args.ptx:
-                    file = f"{name.replace('/', '-')}-{kernel}-sm_{arch}.ptx"
-                    (args.ptx / file).write_text(compiler.ptx[kernel])
     if args.write:
         budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
         if args.name != list(VARIANTS) or args.arch != ARCHS:

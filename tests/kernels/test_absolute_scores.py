@@ -175,21 +175,6 @@ def test_triton(
             torch.testing.assert_close(found, window_scores_torch(query, *how, seen))
 
 
-@pytest.mark.usefixtures("device")
-def test_refusals() -> None:
-    q, k = case(16, 8, 6, 2, 1)
-    for seen in (
-        Seen(q.shares[..., :1], 6),
-        Seen(q.shares, 6, first=1),
-        Seen(q.shares, 0),
-        Seen(q.shares, 6, later=9),
-    ):
-        with pytest.raises(ValueError, match="do not go with query"):
-            window_scores_triton(q, k, SCALE, seen=seen)
-    with pytest.raises(ValueError, match="group_aggregate must be one of"):
-        window_scores_triton(q, k, SCALE, "sum", "sum")
-
-
 # ---- scores of the entries before the window ----------------------------------------------------
 
 

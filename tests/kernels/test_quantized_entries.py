@@ -321,15 +321,3 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
     for token in range(130):
         rows.held[0], rows.q = 200 - 129 + token, q[token:]
         assert torch.equal(rows.run([1], [0])[0], together[token])
-
-
-@pytest.mark.compiler
-def test_attention_refuses_what_it_was_not_built_for() -> None:
-    rows = Rows(FORMATS["int8"], 16, torch.float32)
-    k, v = rows.blocks.layer(1)
-    chunks = CpuQuerySegments(torch.tensor([0]), torch.tensor([0, 1]), torch.zeros(1, 1, 1).long())
-    with pytest.raises(ValueError, match="keys and values are not both levels"):
-        paged_attention(rows.q[:1], k, v.widened(), rows.tables, chunks, 0, SCALE)
-    fp8, _ = Rows(FORMATS["fp8"], 16, torch.float32).blocks.layer(1)
-    with pytest.raises(ValueError, match=r"no keys of .* beside values of .*e4m3=True"):
-        paged_attention(rows.q[:1], k, fp8, rows.tables, chunks, 0, SCALE)

@@ -156,17 +156,6 @@ def test_the_compiled_kernel(
 
 
 @pytest.mark.compiler
-def test_a_remainder_of_another_shape_is_refused() -> None:
-    case = make(Shape(), [9, 9], [1, 1])
-    left = random_remainder(3, 2, 16, 0)
-    with pytest.raises(ValueError, match=r"keys of the remainder have to be \[2, 2, 16\]"):
-        paged_attention(
-            *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
-            remainder=left,
-        )
-
-
-@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> None:

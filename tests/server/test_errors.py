@@ -112,6 +112,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({str(2**70): 1}, {"5": 101}),
     "priority": (2**70,),
     "presence_penalty": (3,),
+    "frequency_penalty": (-2.5,),
+    "repetition_penalty": (0.0,),
 }
 """Values of a field, of which each is refused under its name."""
 

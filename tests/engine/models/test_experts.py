@@ -80,14 +80,6 @@ def test_a_token_does_not_depend_on_the_others(product: str) -> None:
     assert isinstance(copied, ExpertPanels) and copied.experts == EXPERTS
 
 
-@pytest.mark.parametrize("product", PRODUCTS[1:])
-@pytest.mark.parametrize("ends", [[1, 2, 3, 4, 5, 7], [0, 2, 1, 4, 5, 6], [6] * 5])
-def test_ends_that_do_not_divide_the_rows_are_refused(ends: list[int], product: str) -> None:
-    held = packed(weights(), product)
-    with pytest.raises(ValueError, match="ends"):
-        expert_linear(torch.randn(6, HIDDEN), held, torch.tensor(ends, dtype=torch.int32))
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

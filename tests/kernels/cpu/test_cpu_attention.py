@@ -248,34 +248,12 @@ def test_log_queries(tables: int, group: int, dim: int, dtype: torch.dtype) -> N
     assert log.any()
 
 
-def test_queries_that_do_not_fit_the_log_are_refused() -> None:
-    log, query = torch.zeros(20, 3, 8, 2, 16), torch.ones(3, 4, 16)
-    with pytest.raises(IndexError, match="store_queries: slot 160 is not in a pool of 20 blocks"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 160]]), query)
-    assert not log.any()
-    with pytest.raises(ValueError, match=r"new entries \[3, 3, 16\] .*: \[3, 2, 16\] is needed"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query[:, :3])
-    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query.double())
-
-
 @pytest.mark.parametrize("slot", [-1, 160, 2**40])
 def test_a_slot_outside_of_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
     cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
     with pytest.raises(IndexError, match=f"slot {slot} is not in a pool of 20 blocks of 8"):
         store_kv.store_kv(cache, 0, torch.tensor([[8, 9, slot]]), new, new)
     assert not cache.any()
-
-
-def test_entries_that_do_not_fit_the_cache_are_refused() -> None:
-    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
-    slots = torch.tensor([[8, 9, 10]])
-    with pytest.raises(ValueError, match=r"new entries \[3, 1, 16\] .*: \[3, 2, 16\] is needed"):
-        store_kv.store_kv(cache, 0, slots, new[:, :1], new)
-    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
-        store_kv.store_kv(cache, 0, slots, new, new.double())
-    with pytest.raises(ValueError, match=r"slots of torch.int32"):
-        store_kv.store_kv(cache, 0, slots.int(), new, new)
 
 
 def test_offsets_beyond_what_32_bits_hold() -> None:

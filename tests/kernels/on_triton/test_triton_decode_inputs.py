@@ -180,13 +180,3 @@ def test_columns_that_a_table_does_not_have_are_the_null_block(fill: FillInputs)
     fill(rows, found, torch.tensor(3))
     assert not found.slots.any()
     assert found.query_slots is not None and not found.query_slots.any()
-
-
-def test_refusals() -> None:
-    rows, count = some_rows(2, 1), torch.tensor(1)
-    short = buffers(some_rows(1, 1), 3, False)
-    half = replace(buffers(rows, 3, True), recent=None)
-    few = replace(buffers(rows, 3, False), chunks=chunks_of([0, 2], [2]))
-    for wrong in (short, half, few, buffers(rows, ROWS + 1, False)):
-        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
-            decode_inputs_triton(rows, wrong, count)

@@ -187,25 +187,6 @@ def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     torch.testing.assert_close(found[1], expected[1])
 
 
-def test_refusals() -> None:
-    case = Case(1, 2, 2, 16, 16, torch.float32, [40, 40])
-    with pytest.raises(ValueError, match=r"shape \[2, 4, 8\]"):
-        case.q = case.q[..., :8]
-        case.triton()
-    case.q = torch.randn(2, 3, 16)
-    with pytest.raises(ValueError, match=r"\[2, 3, 16\] has no whole group for each of 1 \* 2"):
-        case.triton()
-    case.q = torch.randn(3, 4, 16)
-    with pytest.raises(ValueError, match=r"last has to be \[1, 3\], got \[1, 2\]"):
-        case.triton()
-    case.last = torch.zeros(1, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"rows \[2\] do not go with the tokens of q \[3, 4, 16\]"):
-        case.triton()
-    case.q = torch.randn(2, 4, 16).half()
-    with pytest.raises(ValueError, match=r"q is torch.float16, keys are torch.float32"):
-        case.triton()
-
-
 @pytest.mark.usefixtures("untouched_memory")
 def test_offsets_exceed_31_bits() -> None:
     case = Case(1, 2, 2, 32, 16, torch.float16, [20])
