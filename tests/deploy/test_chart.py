@@ -1,4 +1,7 @@
-"""The Helm chart: settings that kvserve reads, probes on routes that it has, time enough to end."""
+"""The Helm chart: settings that kvserve reads, probes on routes that it has, time enough to end.
+
+What Helm has to render is skipped without it: `make acceptance` has it.
+"""
 
 from __future__ import annotations
 

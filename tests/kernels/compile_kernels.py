@@ -315,42 +315,27 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "prefill/int8": lambda: attend(chunk=512, form="int8"),
     "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
     "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
-    "store_levels": lambda: store_quantized_triton(
-        levels("int8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/k8v4": lambda: store_quantized_triton(
-        levels("k8v4"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/k4v2": lambda: store_quantized_triton(
-        levels("k4v2"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/fp8": lambda: store_quantized_triton(
-        levels("fp8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "gather_levels": lambda: gather_quantized_triton(
-        levels("int8"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/fp8": lambda: gather_quantized_triton(
-        levels("fp8"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/k4v4": lambda: gather_quantized_triton(
-        levels("k4v4"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/k4v2": lambda: gather_quantized_triton(
-        levels("k4v2"), slots(32, 8, 4096), None, BF16, values=True
-    ),
-    "gather_levels/int4": lambda: gather_quantized_triton(
-        levels("k8v4"), slots(32, 8, 4096), None, BF16, values=True
-    ),
-    "move_levels": lambda: move_quantized_triton(
-        levels("int8"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
-    "move_levels/k8v4": lambda: move_quantized_triton(
-        levels("k8v4"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
-    "move_levels/k4v2": lambda: move_quantized_triton(
-        levels("k4v2"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
+    **{
+        f"store_levels{of}": lambda form=form: store_quantized_triton(
+            levels(form), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
+        )
+        for of, form in (("", "int8"), ("/k8v4", "k8v4"), ("/k4v2", "k4v2"), ("/fp8", "fp8"))
+    },
+    **{
+        f"gather_levels{of}": lambda form=form, values=values: gather_quantized_triton(
+            levels(form), slots(32, 8, 4096), None, BF16, values=values
+        )
+        for of, form, values in (
+            *(("", "int8", False), ("/fp8", "fp8", False), ("/k4v4", "k4v4", False)),
+            *(("/k4v2", "k4v2", True), ("/int4", "k8v4", True)),
+        )
+    },
+    **{
+        f"move_levels{of}": lambda form=form: move_quantized_triton(
+            levels(form), slots(32, 8, 4096), slots(32, 8, 4096), 8
+        )
+        for of, form in (("", "int8"), ("/k8v4", "k8v4"), ("/k4v2", "k4v2"))
+    },
     "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "prefill/head": lambda: attend(chunk=512, rows=8),

@@ -251,10 +251,3 @@ def test_steps_overlap_while_nothing_is_guessed(
     assert depth.count(1) > 10 and depth.count(0) > 20
     assert oracle.guessed > oracle.confirmed > 40
     core.scheduler.check_integrity()
-
-
-@pytest.mark.parametrize("on", [None, True, False])
-def test_the_startup_table_says_whether_steps_overlap(llama_dir: Path, on: bool | None) -> None:
-    summary = make_llm(llama_dir, "none", async_scheduling=on).engine.core.info.summary
-    (row,) = [row for row in summary if row[0] == "overlapped steps"]
-    assert row[1] == ("on" if on else "off") and "--async-scheduling" in row[2]

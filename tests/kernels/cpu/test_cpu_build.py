@@ -61,14 +61,6 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
 
 
-def test_where_the_home_cannot_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    process = start_build(XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    library = Path(process.communicate(timeout=WAIT)[0].strip())
-    assert library.parent == tmp_path / f"kvserve-{os.getuid()}"
-    assert library.parent.stat().st_mode & 0o077 == 0
-
-
 # ---- a full disk --------------------------------------------------------------------------------
 
 

@@ -77,15 +77,6 @@ def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> N
         assert_same(rows, other)
 
 
-@pytest.mark.parametrize(("block", "log_block"), [(1, 1), (16, 256), (64, 3)])
-def test_block_sizes(block: int, log_block: int) -> None:
-    rows = some_rows(2, 2, block, log_block)
-    found, expected = buffers(rows, 5, True), buffers(rows, 5, True)
-    decode_inputs_torch(deepcopy(rows), expected, torch.tensor(4))
-    decode_inputs_triton(rows, found, torch.tensor(4))
-    assert_same(found, expected)
-
-
 FORMS = pytest.mark.parametrize(
     "fill",
     [decode_inputs_triton, pytest.param(compiled, marks=pytest.mark.compiler)],

@@ -15,7 +15,6 @@ from kvserve.kernels.attention import paged_attention_triton as launcher
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.tiles import TILES
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -130,29 +129,6 @@ def test_a_long_row_is_split_beside_short_ones(
     case.assert_same()
 
 
-@pytest.mark.parametrize(
-    ("rows", "max_held", "splits"),
-    [
-        # 132 multiprocessors with five programs each are 660; a row is 8 heads.
-        (1, 8192, (64, 128)),
-        (1, 1024, (8, 128)),
-        (17, 8192, (4, 128)),
-        (31, 8192, (2, 128)),
-        (64, 8192, (2, 4096)),
-        (256, 8192, (2, 4096)),
-        (256, 131_072, (4, 4096)),
-        (256, 4096, (1, 4096)),
-    ],
-)
-def test_how_a_context_is_split(rows: int, max_held: int, splits: tuple[int, int]) -> None:
-    """Few rows until all multiprocessors are busy; among many, those that are longer than most."""
-    tile = TILES[9, 0]["decode"]._replace(longest=4096)  # whatever is measured next
-    assert launcher._splits(8 * rows, max_held, tile, torch.device("cpu")) == splits
-    without = tile._replace(longest=0)
-    many = launcher._splits(8 * rows, max_held, without, torch.device("cpu"))
-    assert many == (splits if rows < 64 else (1, 128))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_over_held_context(shape: Callable[..., Case]) -> None:
     """A chunk of several query tiles, one of a single token, an empty one, one without context."""
@@ -168,11 +144,6 @@ def test_limits_of_an_observation_pass() -> None:
     case = Case(1, 2, 2, 32, 16, torch.float32, [70, 52], [8, 8])
     case.last = torch.cat([torch.arange(0, 23, 3) + 40, torch.arange(8) * 3 + 28])[None].int()
     case.assert_same()
-
-
-def test_long_contexts_are_split() -> None:
-    """Without being told: a single row of many tiles gives the parts of several programs."""
-    Case(1, 1, 4, 16, 64, torch.float32, [1100]).assert_same()
 
 
 def test_blocks_outside_of_the_cache_are_not_seen() -> None:

@@ -126,22 +126,6 @@ def test_what_filters_keep(spread: float) -> None:
     assert_same_kept(logits, torch.tensor(FILTERS))
 
 
-def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little more than a filter keeps, whether by number, by mass or by the best one's weight."""
-    settings = torch.tensor([(1.0, 1.0, 20.0, 0.0), (1.0, 0.5, 0.0, 0.0), (1.0, 1.0, 0.0, 0.2)])
-    logits, picked = torch.randn(1, 300).repeat(3, 1) * 2, list[Tensor]()
-    launch = cutting._narrow.launch
-
-    def noted(grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        picked.append(args[1].sum(dim=1))
-        launch(grid, *args, **options)
-
-    monkeypatch.setattr(cutting._narrow, "launch", noted)
-    kept = kept_by_kernel(logits, settings).sum(dim=1)
-    (found,) = picked
-    assert (found >= kept).all() and (found <= 2 * kept + 8).all(), (found, kept)
-
-
 def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many a row is cut into depends on the other rows. Neither a cut-off nor a sum does, which
     would seldom move one."""
@@ -204,10 +188,3 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         own, seed, position = (x[i : i + 1] for x in rows)
         alone = sample_tokens_triton(logits[i : i + 1], own, seed, position, i < len(filters))
         assert alone == together[i]
-
-
-def test_noise_is_the_reference_s() -> None:
-    """The winner among equals is where the noise is largest, whatever the seed's bits."""
-    rows, logits = rows_of(*[PLAIN] * 20), torch.zeros(20, 130)
-    noise = gumbel_noise(rows[1], rows[2], 130)
-    assert torch.equal(sample_tokens_triton(logits, *rows, False), noise.argmax(-1))
