@@ -88,52 +88,6 @@ def test_it_goes_on_where_it_stopped(
     assert table.count(f"| {NONE} |") == 2 and "torch" in table and "commit" in table
 
 
-@pytest.mark.parametrize(
-    ("wrong", "commit", "asked", "status"),
-    [
-        ([], "abc", [], 0),
-        (["kernels-smoke-model"], "abc", [], 0),
-        (["tokens"], "abc", [], 1),
-        ([], "xyz", [["tokens"]], 0),  # a check of another commit
-        (["tokens"], "xyz", [["tokens"]], 1),
-    ],
-)
-def test_only_wrong_tokens_end_a_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    wrong: list[str],
-    commit: str,
-    asked: list[list[str]],
-    status: int,
-) -> None:
-    """What else is wrong stands beside the figures, and nothing is checked twice."""
-    path, checked = tmp_path / "gpu.json", tmp_path / "checked.json"
-    made: list[list[str]] = []
-
-    def write(file: Path, commit: str) -> None:
-        parts = {name: {"right": name not in wrong} for name in gpu.FIRST}
-        file.write_text(json.dumps({"machine": {"commit": commit}, "parts": parts}))
-
-    def check(parts: list[str], file: Path, seconds: float) -> bool:
-        made.append(parts)
-        write(file, "abc")
-        return not wrong
-
-    write(checked, commit)
-    monkeypatch.setattr(gpu, "check", check)
-    monkeypatch.setattr(gpu, "machine", lambda: {"commit": "abc"})
-    monkeypatch.setattr(gpu, "JOBS", JOBS[:1])
-    row = Ended(1.0, {"output_tok_s": 10.0}, None)
-    monkeypatch.setattr(gpu, "run_apart", lambda *_: row)
-    options = ["gpu", "--smoke", "--save-result", str(path), "--checked", str(checked)]
-    monkeypatch.setattr(sys, "argv", options)
-    assert gpu.main() == status and made == asked
-    found = json.loads(path.read_text())
-    assert found["wrong"] == wrong and len(found["rows"]) == 1 - status
-    if not status:
-        assert all(name in path.with_suffix(".md").read_text() for name in wrong)
-
-
 @pytest.mark.slow
 def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     """A part of the check and a row, without the packages that a lent machine does not have."""
@@ -153,9 +107,3 @@ def test_a_bare_machine_is_enough(tmp_path: Path) -> None:
     assert json.loads(row.read_text())["compactions"] > 10
     cases = json.loads(found.read_text())["rows"]
     assert len(cases) == 2 and all(case["right"] for case in cases)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_without_a_gpu_there_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    assert gpu.main() == 2

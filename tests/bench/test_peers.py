@@ -175,20 +175,3 @@ def test_long_answers_get_as_many_bytes_everywhere(
     assert fp8["kv_cache_dtype"] == "fp8" and theirs["kv_cache_dtype"] == "auto"
     assert abs((fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable) <= 32
     assert all(process.closed for process in started.values())
-
-
-@pytest.mark.parametrize(
-    "traffic", [("--batches", "1"), ("--traffic", "long", "--num-prompts", "2")], ids=" ".join
-)
-def test_answers_of_other_lengths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: tuple[str, ...]
-) -> None:
-    class Short(FakeProcess):
-        def run(self, prompts: list[list[int]], max_tokens: Any) -> dict[str, Any]:
-            return {"seconds": 1.0, "tokens": [[7]] * len(prompts)}
-
-    monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: Short(1.0))
-    install(tmp_path, monkeypatch)
-    flags = (*traffic, "--dtypes", "bfloat16", "--disable-tqdm")
-    with pytest.raises(PeerError, match="other lengths"):
-        compare(tmp_path, monkeypatch, *flags)

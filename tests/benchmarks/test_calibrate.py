@@ -127,17 +127,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "concentration of kvserve/tiny's queries" in printed and f"saved to {output}" in printed
     assert load_statistics(output).tokens == 300
     assert 0 < float(load_statistics(output).concentration.min()) <= 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--output", "x.npz"], "not the name of a .stats, .safetensors"),
-        (["--output", "/nowhere/x.pt"], "there is no directory"),
-        (["--output", "x.pt", "--text", "/nowhere.txt"], "--text: "),
-        (["--output", "x.pt", "--text", "a", "--dataset", "chain"], "not allowed with"),
-    ],
-)
-def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["calibrate", *flags, "--disable-tqdm"]) == 2
-    assert message in capsys.readouterr().err

@@ -15,14 +15,12 @@ from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
 from kvserve.benchmarks.datasets.workload import NeedleGrid, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
-from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,chunk_budget=2"
-DTYPES = "auto", "int8", "fp8"
 
 
 class WordTokenizer:
@@ -186,17 +184,6 @@ def test_every_policy_and_retention_stands_beside_the_full_cache(
     assert sum("never reached" in line for line in shown) == 2
 
 
-def test_caches_of_fewer_bits_are_rows_and_lines_of_their_own(bench: Bench, tmp_path: Path) -> None:
-    flags = ("--tasks", "recall", "--num-samples", "2", "--save-plots", str(tmp_path))
-    status, saved = bench("eval", *flags, "--policy", "none", "--compare-kv-cache-dtypes", *DTYPES)
-    assert status == 0 and [row["kv_cache_dtype"] for row in saved["rows"]] == list(DTYPES)
-    entries = [row["held_bytes_at_end"] / row["held_entries_at_end"] for row in saved["rows"]]
-    assert entries == [2 * 8 * 4, 2 * (8 + 2), 2 * (8 + 2)]
-    assert list(methods(saved["rows"])) == ["none", "none in int8", "none in fp8"]
-    both = ("--kv-cache-dtype", "int8", "--compare-kv-cache-dtypes", "auto")
-    assert bench("eval", "--tasks", "recall", *both)[0] == 2
-
-
 def test_the_needle_grid_counts_cells_and_draws_them(bench: Bench, tmp_path: Path) -> None:
     grid = ("--tasks", "needle-grid", "recall", "--grid-lengths", "256", "300")
     flags = ("--grid-depths", "0", "0.5", "1", "--num-samples", "2", "--save-plots", str(tmp_path))
@@ -296,17 +283,3 @@ def test_mistakes_are_named_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
     assert named in error
-
-
-@pytest.mark.slow
-def test_ranks_that_share_a_model_score_as_one_does(tmp_path: Path) -> None:
-    flags = ["eval", "--model", "kvserve/tiny", "--tasks", "recall", "--num-samples", "2"]
-    flags += ["--kv-blocks", "99", "--policy", KARA, "--threads", "1", "--disable-tqdm"]
-    rows = []
-    for name, more in {"one": [], "two": ["-tp", "2", "--trust-remote-code"]}.items():
-        file = tmp_path / f"{name}.json"
-        assert run([*flags, *more, "--save-result", str(file)]) == 0
-        rows.append(json.loads(file.read_text())["rows"])
-    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
-    one, two = ([[row[name] for name in names] for row in table] for table in rows)
-    assert one == two

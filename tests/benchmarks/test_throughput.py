@@ -10,7 +10,6 @@ import pytest
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
 from kvserve.benchmarks.measuring.traffic import Traffic
-from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
@@ -135,39 +134,6 @@ def test_several_pools_and_limits(
     said = capsys.readouterr().out
     assert f"{KARA}: times the first row of its cell: on a pool of 0.25: " in said
     assert [path.name for path in folder.iterdir()] == ["throughput.png"]
-
-
-@pytest.mark.slow
-def test_second_names_are_choices_of_flags(bench: Bench) -> None:
-    flags = ("--input-len", "8", "--output-len", "8", "--policy", "none", "--policy", KARA)
-    status, saved = bench("bench latency", *flags, "--repeat", "2", "--num-warmups", "0")
-    none, _ = saved["rows"]
-    assert status == 0 and none["peak_running"] == 8 and len(none["output_tok_s_all"]) == 2
-    few = (*flags, "--num-prompts", "12", "--output-len", "30", "--num-warmups", "0")
-    status, saved = bench("bench sweep", *few)
-    shares = [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]
-    assert status == 0 and [row["pool_share"] for row in saved["rows"][::2]] == pytest.approx(
-        shares, abs=0.02
-    )
-    status, saved = bench("bench policies", *few)
-    assert status == 0 and {row["max_num_seqs"] for row in saved["rows"]} == {1, 16, 64}
-
-
-def test_tasks_are_graded_in_every_row(bench: Bench) -> None:
-    flags = ("--dataset", "recall", "--num-prompts", "2", "--max-num-seqs", "2")
-    status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", "kara")
-    assert status == 0
-    for row in saved["rows"]:
-        assert row["n"] == 2 and row["exact_match"] == 0.0 and 0 <= row["correct_prefix"] < 1
-
-
-@pytest.mark.parametrize(
-    "text", ["kara:window=128,ratio=0.3", '{"name":"kara","window":128,"ratio":0.3}']
-)
-def test_policy_specs_are_read(text: str) -> None:
-    spec = policy_spec(text)
-    assert spec.as_dict == {"name": "kara", "window": 128, "ratio": 0.3}
-    assert spec.label == "kara:window=128,ratio=0.3"
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,6 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-NAMES = {
-    "full cache": "none",
-    "snapkv:trigger=threshold": "snapkv",
-    "kara:window=128,buffer=32": "kara",
-}
-NAMES["triattention:recent=32"] = "triattention"
-
-
-def table(page: str, header: str) -> dict[str, list[list[float]]]:
-    """The numbers in each cell of the first table behind ``header``, by policy."""
-    (text,) = (ROOT / page).read_text().split(header)[1:]
-    rows = {}
-    for line in text.strip().split("\n\n")[0].splitlines()[1:]:
-        first, *cells = (cell.strip("` *") for cell in line.strip("|").split("|"))
-        cells = [re.sub(r"\(.*", "", cell) for cell in cells]
-        rows[NAMES.get(first, first)] = [
-            [float(x) for x in re.findall(r"[\d.]*\.\d+", cell)] for cell in cells
-        ]
-    return rows
-
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
 def test_every_policy_at_as_many_bytes(page: str) -> None:

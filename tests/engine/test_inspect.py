@@ -165,23 +165,3 @@ def test_bad_files_give_one_line(
     assert run(["inspect", "--prompt-ids", str(file), *KARA_FLAGS]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--prompt", "a"), "--policy"),
-        (("--prompt", "a", "--policy", "kara", "--policy", "none"), "--policy"),
-        (("--prompt", "a", "--policy", "cara"), "cara"),
-        (("--policy", "kara"), "--prompt"),
-        (("--prompt", "a", "--prompt-ids", "x.npy", "--policy", "kara"), "--prompt"),
-        (("--prompt-ids", "ids.txt", "--policy", "kara"), "neither"),
-        (("--prompt", "a", "--policy", "kara", "--dump", "kept.txt"), ".npz"),
-        (("--prompt", "a", "--policy", "kara", "--plot", "nowhere/kept.png"), "nowhere"),
-    ],
-)
-def test_bad_flags_are_named(
-    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["inspect", *flags]) == 2
-    assert reason in capsys.readouterr().err

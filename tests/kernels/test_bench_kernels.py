@@ -15,18 +15,14 @@ from bench.kernel_rows import cases as kernel_cases
 from bench.kernel_rows.cases import Setting
 from bench.kernel_rows.model_cases import all_cases
 from bench.kernel_rows.targets import EVENT
-from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.runner.warm_up import warm_up
 from kvserve.entry_format import FORMATS
-from kvserve.kernels import dispatch
 from kvserve.kernels.dispatch import Kernel
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
-from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine
+from tests.meta_device import DRAWN, GREEDY, KARA, small_engine
 from tests.thinning import slow
 from tests.waiting import WAIT
 
-__all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -73,39 +69,6 @@ def test_what_kara_launches_is_checked(
         case.triton()
     assert len(by_kara) > 10
     assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
-
-
-@pytest.mark.device
-@pytest.mark.slow
-@pytest.mark.usefixtures("on_a_device")
-@pytest.mark.parametrize("form", ["auto", "int8", "k8v4", "k4v4"])
-def test_all_tiles_of_a_model_are_checked(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The attention that an engine of Llama's shape compiles before its first request."""
-    launched: set[Any] = set()
-
-    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
-        if kernel.source.__name__ == "attend":
-            kinds = "QUERIES", "SPLIT", "SHARES", "REMAINDER", "CHUNKED", "KEYS", "VALUES"
-            launched.add(tuple((name, options[name]) for name in kinds))
-
-    monkeypatch.setattr(Kernel, "launch", launch)
-    monkeypatch.setattr(dispatch, "capability", lambda _: (9, 0))
-    for policy in ({"name": "none"}, KARA):
-        options = {"max_num_batched_tokens": 256, "block_size": 64, "num_gpu_blocks_override": 64}
-        llm = small_engine(tmp_path, policy, heads=8, kv_cache_dtype=form, **options)
-        core, layout = llm.engine.core, llm.engine.core.runner.cache.layout
-        assert layout.num_kv_heads == 2, "a group of four query heads, as Llama's"
-        made = make_policy(policy).for_model(layout.num_layers, layout.num_kv_heads)
-        warm_up(core.runner, made, core.info.max_model_len, max_tokens=256)
-    by_engines, launched = launched, set()
-    setting = Setting("llama-8b", Granularity.MODEL, 700, 5, torch.bfloat16, "cpu")
-    for case in all_cases(setting):
-        if case.kernel.startswith(("decode", "prefill")) or "tokens in" in case.kernel:
-            case.triton()
-    assert len(by_engines) > 10
-    assert not by_engines - launched, f"not among the cases: {by_engines - launched}"
 
 
 def tiny(granularity: Granularity, device: str) -> Setting:

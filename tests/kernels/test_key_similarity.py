@@ -47,13 +47,6 @@ def test_redundancy_against_the_full_matrix(length: int) -> None:
     torch.testing.assert_close(got.sum(-1), torch.ones(2, 2, 3))
 
 
-def test_redundancy_on_the_worked_example() -> None:
-    """Each row forgives its newest near-copy: the last but one for the newest, the newest else."""
-    keys = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [1.0, 0.05], [0.7, 0.7]])
-    expected = torch.tensor([0.2389, 0.2470, 0.1652, 0.2097, 0.1392])
-    torch.testing.assert_close(redundancy(keys, 0.5), expected, atol=5e-5, rtol=0)
-
-
 def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.randn(3, 50, 8)
     together = redundancy(keys, 0.4)

@@ -179,23 +179,6 @@ def test_the_compiled_kernels_give_the_same_bytes(
     assert torch.equal(*found)
 
 
-@pytest.mark.compiler
-def test_the_compiled_kernels_refuse() -> None:
-    pool = Pool(FORMATS["int8"], 16)
-    before = pool.bytes.clone()
-    x = torch.randn(2, 2, 16)
-    with pytest.raises(IndexError, match=r"slot 320 is not in a pool of 20 blocks of 16"):
-        COMPILED.store(pool.blocks, 0, torch.tensor([[16, 320]]), x, x)
-    with pytest.raises(ValueError, match=r"\[3, 2, 16\] of .* is needed"):
-        COMPILED.store(pool.blocks, 0, torch.tensor([[16, 17, 18]]), x, x)
-    lanes = torch.full((3, 2, 1), -1)
-    with pytest.raises(IndexError, match="slot -1"):
-        COMPILED.gather(pool.blocks, lanes, None, torch.float32)
-    with pytest.raises(IndexError, match="slot -1"):
-        COMPILED.move(pool.blocks, lanes + 17, lanes, 1)
-    assert torch.equal(pool.bytes, before)
-
-
 # ---- attention ---------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from kvserve.kernels.cpu.paged_attention import paged_attention
 from kvserve.kernels.events import add_remainders, add_remainders_torch
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.remainder import Remainder, merged
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_torch,
@@ -93,31 +93,6 @@ def test_a_remainder_of_one_entry_is_that_entry_kept(entry: int) -> None:
     )
     torch.testing.assert_close(ours, full.run(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(reference(fewer, left), full.run(), rtol=1e-5, atol=1e-5)
-
-
-def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
-    """Of alike keys the running mean is exact, whatever their values: nothing is lost."""
-    entries, dim = 12, 16
-    query, keys, values = torch.randn(dim), torch.randn(3, dim), torch.randn(entries + 2, dim)
-    one = Remainder(keys[:1], values[:1], torch.zeros(1))
-    for i in range(1, entries):
-        one = merged(one, Remainder(keys[:1], values[i : i + 1], torch.zeros(1)))
-    torch.testing.assert_close(one.bias.exp(), torch.tensor([float(entries)]))
-    logits = torch.cat([one.keys @ query + one.bias, keys[1:] @ query])
-    found = torch.softmax(logits, 0) @ torch.cat([one.values, values[entries:]])
-    every = torch.cat([keys[:1].expand(entries, -1), keys[1:]]) @ query
-    torch.testing.assert_close(found, torch.softmax(every, 0) @ values)
-
-
-def test_merging_with_nothing_changes_nothing() -> None:
-    some = random_remainder(2, 3, 8, 1)
-    unknown = torch.full_like(some.keys, torch.nan)
-    nothing = Remainder(unknown, unknown, torch.full_like(some.bias, NOTHING))
-    for both in (merged(some, nothing), merged(nothing, some)):
-        assert torch.equal(both.bias, some.bias)
-        there = some.bias > NOTHING
-        assert torch.equal(both.keys[there], some.keys[there])
-        assert torch.equal(both.values[there], some.values[there])
 
 
 @pytest.mark.compiler

@@ -119,25 +119,3 @@ def test_scores_before_the_window_against_naive_loops(
             for layer in range(2):
                 expected = torch.tensor(naive(q[e, layer], k[e, layer], 0.7, reduce))
                 torch.testing.assert_close(got[e, layer], expected, atol=1e-5, rtol=1e-5)
-
-
-def test_the_two_scopes_differ_on_the_worked_example() -> None:
-    """Two grouped queries: past prefers what one of them likes, causal what both do."""
-    keys = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.8, 0.8], [0.0, 0.0]]])
-    queries = torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]])
-    scale = 1 / math.sqrt(2)
-    past = past_scores(queries, keys, scale)
-    torch.testing.assert_close(past, torch.tensor([[0.363, 0.363, 0.274]]), atol=5e-4, rtol=0)
-    causal = causal_scores(queries, keys, scale)
-    torch.testing.assert_close(causal, torch.tensor([[0.278, 0.278, 0.337]]), atol=1e-3, rtol=0)
-
-
-def test_window_queries_do_not_see_later_keys() -> None:
-    """Numbers of ChunkKV's example: numerators 3 3 1 8 1 1 1 over 18, then 3 3 1 8 1 1 1 1 / 19."""
-    keys = torch.zeros(1, 8, 4)
-    keys[0, :, 0] = torch.log(torch.tensor([3.0, 3.0, 1.0, 8.0, 1.0, 1.0, 1.0, 1.0]))
-    queries = torch.zeros(1, 2, 4)
-    queries[..., 0] = 2.0
-    total = 2 * causal_scores(queries, keys, scale=0.5)
-    expected = torch.tensor([[0.3246, 0.3246, 0.1082, 0.8655, 0.1082, 0.1082]])
-    torch.testing.assert_close(total, expected, atol=5e-5, rtol=0)

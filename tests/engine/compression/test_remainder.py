@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
-from kvserve.engine.policies.base import PolicyError
+from kvserve import LLM
 from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
@@ -239,29 +238,3 @@ def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
     found = evicting_pass(load_dense(directory), IDS + tokens[:-1], kept.events, fit)
     expected = found.logits[PROMPT - 1 :].float()
     torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("backend", ["torch"])
-def test_backends_agree(tmp_path: Path, backend: str) -> None:
-    directory = write_checkpoint("qwen3", tmp_path)
-    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    answers = []
-    for name in ("auto", backend):
-        llm = LLM(
-            str(directory),
-            policy={"name": "kara", **_KARA},
-            dtype="float32",
-            skip_tokenizer_init=True,
-            attention_backend=name,
-        )
-        outputs = llm.generate([IDS, IDS[:9], IDS[3:30]], params, use_tqdm=False)
-        assert all(output.kv_cache_details.remainder_entries for output in outputs)
-        answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
-
-
-def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(PolicyError, match="remainder must be off or mean or fitted, got"):
-        make_policy({"name": "kara", "remainder": "sum"})
-    with pytest.raises(PolicyError, match="policy kara has no argument 'values'"):
-        make_policy({"name": "kara", "values": "fitted"})

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.models import held
 from kvserve.engine.models.fetched import fetch
 from tests.engine.gguf.texts import lines
 from tests.engine.recorder import Recorder
@@ -68,48 +65,6 @@ def test_logits_and_greedy_tokens(file: Path) -> None:
         assert (error[1] > 3e-4).all() and (error[0] < 10 * error[1]).all(), error
         hard += int(far.sum())
     assert hard <= 4
-
-
-def test_weights_stay_in_their_bits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_1 and a table in Q8_0: the tokens of the weights that they stand for, in less than .4 of
-    bfloat16's bytes."""
-    texts = [line for line in lines(300)[:100] if len(line) > 40][:20]
-    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
-
-    def answers() -> tuple[list[list[int]], int, int]:
-        llm = LLM(str(file), **settings)
-        outputs = llm.generate(texts, params, use_tqdm=False)
-        parts = list(llm.engine.core.runner.model.parameters())
-        tokens = [output.outputs[0].token_ids for output in outputs]
-        return tokens, sum(part.nbytes for part in parts), sum(part.numel() for part in parts)
-
-    found, size, _ = answers()
-    monkeypatch.setattr(held, "select_level_product", lambda *_: ("", "nothing multiplies levels"))
-    expected, _, count = answers()
-    table = 49_152 * 576  # which numbers have twice, for lookups and for the head
-    assert found == expected
-    assert size < 0.4 * 2 * (count - table), f"{size:,} bytes for {count - table:,} weights"
-
-
-def test_the_tokenizer(file: Path) -> None:
-    """transformers' conversion cuts as GPT-2; the model's tokenizer.json cuts digits before."""
-    ours = Tokenizer(str(file))
-    theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    texts = lines(2000)
-    for text in texts:
-        if ours.encode(text) != theirs.encode(text):
-            assert re.search(r"\s[\d\u00b2\u00b3\u00bd]", text), text
-    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    for text in texts:
-        ids = theirs.encode(text)
-        assert ours.encode(text) == ids, text
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
-    messages = [{"role": "user", "content": "Hello"}]
-    assert ours.apply_chat_template(messages) == theirs.encode(
-        theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    )
 
 
 def test_a_chat(file: Path) -> None:

@@ -13,7 +13,6 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
 from kvserve.engine.policies.registry import policy_class
 from kvserve.engine.runner.launched_step import LaunchedStep
-from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
@@ -173,26 +172,6 @@ def test_a_grammar_is_told_of_each_token_in_time() -> None:
     for one, other in zip(plain, overlapped, strict=True):
         assert one.outputs == other.outputs
         assert re.fullmatch(wanted.value, other.outputs[0].text)
-
-
-def test_nothing_is_asked_of_a_grammar_that_has_ended() -> None:
-    """The token computed in vain behind a stop token means nothing to it."""
-
-    class Once:
-        ended = False
-
-        def fill(self, mask: Any) -> None:
-            assert not self.ended
-
-        def accept(self, token_id: int) -> bool:
-            assert not self.ended
-            self.ended = token_id == 2
-            return True
-
-    grammar = SequenceGrammar(Once(), (None, None), [2])
-    for token in (5, 2, 7):
-        grammar.fill(np.zeros(1, np.int32))
-        grammar.accept(token)
 
 
 def test_who_outgrows_the_pool_gets_the_token_in_flight(llama_dir: Path) -> None:

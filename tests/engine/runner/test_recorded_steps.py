@@ -130,15 +130,6 @@ def test_weights_that_onednn_reorders_are_not_recorded(
     assert recorded_steps(llm).replays == 0
 
 
-def test_who_measures_queries_gets_all(llama_dir: Path) -> None:
-    llm = make_llm(llama_dir, "none")
-    layers: list[int] = []
-    llm.engine.core.runner.cache.on_queries = lambda layer, batch, q: layers.append(layer)
-    generate(llm, PROMPTS[:1], ["none"])
-    assert len(layers) == TOKENS * len(llm.engine.core.runner.model.decoder_layers)
-    assert recorded_steps(llm).replays == 0
-
-
 def test_a_block_that_is_not_there_is_refused_in_a_played_step(llama_dir: Path) -> None:
     """The kernel's own words, and nothing behind that call runs."""
     llm = make_llm(llama_dir, "none")

@@ -193,29 +193,6 @@ def test_what_is_not_there_is_refused(broken: str, message: str) -> None:
         case.run()
 
 
-def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
-    case = make(Shape(dim=12), [9], [1])
-    with pytest.raises(ValueError, match=r"head_dim 12 .* \(query \[1, 4, 12\], blocks \[13, 8, "):
-        case.run()
-    with pytest.raises(ValueError, match="head_dim 264"):
-        make(Shape(dim=264), [9], [1]).run()
-    with pytest.raises(ValueError, match=r"dtype torch.float16"):
-        make(Shape(), [9], [1], torch.float16).run()
-    with pytest.raises(ValueError, match="do not divide"):
-        make(Shape(heads=5), [9], [1]).run()
-    fine = make(Shape(), [9], [1])
-    with pytest.raises(ValueError, match="not dense"):
-        replace(fine, keys=fine.keys.mT.contiguous().mT).run()
-    with pytest.raises(ValueError, match="not laid out alike"):
-        replace(fine, values=fine.values.clone()).run()
-    with pytest.raises(ValueError, match="tables are not dense int32"):
-        replace(fine, tables=fine.tables.long()).run()
-    with pytest.raises(ValueError, match="chunks are not dense int64"):
-        replace(fine, chunks=replace(fine.chunks, last=fine.chunks.last.int())).run()
-    with pytest.raises(ValueError, match="chunks do not fit"):
-        replace(fine, query=torch.cat([fine.query, fine.query])).run()
-
-
 # ---- store --------------------------------------------------------------------------------------
 
 

@@ -16,10 +16,10 @@ from kvserve.engine.policies.dynamickv import DynamicKV
 from kvserve.engine.policies.keydiff import KeyDiff
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.rkv import RKV
-from kvserve.engine.policies.scoring import Observation, pool_scores
+from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
+from kvserve.kernels.scores.causal_scores import past_scores
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 from tests.engine.policies.uneven.choices import best, choose, places, tied
 
@@ -225,39 +225,6 @@ def test_adakv_in_decode_never_exceeds_the_budget(alpha: float) -> None:
 
 # ---- DynamicKV ----------------------------------------------------------------------------------
 
-D1 = [[[0.30, 0.05, 0.20, 0.10, 0.02, 0.18]], [[0.01, 0.25, 0.02, 0.16, 0.15, 0.03]]]
-D2 = [
-    [[0.40, 0.35, 0.30, 0.25, 0.03, 0.02]],
-    [[0.09, 0.08, 0.07, 0.06, 0.05, 0.04]],
-    [[0.28, 0.01, 0.26, 0.02, 0.03, 0.04]],
-    [[0.01, 0.085, 0.075, 0.01, 0.01, 0.02]],
-]
-
-
-def test_dynamickv_examples() -> None:
-    policy = DynamicKV(budget=3, window=1, interval=1, max_ratio=3)
-    assert choose(policy, torch.tensor(D1), 7, 3) == [[[0, 1 + 1, 5, 6]], [[1, 6]]]
-    # What the first round took of layer 1 does not come back, so 7 of 8 are used.
-    policy = DynamicKV(budget=3, window=1, interval=2, max_ratio=2)
-    kept = [[[0, 1, 2, 3, 6]], [[6]], [[0, 2, 6]], [[1, 6]]]
-    assert choose(policy, torch.tensor(D2), 7, 3) == kept
-    once = DynamicKV(budget=3, window=1, interval=4, max_ratio=2)
-    assert once.layer_budgets(torch.tensor([D2]), 2).tolist() == [[4, 1, 2, 1]]
-
-
-def test_dynamickv_pooling_and_groups() -> None:
-    votes = torch.tensor([6.0, 0, 3, 0, 9, 0])
-    assert pool_scores(votes, 3, "avg").tolist() == [2, 3, 1, 4, 3, 3]
-    assert pool_scores(votes, 3, "max").tolist() == [6, 6, 3, 9, 9, 9]
-    assert best(pool_scores(votes, 3, "avg").tolist(), 2, 6) == [1, 3]
-    assert best(pool_scores(votes, 3, "max").tolist(), 2, 6) == [3, 4]
-    grouped = {"mean": [2.0, 2.0, 2.5], "max": [4.0, 4.0, 3.0]}
-    probs = torch.tensor([[4.0, 0, 2, 1], [0, 4, 3, 0]]).clamp(min=1e-30) / 7
-    obs = Observation(probs.log()[None, None, :, None], torch.eye(4)[None, None, None], 1.0)
-    for reduce, expected in grouped.items():
-        policy = DynamicKV(budget=2, window=1, kernel_size=1, gqa_reduce=reduce)
-        torch.testing.assert_close(policy.score(obs)[0, 0, 0] * 7, torch.tensor(expected))
-
 
 def naive_dynamickv(scores: list[list[list[float]]], base: int, policy: DynamicKV) -> list[int]:
     layers, heads, n = len(scores), len(scores[0]), len(scores[0][0])
@@ -348,12 +315,6 @@ def test_windowkv_ranks_within_heads_first() -> None:
     scores = policy.score(Votes(votes, 2, 2))  # type: ignore[arg-type]
     assert scores[0, 0].tolist() == [[4, 4, 3, 3]] * 2
     assert places(policy.choose(scores, 6, 0)) == [[[0, 1, 4, 5]] * 2]
-
-
-def test_windowkv_votes_are_probabilities_over_all_keys() -> None:
-    keys = torch.log(torch.tensor([1.0, 2, 3, 1]))[:, None]
-    mean = causal_scores(torch.ones(1, 2, 1), keys[None], 1.0, "none")
-    torch.testing.assert_close(mean, torch.tensor([[13 / 84, 26 / 84]]))
 
 
 def naive_windowkv(

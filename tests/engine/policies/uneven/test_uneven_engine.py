@@ -34,11 +34,6 @@ TOKENS = 40
 EACH = pytest.mark.parametrize("label", UNEVEN_CASES)
 
 
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     settings = {"block_size": BLOCK, "max_num_seqs": 16, **settings}
     return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
