@@ -25,7 +25,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "kara": [
         *(({"window": 32, "buffer": 32}, "buffer"), ({"ratio": 0.5, "budget": 100}, "budget")),
         *(({"budget": 32}, "budget"), ({"budget": 513}, "budget"), ({"max_chunk": 2}, "max_chunk")),
-        *(({"chunk_budget": 144}, "chunk_budget"), ({"query_stride": 65}, "query_stride")),
+        *(({"chunk_budget": 116}, "chunk_budget"), ({"query_stride": 65}, "query_stride")),
         ({"query_stride": 3}, "query_stride"),  # does not divide 512
         ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
         *(({"queries": "buffer", "buffer": 0}, "queries"), ({"windov": 64}, "windov")),
