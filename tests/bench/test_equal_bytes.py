@@ -35,15 +35,3 @@ def test_a_method_has_no_figure_beyond_its_points() -> None:
     assert {each["policy"]: each["at0"] for each in found}["h2o"] is None
     table = equal_bytes_table(more)
     assert table is not None and "200 KiB" in table and "–" in table
-
-
-def test_one_method_alone_is_not_compared() -> None:
-    assert equal_bytes_table(ROWS[:3]) is None
-
-
-def test_older_results_are_compared_by_what_they_held_at_the_end() -> None:
-    old = [dict(each) for each in ROWS]
-    for each in old:
-        each["held_bytes_at_end"] = 2 * each.pop("mean_held_bytes")
-    sizes, _ = at_equal_bytes(old, points=2)
-    assert [size / 1024 for size in sizes] == [400, 600]

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from bench import cpu_peers
-from bench.peers import copying, gguf_file
 from bench.peers import peer as peers
-from bench.peers.peer import PEERS, PeerError, PeerProcess
+from bench.peers.peer import PeerError, PeerProcess
 
 ECHO = """
 import os, sys
@@ -136,81 +133,6 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved["settings"]["versions"]["kvserve"] and saved["threads"] == 1
 
 
-@pytest.mark.parametrize("prompts", ["copy", pytest.param("edit", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_guesses_are_found_in_a_text_that_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: str
-) -> None:
-    """Both of kvserve's engines say the text from its beginning on; vLLM's stand-ins as well."""
-    text = copying.cycle(4096, 60, 0)
-    loaded: dict[str, dict[str, Any]] = {}
-
-    class Stand(FakeProcess):
-        def __init__(self, name: str) -> None:
-            super().__init__({"vllm": 100.0, "vllm_ngram": 150.0}[name])
-            self.name = name
-
-        def load(self, **settings: Any) -> dict[str, str]:
-            loaded[self.name] = settings
-            return {"fake": "1.0"}
-
-        def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-            found = super().run(prompts, max_tokens)
-            starts = [(text.index(prompt[-1]) + 1) % len(text) for prompt in prompts]
-            rows = [(2 * text)[start : start + max_tokens] for start in starts]
-            return {**found, "tokens": rows}
-
-    start = cpu_peers.Contestant.start
-    monkeypatch.setattr(
-        cpu_peers.Contestant,
-        "start",
-        lambda self, cpu: Stand(self.name) if self.peer else start(self, cpu),
-    )
-    install(tmp_path, monkeypatch, "vllm")
-    names = ("kvserve_cpu_model", "kvserve_ngram", "vllm", "vllm_ngram")
-    flags = ("--contestants", *names, "--dtypes", "float32", "--repeat", "1", "--disable-tqdm")
-    lengths = ("--prompts", prompts, "--input-len", "60", "--output-len", "50")
-    saved = compare(tmp_path, monkeypatch, *flags, *lengths)
-    for row in saved["rows"]:
-        assert row["same_tokens"] == dict.fromkeys(names, 1)
-        assert row["vllm_ngram_gain"] == pytest.approx(1.5) and row["best_peer"] == "vLLM CPU"
-        assert row["kvserve_ngram_gain"] > 0 and row["ngram_vs_vllm"] > 0
-    assert "speculative_config" not in loaded["vllm"]
-    assert loaded["vllm_ngram"]["speculative_config"] == {
-        **{"method": "ngram", "num_speculative_tokens": 5},
-        **{"prompt_lookup_max": 5, "prompt_lookup_min": 2},
-    }
-    wanted = copying.copying_prompts(text, 2, edited=prompts == "edit", seed=0)
-    changed = sum(a != b for a, b in zip(wanted[0], text, strict=True))
-    assert changed == (0 if prompts == "copy" else 4)
-
-
-def test_every_peer_names_what_pip_needs() -> None:
-    for peer in PEERS.values():
-        assert peer.alone or peer.packages
-        module = Path(cpu_peers.__file__).parent / "peers" / f"{peer.name}_adapter.py"
-        assert module.exists()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_as_llama_cpp_has_them(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Renamed, and rows of queries and keys so that those that rotate together are neighbours."""
-    values = torch.arange(16).reshape(8, 2).to(dtype)  # two heads of four rows
-    names = {
-        "model.layers.3.self_attn.q_proj.weight": "blk.3.attn_q.weight",
-        "model.layers.3.self_attn.v_proj.weight": "blk.3.attn_v.weight",
-        "model.embed_tokens.weight": "token_embd.weight",
-    }
-    save_file({name: values.clone() for name in names}, tmp_path / "model.safetensors")
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    found = dict(gguf_file.tensors(tmp_path, heads))
-    plain = values.float().numpy()
-    assert set(found) == set(names.values())
-    assert (found["blk.3.attn_q.weight"] == plain[[0, 2, 1, 3, 4, 6, 5, 7]]).all()
-    assert (found["blk.3.attn_v.weight"] == plain).all()
-    assert (found["token_embd.weight"] == plain).all()
-
-
 # ---- long answers -------------------------------------------------------------------------------
 
 
@@ -253,39 +175,3 @@ def test_long_answers_get_as_many_bytes_everywhere(
     assert fp8["kv_cache_dtype"] == "fp8" and theirs["kv_cache_dtype"] == "auto"
     assert abs((fp8["num_gpu_blocks_override"] - 1) * 32 - 2 * usable) <= 32
     assert all(process.closed for process in started.values())
-
-
-def test_engines_answer_a_task_at_the_lengths_of_right_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: dict[str, FakeEngine] = {}
-
-    def start(self: cpu_peers.Contestant, cpu: int) -> FakeEngine:
-        return started.setdefault(self.name, FakeEngine(1.0))
-
-    monkeypatch.setattr(cpu_peers.Contestant, "start", start)
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    task = ("--traffic", "long", "--task", "chain", "--model", "kvserve/tiny", "--num-prompts", "3")
-    saved = compare(tmp_path, monkeypatch, *task, "--dtypes", "float32", "--disable-tqdm")
-    assert saved["settings"]["task"] == "chain"
-    assert [row["shape"] for row in saved["rows"]] == ["kvserve/tiny"] * 2
-    limits = started["kvserve none auto"].max_tokens
-    assert limits == started["kvserve kara auto"].max_tokens
-    assert 300 < min(limits) <= max(limits) < 340  # 30 sums and the end of the answer
-
-
-@pytest.mark.parametrize(
-    "traffic", [("--batches", "1"), ("--traffic", "long", "--num-prompts", "2")], ids=" ".join
-)
-def test_answers_of_other_lengths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traffic: tuple[str, ...]
-) -> None:
-    class Short(FakeProcess):
-        def run(self, prompts: list[list[int]], max_tokens: Any) -> dict[str, Any]:
-            return {"seconds": 1.0, "tokens": [[7]] * len(prompts)}
-
-    monkeypatch.setattr(cpu_peers.Contestant, "start", lambda *_: Short(1.0))
-    install(tmp_path, monkeypatch)
-    flags = (*traffic, "--dtypes", "bfloat16", "--disable-tqdm")
-    with pytest.raises(PeerError, match="other lengths"):
-        compare(tmp_path, monkeypatch, *flags)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.commands.calibrate import QueryCensus, verdict
+from kvserve.benchmarks.commands.calibrate import QueryCensus
 from kvserve.engine.compression.query_statistics import QueryStatistics, load_statistics
 from kvserve.log import ConfigError
 from kvserve.server.cli.commands import run
@@ -127,30 +127,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "concentration of kvserve/tiny's queries" in printed and f"saved to {output}" in printed
     assert load_statistics(output).tokens == 300
     assert 0 < float(load_statistics(output).concentration.min()) <= 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--output", "x.npz"], "not the name of a .stats, .safetensors"),
-        (["--output", "/nowhere/x.pt"], "there is no directory"),
-        (["--output", "x.pt", "--text", "/nowhere.txt"], "--text: "),
-        (["--output", "x.pt", "--text", "a", "--dataset", "chain"], "not allowed with"),
-    ],
-)
-def test_wrong_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["calibrate", *flags, "--disable-tqdm"]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_verdict_depends_on_the_concentration() -> None:
-    magnitude = torch.ones(1, 2, 1)
-    sentences = [
-        verdict(QueryStatistics(torch.full((1, 2, 2), x), magnitude, 1, ""))
-        for x in (0.6, 0.25, 0.05)
-    ]
-    assert [words.split(" this")[0] for words in sentences] == [
-        "triattention suits",
-        "triattention may suit",
-        "triattention hardly suits",
-    ]

@@ -15,14 +15,12 @@ from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
 from kvserve.benchmarks.datasets.workload import NeedleGrid, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
-from kvserve.benchmarks.reports.policy_names import methods
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,chunk_budget=2"
-DTYPES = "auto", "int8", "fp8"
 
 
 class WordTokenizer:
@@ -121,21 +119,6 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_a_few_conversations_at_once() -> None:
-    workload = workload_of("needle-512", 5)
-    engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
-    seen, step = list[int](), engine.step
-
-    def noted() -> list[RequestOutput]:
-        seen.append(len(engine.waiting))
-        return step()
-
-    engine.step = noted  # type: ignore[method-assign]
-    played = play(engine, workload, at_once=2)
-    assert max(seen) == 2 and all(len(turns) == 4 for turns in played.turns)
-    assert accuracy(workload, played.answers)["exact_match"] == 1.0
-
-
 def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
     flags = ("--tasks", "recall", "--num-samples", "2", "--kv-blocks", "99", "--policy", KARA)
     drawn = ("--temperature", "0.9", "--top-p", "0.9", "--n", "3")
@@ -201,17 +184,6 @@ def test_every_policy_and_retention_stands_beside_the_full_cache(
     assert sum("never reached" in line for line in shown) == 2
 
 
-def test_caches_of_fewer_bits_are_rows_and_lines_of_their_own(bench: Bench, tmp_path: Path) -> None:
-    flags = ("--tasks", "recall", "--num-samples", "2", "--save-plots", str(tmp_path))
-    status, saved = bench("eval", *flags, "--policy", "none", "--compare-kv-cache-dtypes", *DTYPES)
-    assert status == 0 and [row["kv_cache_dtype"] for row in saved["rows"]] == list(DTYPES)
-    entries = [row["held_bytes_at_end"] / row["held_entries_at_end"] for row in saved["rows"]]
-    assert entries == [2 * 8 * 4, 2 * (8 + 2), 2 * (8 + 2)]
-    assert list(methods(saved["rows"])) == ["none", "none in int8", "none in fp8"]
-    both = ("--kv-cache-dtype", "int8", "--compare-kv-cache-dtypes", "auto")
-    assert bench("eval", "--tasks", "recall", *both)[0] == 2
-
-
 def test_the_needle_grid_counts_cells_and_draws_them(bench: Bench, tmp_path: Path) -> None:
     grid = ("--tasks", "needle-grid", "recall", "--grid-lengths", "256", "300")
     flags = ("--grid-depths", "0", "0.5", "1", "--num-samples", "2", "--save-plots", str(tmp_path))
@@ -256,18 +228,6 @@ def test_later_turns_may_go_on(bench: Bench) -> None:
     off = bench("eval", *flags)[1]["rows"][-1]
     on = bench("eval", *flags, "--continuations", "on")[1]["rows"][-1]
     assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
-
-
-def test_files_are_evaluated_too(bench: Bench, tmp_path: Path) -> None:
-    file = tmp_path / "gsm8k_test.jsonl"
-    line = {"question": "2 + 2?", "answer": "It is\n#### 4"}
-    file.write_text("\n".join([json.dumps(line)] * 3))
-    flags = ("--benchmark", f"gsm8k={file}", "--max-new-tokens", "4", "--policy", "none")
-    status, saved = bench("eval", *flags, "--num-samples", "2")
-    (row,) = saved["rows"]
-    assert status == 0 and row["task"] == "gsm8k_test" and row["n"] == 2
-    assert row["output_tokens"] <= 8 and row["score"] == row["exact_match"]
-    assert saved["settings"]["benchmarks"] == [f"gsm8k={file}"]
 
 
 def test_a_folder_of_files_has_a_mean(bench: Bench, tmp_path: Path) -> None:
@@ -323,23 +283,3 @@ def test_mistakes_are_named_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
     assert named in error
-
-
-def test_wilson_interval() -> None:
-    assert wilson_interval(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert wilson_interval(0, 100) == pytest.approx((0.0, 0.0370), abs=1e-4)
-    assert wilson_interval(95, 100) == pytest.approx((0.8882, 0.9785), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_a_model_score_as_one_does(tmp_path: Path) -> None:
-    flags = ["eval", "--model", "kvserve/tiny", "--tasks", "recall", "--num-samples", "2"]
-    flags += ["--kv-blocks", "99", "--policy", KARA, "--threads", "1", "--disable-tqdm"]
-    rows = []
-    for name, more in {"one": [], "two": ["-tp", "2", "--trust-remote-code"]}.items():
-        file = tmp_path / f"{name}.json"
-        assert run([*flags, *more, "--save-result", str(file)]) == 0
-        rows.append(json.loads(file.read_text())["rows"])
-    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
-    one, two = ([[row[name] for name in names] for row in table] for table in rows)
-    assert one == two

@@ -137,18 +137,6 @@ def test_the_command(bench: Bench, tmp_path: Path) -> None:
     assert all(row["facts"] == 0.0 for row in result["rows"]), "random weights know nothing"
 
 
-@pytest.mark.slow
-def test_every_policy_at_equal_bytes(bench: Bench) -> None:
-    """Named bytes, held by all that can hold as few."""
-    flags = ["--fidelity", "--text-len", "300", "--num-samples", "1", "--match-bytes", "45000"]
-    status, result = bench("eval", *flags, "--policy", "all")
-    assert status == 0
-    held = {row["policy"].partition(":")[0]: row["mean_held_bytes"] for row in result["rows"]}
-    assert len(held) > 10
-    for name in ("streaming_llm", "rkv", "keydiff", "snapkv"):
-        assert held[name] == pytest.approx(45000, rel=0.15), name
-
-
 def test_the_full_caches_own_answers(bench: Bench) -> None:
     flags = ["--fidelity", "--from-answers", "--tasks", "chain", "--num-samples", "2"]
     flags += ["--temperature", "0.7", "--text-len", "128", "--policy", "kara:window=32,buffer=4"]

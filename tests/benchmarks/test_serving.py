@@ -163,11 +163,6 @@ def test_vllm_s_form(server: RunningServer, model_dir: Path, tmp_path: Path) -> 
     assert re.fullmatch(r"vllm-infqps-model-\d{8}-\d{6}\.json", other.name)
 
 
-def test_tasks_are_graded(serve: Serve) -> None:
-    status, saved = serve("--backend", "openai-chat", "--dataset", "recall", "--num-prompts", "2")
-    assert status == 0 and saved["exact_match"] == 0.0 and saved["n"] == 2
-
-
 def test_refused_requests_are_counted_and_named(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:

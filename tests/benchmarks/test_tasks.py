@@ -35,13 +35,6 @@ def test_expected_answers_grade_as_exact(task: str) -> None:
         assert grade(sample, []).score == 0.0
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_answers_fit_the_token_limit(task: str) -> None:
-    for sample in make_samples(task, 5, seed=1):
-        longest = max(task_text.count_units(answer) for answer in sample.answers)
-        assert longest < TASKS[task].max_new_tokens
-
-
 def test_unknown_task_is_named() -> None:
     with pytest.raises(ValueError, match="needle-7"):
         make_samples("needle-7", 1, seed=0)
@@ -57,61 +50,6 @@ def test_needles_fill_the_context_exactly(units: int) -> None:
         for turn, answer in zip((question, *sample.turns[1:]), sample.answers, strict=True):
             name = turn.rstrip("?").split()[-1]
             assert f"The secret number of {name} is {answer}." in text
-
-
-def test_questions_come_again_in_another_order() -> None:
-    samples = make_samples("needle-1024-again", 5, seed=2)
-    for sample in samples:
-        names = [turn.rstrip("?").split()[-1] for turn in sample.turns]
-        answers = dict(zip(names[:4], sample.answers[:4], strict=True))
-        assert sorted(names[4:]) == sorted(names[:4])
-        assert sample.answers[4:] == tuple(answers[name] for name in names[4:])
-        assert all(turn.startswith("What ") for turn in sample.turns[1:])
-    assert any(sample.turns[4:] != sample.turns[:4] for sample in samples)
-
-
-def values_of(turn: str) -> dict[str, int]:
-    pieces = turn.removeprefix("Let ").split("; ")
-    return {p[:-1]: int(p[-1]) for p in pieces if p[-1].isdigit()}
-
-
-def test_chain_has_thirty_right_steps() -> None:
-    for sample in make_samples("chain", 5, seed=3):
-        values = values_of(sample.turns[0])
-        steps = [p for p in sample.turns[0].split("; ") if "= " in p]
-        assert len(steps) == 30
-        for step in steps:
-            name, operands = step.split("= ")
-            assert name not in values
-            values[name] = sum(values[o] for o in operands.split("+ ")) % 10
-        assert sample.finals[0] == f"{name}{values[name]}"
-        assert task_text.count_units(sample.answers[0]) == 333
-
-
-def test_redundant_chain_reassigns_and_reports() -> None:
-    for sample in make_samples("redundant-chain", 5, seed=4):
-        state = values_of(sample.turns[0])
-        assert len(state) == 8
-        lines = sample.turns[0].split("; ")[8:-1]
-        assert lines.index("Report") == 8
-        for line in (line for line in lines if line != "Report"):
-            target, operands = line.split(": ")[1].split("= ")
-            state[target] = sum(state[o] for o in operands.split("+ ")) % 10
-        assert len(state) == 8
-        assert sample.finals[0] == f"{target}{state[target]}"
-        assert task_text.count_units(sample.answers[0]) >= 300
-
-
-def test_recall_asks_for_sixteen_names() -> None:
-    (recall,) = make_samples("recall", 1, seed=0)
-    assert len(recall.answers[0].split()) == 16
-
-
-def test_default_tasks_are_those_a_model_was_trained_for() -> None:
-    short, long = default_tasks("kvserve/tiny"), default_tasks("kvserve/tiny-long")
-    assert not any(name.startswith("long") for name in short) and "needle-512" in short
-    assert {"long-chain-4000", "redundant-chain"} <= set(long) and "recall" not in long
-    assert set(TASKS) - {*short, *long} == {"needle-1024-again", "terse-chain"}
 
 
 def test_held_out_name_orders_never_occur_in_training() -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.benchmarks.datasets.workload import blocks_at_once, random_prompts
+from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
 from kvserve.benchmarks.measuring.traffic import Traffic
-from kvserve.benchmarks.reports import report
-from kvserve.benchmarks.reports.report import Column, markdown_table
-from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.engine.core import build
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
@@ -88,20 +82,6 @@ def test_repeats_take_turns_and_show_the_median(
     assert kara["ratio_to_first"] == 7 / 20
 
 
-def test_weights_are_read_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, reads = build.load, []
-
-    def counted(*given: Any) -> Any:
-        reads.append(given)
-        return real(*given)
-
-    monkeypatch.setattr(build, "load", counted)
-    flags = ("--num-prompts", "2", "--output-len", "4", "--kv-blocks", "40", "--repeat", "2")
-    status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", KARA)
-    assert status == 0 and len(saved["rows"]) == 2
-    assert len(reads) == 1
-
-
 def test_shared_prefixes_with_caching_off_and_on(bench: Bench) -> None:
     lengths = {"prefix-len": 32, "suffix-len": 8, "num-prefixes": 2, "output-len": 4}
     flags = [f"--prefix-repetition-{name}={value}" for name, value in lengths.items()]
@@ -135,19 +115,6 @@ def test_speculation_off_and_on(bench: Bench, capsys: pytest.CaptureFixture[str]
     assert saved["settings"]["speculative_config"]["method"] == "ngram"
 
 
-def test_what_is_printed_can_be_saved(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "tables" / "run.md"
-    flags = ("--num-prompts", "2", "--output-len", "4", "--random-range-ratio", "0.5")
-    status, saved = bench("bench throughput", *flags, "--save-markdown", str(file))
-    assert status == 0
-    (table,) = re.findall(r"^\| policy.*", file.read_text(), re.MULTILINE)
-    assert table in capsys.readouterr().out
-    assert f"```\n{saved['command']}\n```" in file.read_text()
-    assert 4 <= saved["rows"][0]["output_tokens"] <= 12 and saved["settings"]["input_len"] == 64
-
-
 def test_several_pools_and_limits(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,41 +134,6 @@ def test_several_pools_and_limits(
     said = capsys.readouterr().out
     assert f"{KARA}: times the first row of its cell: on a pool of 0.25: " in said
     assert [path.name for path in folder.iterdir()] == ["throughput.png"]
-
-
-@pytest.mark.slow
-def test_second_names_are_choices_of_flags(bench: Bench) -> None:
-    flags = ("--input-len", "8", "--output-len", "8", "--policy", "none", "--policy", KARA)
-    status, saved = bench("bench latency", *flags, "--repeat", "2", "--num-warmups", "0")
-    none, _ = saved["rows"]
-    assert status == 0 and none["peak_running"] == 8 and len(none["output_tok_s_all"]) == 2
-    few = (*flags, "--num-prompts", "12", "--output-len", "30", "--num-warmups", "0")
-    status, saved = bench("bench sweep", *few)
-    shares = [0.125, 0.25, 0.5, 0.75, 1.0, 1.25]
-    assert status == 0 and [row["pool_share"] for row in saved["rows"][::2]] == pytest.approx(
-        shares, abs=0.02
-    )
-    status, saved = bench("bench policies", *few)
-    assert status == 0 and {row["max_num_seqs"] for row in saved["rows"]} == {1, 16, 64}
-
-
-def test_tasks_are_graded_in_every_row(bench: Bench) -> None:
-    flags = ("--dataset", "recall", "--num-prompts", "2", "--max-num-seqs", "2")
-    status, saved = bench("bench throughput", *flags, "--policy", "none", "--policy", "kara")
-    assert status == 0
-    for row in saved["rows"]:
-        assert row["n"] == 2 and row["exact_match"] == 0.0 and 0 <= row["correct_prefix"] < 1
-
-
-def test_policy_fields_may_follow_as_flags(bench: Bench) -> None:
-    fields = ("--policy.window", "32", "--policy.buffer", "4", "--policy.chunk_budget", "2")
-    flags = (*SMALL, "--output-len", "80", "--policy", "none", "--policy", "kara", *fields)
-    status, saved = bench("bench throughput", *flags)
-    assert status == 0
-    assert saved["rows"][1]["policy_args"] == {
-        **{"name": "kara", "window": 32, "buffer": 4, "chunk_budget": 2}
-    }
-    assert saved["rows"][1]["compactions"] > 0
 
 
 @pytest.mark.parametrize(
@@ -347,31 +279,3 @@ def test_time_goes_on_while_the_engine_is_watched() -> None:
     figures = play(Slow(), prompts, clock=lambda: now).figures
     assert figures["wall_s"] == 54.0, "five steps, and four looks between them"
     assert figures["itl_p50_ms"] == 11_000.0
-
-
-def test_demand_counts_whole_blocks_of_cached_tokens() -> None:
-    prompts = random_prompts([(10, 7)] * 3, 50, seed=0)
-    assert blocks_at_once(prompts, 16) == 3  # 16 tokens: the last one sampled is not stored
-    assert blocks_at_once(prompts, 15) == 6
-
-
-def test_a_package_inside_another_checkout_has_no_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site_packages = tmp_path / "project" / "site-packages"
-    site_packages.mkdir(parents=True)
-    monkeypatch.setattr(report, "_ROOT", site_packages)
-    assert report.commit() == "unknown"
-    subprocess.run(["git", "init", "-q", str(site_packages.parent)], check=True)
-    assert report.commit() == "unknown"
-
-
-def test_tables_are_aligned_and_leave_out_empty_columns() -> None:
-    columns = (Column("name", "a", left=True), Column("x", "b", ".1f"), Column("none", "c"))
-    table = markdown_table(columns, [{"a": "long name", "b": 1.25}, {"a": "y", "b": None}])
-    assert table.splitlines() == [
-        "| name      |   x |",
-        "| --------- | --: |",
-        "| long name | 1.2 |",
-        "| y         |   – |",
-    ]

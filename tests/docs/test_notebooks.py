@@ -21,11 +21,6 @@ def cells(notebook: Path) -> list[dict[str, Any]]:
     return [cell for cell in found if cell["cell_type"] == "code"]
 
 
-def test_there_are_three() -> None:
-    names = {path.stem for path in NOTEBOOKS}
-    assert names == {"compare_policies", "crossover", "write_a_policy"}
-
-
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nothing_is_stored(notebook: Path) -> None:
     for cell in cells(notebook):

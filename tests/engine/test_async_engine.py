@@ -92,25 +92,6 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
     assert engine.dead_error is None
 
 
-@pytest.mark.slow
-async def test_the_pool_is_shown_while_it_is_watched(engine: AsyncEngine) -> None:
-    await collect(engine, "a")
-    assert engine.pool is None
-    engine.watch_pool(True)
-    stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "b")
-    await anext(stream)
-    await until(lambda: engine.pool is not None and engine.pool.stats.num_running > 0)
-    view = engine.pool
-    assert view is not None and [r.request_id for r in view.stats.requests] == ["b"]
-    assert sum(view.cells[1::2]) == view.stats.blocks_total == 2000
-    await stream.aclose()
-    await until(lambda: engine.pool is not None and not engine.pool.stats.num_running)
-    assert engine.pool is not None and not engine.pool.stats.requests, "rest is not told"
-    engine.watch_pool(False)
-    await collect(engine, "c")
-    assert engine.pool is None
-
-
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
     engine = AsyncEngine(EngineConfig.from_flat(model=str(directory), num_gpu_blocks_override=2000))
     await engine.start()

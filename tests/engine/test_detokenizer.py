@@ -154,10 +154,3 @@ def test_stop_strings_cost_no_more_the_longer_they_match(
     for token in tokenizer.encode(chr(0x4E05), add_special_tokens=False):
         detokenizer.push(token)
     assert detokenizer.stop == given[5]
-
-
-def test_stop_strings_that_hold_one_another(tokenizer: Tokenizer) -> None:
-    _, detokenizer = stream(tokenizer, "xabcd", "abcx", "bc", "abcde")
-    assert (detokenizer.text, detokenizer.stop) == ("xa", "bc")
-    _, detokenizer = stream(tokenizer, "xabcd", "bcd", "abcd")
-    assert (detokenizer.text, detokenizer.stop) == ("x", "abcd")

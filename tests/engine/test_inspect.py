@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.commands import inspect as command
 from kvserve.engine.frontend.inspect import KeptPositions, inspect
 from kvserve.log import RequestError
 from kvserve.server.cli.commands import run
@@ -129,14 +127,6 @@ def test_the_command_dumps_and_plots(
     assert "107 tokens" in out and "tokens seen" in out and "held per head" in out
 
 
-def test_a_policy_without_an_event_says_so(
-    llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompt, _ = files(tmp_path)
-    assert run(["inspect", "--model", str(llama_dir), "--prompt-ids", prompt, *KARA_FLAGS]) == 0
-    assert "no event" in capsys.readouterr().out
-
-
 def test_text_goes_through_the_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model_with_tokenizer: Path
 ) -> None:
@@ -175,65 +165,3 @@ def test_bad_files_give_one_line(
     assert run(["inspect", "--prompt-ids", str(file), *KARA_FLAGS]) == 2
     error = capsys.readouterr().err
     assert reason in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--prompt", "a"), "--policy"),
-        (("--prompt", "a", "--policy", "kara", "--policy", "none"), "--policy"),
-        (("--prompt", "a", "--policy", "cara"), "cara"),
-        (("--policy", "kara"), "--prompt"),
-        (("--prompt", "a", "--prompt-ids", "x.npy", "--policy", "kara"), "--prompt"),
-        (("--prompt-ids", "ids.txt", "--policy", "kara"), "neither"),
-        (("--prompt", "a", "--policy", "kara", "--dump", "kept.txt"), ".npz"),
-        (("--prompt", "a", "--policy", "kara", "--plot", "nowhere/kept.png"), "nowhere"),
-    ],
-)
-def test_bad_flags_are_named(
-    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["inspect", *flags]) == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_bad_ids_and_interrupts_give_one_line(
-    llama_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    file = tmp_path / "ids.json"
-    file.write_text("[5, 128]")
-    flags = ["inspect", "--model", str(llama_dir), "--prompt-ids", str(file), *KARA_FLAGS]
-    assert run(flags) == 2
-    assert "outside [0, 128)" in capsys.readouterr().err
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "inspect", interrupted)
-    assert run(flags) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "kvserve inspect: error: interrupted"
-
-
-def test_plot_needs_matplotlib(
-    llama_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    flags = ("--prompt", "a", "--plot", "kept.png", *KARA_FLAGS)
-    assert run(["inspect", "--model", str(llama_dir), *flags]) == 2
-    assert "kvserve[bench]" in capsys.readouterr().err
-
-
-def test_fields_may_come_as_flags_and_missing_ones_are_named(
-    llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps(list(range(2, 42))))
-    base = ["inspect", "--model", str(llama_dir), "--prompt-ids", str(ids), "--policy", "snapkv"]
-    flags = ["--policy.budget", "14", "--policy.window", "6"]
-    assert run([*base, *flags]) == 0
-    assert "14" in capsys.readouterr().out
-    assert run(base) == 2
-    assert "budget must be an integer above window" in capsys.readouterr().err

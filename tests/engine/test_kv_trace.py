@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.core import kv_trace
 from kvserve.engine.frontend.inspect import inspect
 from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent, RequestOutput
@@ -108,34 +107,6 @@ def test_a_sequence_that_makes_way_is_followed_on(llama_dir: Path, swap_space: f
     starts = [sum(e.reason == "start" for e in check_counts(output)) for output in outputs]
     assert llm.engine.core.scheduler.num_preemptions > 0
     assert max(starts) > 1 or swap_space
-
-
-def test_branches_are_told_apart(llama_dir: Path) -> None:
-    llm = make_llm(llama_dir, KARA)
-    params = SamplingParams(n=2, seed=3, max_tokens=60, ignore_eos=True, kv_trace=True)
-    (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
-    one, other = (held(choice.kv_trace or [], 96) for choice in output.outputs)
-    assert one.sum() + other.sum() == output.kv_cache_details.held_entries
-    assert not np.array_equal(one, other)
-
-
-def test_who_does_not_ask_is_not_followed(llama_dir: Path) -> None:
-    llm = make_llm(llama_dir, KARA)
-    (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=60), use_tqdm=False)
-    assert output.outputs[0].kv_trace is None
-    assert llm.engine.core.runner.compressor.on_moves is None
-
-
-def test_too_many_positions_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_trace, "MOST_POSITIONS", 6 * 100)  # 3 layers x 2 heads
-    llm = make_llm(llama_dir, KARA)
-    with pytest.raises(RequestError, match="at most 100 tokens") as refused:
-        traced(llm, PROMPTS[:1], 64)
-    assert (refused.value.param, refused.value.code) == ("kv_trace", "kv_trace_not_allowed")
-    with pytest.raises(RequestError, match="later") as refused:
-        traced(llm, PROMPTS[:1], 30, n=2)
-    assert refused.value.code == "too_many_traces"
-    check_counts(*traced(llm, PROMPTS[:1], 63))
 
 
 def test_several_ranks_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

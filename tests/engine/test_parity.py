@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.policies.kara import Kara
-from kvserve.engine.policies.scoring import Observation
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
 from tests.thinning import slow
 
@@ -72,20 +71,6 @@ def test_kara_with_a_window_never_reached_is_none_bit_for_bit(llama_dir: Path) -
 
 
 KEEP_ALL = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}
-
-
-def test_keeping_everything_is_none(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = []
-    score = Kara.score
-
-    def counted(self: Kara, obs: Observation) -> Tensor:
-        events.append(obs)
-        return score(self, obs)
-
-    monkeypatch.setattr(Kara, "score", counted)
-    llm, tokens = generate(llama_dir, KEEP_ALL)
-    assert events and llm.stats().compactions_total == 0  # nothing is evicted
-    assert tokens == generate(llama_dir)[1]
 
 
 @pytest.mark.parametrize(

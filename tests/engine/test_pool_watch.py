@@ -6,12 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import pool_watch
-from kvserve.engine.core.pool_watch import PoolWatch, runs_of
+from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.outputs import PoolView
 from tests.checkpoints import random_prompts
 
@@ -92,8 +91,3 @@ def test_views_come_only_while_watched_and_something_changes(llama_dir: Path) ->
     assert watch.due, "a new reader wants to see it"
     watch.on = False
     assert not watch.due
-
-
-def test_runs() -> None:
-    assert runs_of(np.array([0, 0, 4, 5, 5, 0])).tolist() == [[0, 2], [4, 1], [5, 2], [0, 1]]
-    assert runs_of(np.zeros(0, np.int32)).tolist() == []

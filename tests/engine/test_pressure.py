@@ -13,7 +13,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.recorder import Recorder
@@ -24,11 +24,6 @@ PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 TOKENS = 90
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "max_chunk": 4}
 POISON = 1e15  # not NaN: SDPA multiplies what it masks by 0
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:

@@ -160,12 +160,6 @@ def test_sampling_params_are_made_as_vllm_s() -> None:
         params.clone(temperature=-1)
 
 
-def test_what_a_model_suggests(llm: LLM) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams(
-        **llm.engine.core.info.default_sampling
-    )
-
-
 def test_log_probabilities_have_a_sum(llm: LLM) -> None:
     (scored,) = llm.generate("a", GREEDY.clone(logprobs=0), use_tqdm=False)
     answer = scored.outputs[0]

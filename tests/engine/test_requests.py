@@ -60,40 +60,6 @@ def test_refusals_name_the_field(llm: LLM, prompt: Any, params: Any, field: str)
     assert llm.stats().kv_cache_usage == 0.0
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"max_tokens": -1},
-        {"max_tokens": 0},
-        {"temperature": -0.1},
-        {"top_p": 0.0},
-        {"top_k": -2},
-        {"n": 0},
-        {"stop": [""]},
-        {"logprobs": 21},
-        {"min_p": 1.5},
-        {"seed": 2**63},
-        {"presence_penalty": 2.5},
-        {"frequency_penalty": -2.5},
-        {"repetition_penalty": 0.0},
-        {"logit_bias": {5: 101.0}},
-        {"prompt_logprobs": 21},
-        {"allowed_token_ids": []},
-        {"bad_words": [""]},
-        {"thinking_token_budget": 5},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"regex": "a", "json": {}}},
-        {"structured_outputs": {"yaml": "a"}},
-        {"structured_outputs": {"choice": []}},
-    ],
-)
-def test_sampling_params_name_the_field(params: dict[str, Any]) -> None:
-    (field,) = params
-    with pytest.raises(RequestError, match=field) as refused:
-        SamplingParams(**params)
-    assert refused.value.param == field
-
-
 def test_a_prompt_that_can_never_fit_the_pool_is_refused(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     llm = LLM(str(directory), skip_tokenizer_init=True, num_gpu_blocks_override=5)
@@ -109,13 +75,6 @@ def test_branches_differ_by_seed_and_share_nothing_else(llm: LLM) -> None:
     (again,) = answer(llm, "go", n=1, seed=4, max_tokens=12, ignore_eos=True)
     assert again.outputs[0].token_ids == texts[0]
     assert output.kv_cache_details.logical_tokens == 3 * (2 + 11)
-
-
-def test_seeded_output_does_not_depend_on_the_crowd(llm: LLM) -> None:
-    params = SamplingParams(seed=11, max_tokens=15, ignore_eos=True, temperature=0.9)
-    (alone,) = llm.generate("hello", params, use_tqdm=False)
-    crowd = llm.generate(["a", "hello", "bcd"], params, use_tqdm=False)
-    assert crowd[1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 def test_stop_strings_and_stop_tokens(llm: LLM) -> None:

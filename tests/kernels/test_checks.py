@@ -16,9 +16,7 @@ from kvserve.kernels.gather_kv import (
     gather_queries,
     gather_queries_torch,
 )
-from kvserve.kernels.sampling.sample_tokens import sample_tokens
 from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
-from kvserve.kernels.tiles import SORTED_ROWS
 
 
 class OnCuda(torch.Tensor):
@@ -62,19 +60,3 @@ def test_a_head_dimension_that_no_kernel_knows_is_torch_s(
         assert torch.equal(scores, window_scores_torch(query, key, 0.1))
         compact_kv_torch(before, slots, slots)
         assert torch.equal(cache, before)
-
-
-@pytest.mark.parametrize(
-    ("rows", "kernels"), [(4, []), (5, ["_survey", "_pick", "_narrow", "_draw"])]
-)
-def test_few_rows_are_sampled_as_the_table_says(
-    rows: int, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SORTED_ROWS, (9, 0), 4)
-    settings = torch.tensor([0.8, 0.9, 5.0, 0.0]).repeat(rows, 1)
-    places = torch.arange(rows)
-    sample_tokens(on_cuda(rows, 40), settings, places, places, filtered=True)
-    assert launched == kernels
-    launched.clear()
-    sample_tokens(on_cuda(rows, 40), settings, places, places, filtered=False)
-    assert launched == ["_draw"]

@@ -242,17 +242,6 @@ def test_codes_that_refer_to_nothing_are_refused(attend: Attention, broken: str)
         attend(case.changed(slots=slots, slot_tables=index, vector_tables=book))
 
 
-@pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
-def test_codes_that_do_not_fit_are_refused(attend: Attention) -> None:
-    case = ragged()
-    with pytest.raises(ValueError, match=r"coded of codes have to be \[5, 2\] of torch.int64"):
-        attend(case.changed(coded=case.codes.coded.int()))
-    with pytest.raises(ValueError, match=r"turns of codes have to be \[50, 16\] of torch.float32"):
-        attend(case.changed(turns=case.codes.turns[:, :8]))
-    with pytest.raises(ValueError, match=r"vectors of codes have to be"):
-        attend(case.changed(vectors=case.codes.vectors[:, :4]))
-
-
 @pytest.mark.usefixtures("untouched_memory")
 @pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
 def test_offsets_exceed_31_bits(attend: Attention) -> None:

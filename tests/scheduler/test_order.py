@@ -88,15 +88,6 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
     assert willing[0] and not unwilling[0] and willing[1] < unwilling[1]
 
 
-def test_without_willing_sequences_the_newest_makes_way() -> None:
-    scheduler = make_scheduler(40, num_host_blocks=0)
-    shadow = ShadowRunner(scheduler)
-    for seq_id in range(6):
-        scheduler.add(make_sequence(seq_id, 6, 38, policy=0))
-    drain(scheduler, shadow)
-    assert scheduler.num_preemptions > 0 and scheduler.events.early_compactions == 0
-
-
 def test_a_parked_sequence_may_be_aborted() -> None:
     scheduler = make_scheduler(60, num_host_blocks=30)
     shadow = ShadowRunner(scheduler)
@@ -191,17 +182,3 @@ def test_nothing_is_compacted_before_the_prompt_is_in(policy: int) -> None:
     drain(scheduler, shadow)
     assert all(position >= 40 for position, _ in shadow.events[0])
     assert bool(shadow.events[0]) == bool(policy)
-
-
-def test_two_sequences_keep_their_own_blocks_in_one_step() -> None:
-    scheduler = make_scheduler(60, LAYOUTS[1], max_num_batched_tokens=64)
-    shadow = ShadowRunner(scheduler)
-    for seq_id in range(2):
-        scheduler.add(make_sequence(seq_id, 26, 5, policy=19, first=2 + seq_id))
-    for _ in range(2):
-        step(scheduler, shadow)
-    output = scheduler.schedule()
-    (task,) = output.events.compactions
-    assert len(task.rows) == 2
-    scheduler.update(output, shadow.run(output), shadow.scores)
-    assert len(drain(scheduler, shadow)) == 2

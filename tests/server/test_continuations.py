@@ -39,22 +39,6 @@ def test_a_second_turn_goes_on(server: Server) -> None:
     assert "kvserve:kv_resumed_total" in metrics and "kvserve:kv_continuations" in metrics
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"kv_resume": False},
-        {"cache_salt": "somebody else's"},
-        {"kv_policy": {"name": "kara", "window": 32, "buffer": 8, "ratio": 0.4}},
-        {"kv_policy": "none"},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_others_do_not(server: Server, other: dict[str, Any]) -> None:
-    said, _ = say(server, list(range(100, 150)))
-    _, usage = say(server, [*said, 7], **other)
-    assert usage["kv_cache_details"]["resumed_tokens"] == 0
-
-
 @pytest.mark.parametrize("field", ["kv_resume", "cache_salt"])
 def test_what_is_no_answer_is_refused_by_name(server: Server, field: str) -> None:
     answer = server.complete("Hello", max_tokens=1, **{field: []})

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
 from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
-from kvserve.server.state.metrics import Metrics
-from kvserve.server.state.stats_log import StatsLog
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.waiting import wait_until
@@ -233,23 +229,6 @@ def test_kv_policies(server: RunningServer) -> None:
     assert window["description"] and reduce["enum"] == ["heads", "group_mean"]
 
 
-def test_server_info(server: RunningServer) -> None:
-    info = server.http.get("/server_info").json()
-    assert info["served_model_names"] == [MODEL, "alias"]
-    assert info["max_model_len"] == 512
-    assert info["policy"] == {"name": "none", "args": {}}
-    assert info["features"][0] == {"feature": "prefix cache", "state": "off", "why": "not built"}
-    assert info["config"]["cache"]["gpu_memory_utilization"] == 0.9
-
-
-def test_api_documentation(server: RunningServer) -> None:
-    assert server.http.get("/docs").status_code == 200
-    schema = server.http.get("/openapi.json").json()
-    assert "/v1/chat/completions" in schema["paths"]
-    properties = schema["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert {"prompt", "kv_policy", "stop"} <= properties.keys()
-
-
 def test_the_document_has_every_detail_of_the_cache(server: RunningServer) -> None:
     described = server.http.get("/openapi.json").json()["components"]["schemas"]["KVCacheDetails"]
     answer = server.http.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2]}).json()
@@ -263,26 +242,3 @@ def test_root_path(start_server: StartServer) -> None:
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/llm/health").status_code == 200
     assert server.http.get("/llm/v1/models").status_code == 401
-
-
-def test_the_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvserve")
-    engine = FakeEngine(stats=STATS)
-    metrics = Metrics(engine, EngineConfig(), MODEL, lambda: "ready")
-    metrics.count_prompt(200, 50, "0")
-    log = StatsLog(engine, metrics)
-    log.log()
-    [line] = caplog.messages
-    for part in (
-        "Running: 2",
-        "Waiting: 1",
-        "KV usage: 30.0%",
-        "hits: 25.0%",
-        "250/1000",
-        "released: 6",
-    ):
-        assert part in line
-    caplog.clear()
-    engine.stats = EngineStats(prompt_tokens_total=300, generation_tokens_total=700)
-    log.log()
-    assert caplog.messages == []

@@ -5,61 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from bench.soak.__main__ import growth
-from bench.soak.attacks import attacks, checks
-from bench.soak.malformed import malformed, raw
-from bench.soak.mixed import MixedAttacks
-from bench.soak.report import Check, attack_table
-
-
-def test_the_same_seed_makes_the_same_request() -> None:
-    assert malformed(17) == malformed(17) != malformed(18)
-    assert [raw(seed) for seed in range(20)] == [raw(seed) for seed in range(20)]
-
-
-def test_growth_is_between_the_ends() -> None:
-    """An attack's seconds in between are none."""
-    samples = [{"engine_mib": 300.0 + 2 * i + 500 * (i == 18)} for i in range(20)]
-    assert growth(samples, "engine_mib") == pytest.approx(33)
-    assert not growth([], "engine_mib")
-    assert not Check("growth", 16.0, 33.0, "<=").holds
-
-
-def test_mixed_attacks_note_what_is_no_answer(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 5xx or a broken connection, unless a fault excuses it."""
-    excused = False
-    mixed = MixedAttacks(2048, lambda: excused)
-    mixed.url = nobody
-
-    def statuses(url: str) -> Iterator[int]:
-        yield from (200, 400, 500)
-
-    monkeypatch.setitem(mixed._attacks, "mixed", statuses)
-    mixed._attack("mixed")
-    mixed._attack("half-sent requests")
-    assert mixed.wrong[0] == "mixed: 500"
-    assert mixed.wrong[1].startswith("half-sent requests: ConnectionRefusedError")
-    excused = True
-    mixed._attack("mixed")
-    assert len(mixed.wrong) == 2
-    assert mixed.answers["mixed"] == {"200": 2, "400": 2, "500": 2}
-
-
-def test_the_matrix_has_the_bystanders_gap_as_a_column() -> None:
-    calm = {"attack": "nothing", "seconds": 4.0, "answers": {}, "gap_s": 0.02, "plain_s": 0.1}
-    rude = {**calm, "attack": "bombs", "answers": {"200": 3, "400": 21}, "gap_s": 0.7}
-    rows = [{**row, "growth_mib": 1.0, "failures": 0} for row in (calm, rude)]
-    head, _, first, second = attack_table(rows)
-    assert "stream's longest gap" in head and "| 0.02 |" in first
-    assert second == "| bombs | 4 | 3 x 200, 21 x 400 | 0.70 | 0.10 | 1 |"
-    gap, plain, failures = checks(rows)
-    assert not gap.holds and plain.holds and failures.holds
-    assert len(attacks(2048)) > 8
 
 
 @pytest.mark.slow

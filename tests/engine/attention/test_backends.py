@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.attention.cpu import CpuAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.kernels.cpu import build, levels
+from kvserve.kernels.cpu import build
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
@@ -200,20 +197,3 @@ def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         select_backend("cpu", needs)
     assert select_backend("torch", needs).reason == "gathered blocks and torch's SDPA"
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("form", ["auto", "int8"])
-def test_the_reason_names_the_instructions(form: str) -> None:
-    reason = select_backend("cpu", replace(NEEDS, form=form)).reason
-    assert re.match(r"compiled \(\w", reason), reason
-    cpu = levels.of_this_cpu()  # it may have more than the library was compiled for
-    assert "AVX-512" not in reason or "x86-64-v4" in cpu, reason
-    assert "AVX" not in reason or "x86-64-v3" in cpu, reason
-
-
-def test_the_startup_table_names_the_reason(llama_dir: Path) -> None:
-    llm = LLM(str(llama_dir), dtype="float16", skip_tokenizer_init=True)
-    rows = {feature: (state, why) for feature, state, why in llm.engine.core.info.summary}
-    state, why = rows["attention"]
-    assert state == "torch" and "not cpu: dtype float16" in why and "--attention-backend" in why

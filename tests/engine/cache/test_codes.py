@@ -37,11 +37,6 @@ NOTHING_MERGES = {**SPINDLE, "ratio": 1, "theta_k": 0.9999, "theta_v": 0.9999}
 MUCH_MERGES = {**SPINDLE, "ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
 
 
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
-
-
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     settings = {"block_size": BLOCK, "max_num_seqs": 16, "dtype": "float32", **settings}
     return LLM(str(directory), policy=policy, skip_tokenizer_init=True, **settings)

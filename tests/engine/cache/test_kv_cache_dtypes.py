@@ -15,10 +15,8 @@ import torch
 
 from kvserve import LLM, EngineConfig, SamplingParams
 from kvserve.config import KV_CACHE_DTYPES
-from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.runner import plan
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.quantized_entries import TORCH
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.recorder import Recorder
@@ -116,19 +114,6 @@ def test_a_block_that_is_too_small_is_refused(qwen3_dir: Path) -> None:
         make_llm(qwen3_dir, kv_cache_dtype="k4v4", block_size=4)
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_torch_backend_agrees(qwen3_dir: Path, dtype: str) -> None:
-    """Up to the order of its sums, by which a number may go to the next level."""
-    logits = []
-    for backend in ("cpu", "torch"):
-        llm = make_llm(qwen3_dir, kv_cache_dtype=dtype, attention_backend=backend)
-        recorder = Recorder(llm)
-        llm.generate(random_prompts([60, 21]), PARAMS, use_tqdm=False)
-        logits.append(torch.stack([rows[0] for rows in recorder.logits.values()]))
-    torch.testing.assert_close(*logits, atol=5e-3, rtol=5e-3)
-
-
 def test_queries_are_logged_beside_levels(qwen3_dir: Path) -> None:
     """As numbers, in blocks of which a few bytes are left over: what Kara keeps hardly changes."""
     policy = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.5, "period": 5}
@@ -176,12 +161,3 @@ def test_fp8_needs_a_gpu_that_has_it(qwen3_dir: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: needs a GPU of compute capabil"):
         make_llm(qwen3_dir, kv_cache_dtype="fp8")
-
-
-def test_packages_say_that_they_read_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = Needs("cuda", torch.bfloat16, 64, 256, 0.1, form="int8")
-    for name in ("flash-attn", "xformers,triton"):
-        with pytest.raises(ConfigError, match="as they were computed, not --kv-cache-dtype int8"):
-            select_backend(name, needs)
-    choice = select_backend("auto", Needs("cpu", torch.float16, 64, 16, 0.1, form="int8"))
-    assert choice.name == "torch" and choice.quantized is TORCH

@@ -57,19 +57,6 @@ def test_hits_change_no_token(llama_dir: Path, policy: Any, settings: dict[str, 
         assert llm.stats().compactions_total > 0
 
 
-def test_branches_of_a_request_hold_one_copy_of_the_prompt(llama_dir: Path) -> None:
-    llm = LLM(str(llama_dir), dtype="float32", skip_tokenizer_init=True)
-    params = SamplingParams(n=4, max_tokens=2, ignore_eos=True, seed=1)
-    llm.engine.add_request("a", PREFIX[:65], params)
-    llm.engine.step()
-    stats = llm.stats()
-    in_use = stats.blocks_total - stats.blocks_free - stats.blocks_cached
-    assert in_use == 4 + 4  # 64 shared tokens, and one block for each branch
-    while llm.engine.has_unfinished_requests:
-        llm.engine.step()
-    assert llm.stats().kv_cache_usage == 0.0
-
-
 def test_a_follow_up_turn_finds_the_answer_it_continues(llama_dir: Path) -> None:
     llm = LLM(str(llama_dir), dtype="float32", skip_tokenizer_init=True)
     (first,) = llm.generate([PREFIX], GREEDY, use_tqdm=False)

@@ -18,7 +18,7 @@ from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.gather_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import EventKind, Events
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 from tests.checkpoints import random_prompts
@@ -142,20 +142,6 @@ def test_plan_follows_the_worked_example() -> None:
     plan = plan_moves(task, kept + 5, three, layout)
     assert plan.counts.tolist() == [[[6, 6]]]
     assert plan.src[0, 0].tolist() == [[5, 7, 10, 11, 12, 13], [6, 7, 8, 11, 12, 13]]
-
-
-def test_plan_of_lanes_that_keep_differently_many() -> None:
-    """Prompt 2, lanes of 6 and 4 entries in two heads; they keep 3 and 1; copied from 1 on."""
-    layout = KVLayout(1, 2, 8, block_size=4, granularity=Granularity.HEAD)
-    one, two, four = (np.array([value]) for value in (1, 2, 4))
-    events = EvictionSpec(two, one, four, two, two, one, four)
-    old, new = np.array([[[6, 4]]]), np.array([[[5, 3]]])
-    row = np.zeros(1, int)
-    task = Events(0, EventKind.UNEVEN, row, row, events, old, None, new, one, four, four)
-    kept = torch.tensor([[[[2, 4, 5], [3, 9, 9]]]])
-    plan = plan_moves(task, kept, new - 2, layout)
-    assert plan.counts.tolist() == [[[4, 2]]]
-    assert plan.src[0, 0].tolist() == [[1, 2, 4, 5], [1, 3, 0, 0]]
 
 
 def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

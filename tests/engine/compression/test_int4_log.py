@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import write_checkpoint
-from tests.engine.policies.cases import PROMPT, Case
-from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+from tests.engine.policies.cases import Case
+from tests.engine.policies.test_conformance import Lab, Run, same
 
 _KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
 _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
@@ -115,11 +115,3 @@ def test_a_preempted_sequence_ends_up_the_same(lab: Lab, label: str, swap_space:
 @pytest.mark.parametrize("hits", [False, True])
 def test_neither_chunks_nor_hits_matter(lab: Lab, label: str, hits: bool) -> None:
     same(lab.alone(label), lab.chunked(16, hits)[label])
-
-
-def test_a_window_never_reached_changes_nothing(lab: Lab) -> None:
-    engine = lab.engine()
-    (full,) = generate(engine, [(IDS, "none")])
-    (run,) = generate(engine, [(IDS, {"name": "kara", "window": 200, "query_dtype": "int4"})])
-    assert run.details.compactions == 0 and len(run.tokens) + PROMPT > 60
-    assert run.tokens == full.tokens and torch.equal(run.logits, full.logits)

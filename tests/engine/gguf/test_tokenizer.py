@@ -160,13 +160,6 @@ def test_llama_3_keeps_words_that_are_tokens(tmp_path: Path) -> None:
     assert found["llama-bpe"] == [257] and len(found["dbrx"]) == 3
 
 
-def test_the_chat_template_is_used(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(str(byte_level(tmp_path / "model.gguf", "smollm")))
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
-    assert ids == [1, *tokenizer.encode("hello"), 2]
-    assert tokenizer.describe()["chat_template"] == TEMPLATE
-
-
 def test_grammars_read_it_too(tmp_path: Path) -> None:
     file = byte_level(tmp_path / "model.gguf", "smollm")
     ours = Tokenizer(str(file))

@@ -66,11 +66,6 @@ def test_the_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None
     assert tokens(make(tmp_path, **how)) == wanted
 
 
-def test_the_page_says_how_many_are_compared() -> None:
-    page = Path(__file__).parents[3] / "docs" / "models.md"
-    assert f"compares {len(MODELS)} architectures" in page.read_text()
-
-
 def test_a_policy_keeps_what_it_keeps_on_native_layers(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     policy = {"name": "kara", "window": 16, "buffer": 4, "protect_prompt": False, "ratio": 0.3}

@@ -159,24 +159,6 @@ def test_a_copied_weight_keeps_its_shape() -> None:
     assert torch.equal(linear(x, one), linear(x, panels)) and linear(x, one).shape == (3, 70)
 
 
-@pytest.mark.compiler
-def test_what_does_not_fit_is_refused() -> None:
-    panels = packed(weight_of(64, 32), "compiled")
-    for x in (torch.zeros(2, 33), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).T):
-        with pytest.raises(ValueError, match=r"\[64, 32\]"):
-            linear(x, panels)
-    for bias in (torch.zeros(63), torch.zeros(64, dtype=torch.bfloat16), torch.zeros(128)[::2]):
-        with pytest.raises(ValueError, match="bias"):
-            linear(torch.zeros(2, 32), panels, bias)
-    with pytest.raises(ValueError, match="float16"):
-        Panels.of(torch.zeros(64, 32, dtype=torch.float16))
-    with pytest.raises(ValueError, match="dense"):
-        Panels.of(torch.zeros(32, 64).T)
-    odd = weight_of(64, 33, torch.bfloat16)
-    assert packed(odd, "compiled") is odd
-    assert isinstance(packed(weight_of(64, 33), "compiled"), Panels)
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 @pytest.mark.parametrize("with_bias", [False, True])

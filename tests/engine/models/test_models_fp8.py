@@ -115,17 +115,6 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
     assert ("1 matrices are widened: its parts have several forms" in said) == (change == "mixed")
 
 
-@pytest.mark.compiler
-@pytest.mark.usefixtures("multiplies")
-def test_random_weights_of_an_fp8_model(tmp_path: Path) -> None:
-    quantize("llama", tmp_path, fp8_config())
-    llm = make_llm(tmp_path, load_format="dummy")
-    assert weights_row(llm)[1] == "random, FP8, else bfloat16"
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    (output,) = llm.generate(random_prompts([12]), params, use_tqdm=False)
-    assert len(set(output.outputs[0].token_ids)) > 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_does_not(dtype: torch.dtype) -> None:
     assert not can_multiply(dtype, "cpu", 64)

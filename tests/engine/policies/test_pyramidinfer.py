@@ -16,7 +16,7 @@ from kvserve.engine.policies.pyramidinfer import PyramidInfer
 from kvserve.engine.policies.scoring import Observation
 from kvserve.log import RequestError
 from kvserve.scheduler.triggers.pruning import Taper
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import DensePass, dense_pass, load_dense
 
 SPEC: dict[str, Any] = {
@@ -26,11 +26,6 @@ SPEC: dict[str, Any] = {
 POLICY = PyramidInfer(**{key: value for key, value in SPEC.items() if key != "name"})
 PROMPT, MORE = random_prompts([70, 45], seed=2)
 RECENT = int(70 * 0.15) + 1
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:

@@ -14,8 +14,8 @@ from kvserve.engine.policies.registry import describe_policies, make_policy, pol
 
 DESCRIBED = {policy["name"]: policy for policy in describe_policies()}
 WRONG: dict[str, list[Any]] = {
-    "integer": [1.5, "many", True],
-    "number": ["many", True],
+    "integer": [1.5, 64.0, "many", True],
+    "number": ["many", True, float("nan")],
     "string": [3, ["sum"]],
     "boolean": ["perhaps", 2],
 }

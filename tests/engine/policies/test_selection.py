@@ -86,16 +86,6 @@ def test_without_chunks_it_is_plain_top_n() -> None:
     assert torch.equal(token_to_chunk(scores, 10, 5, 8), plain)  # alpha < gamma - 2
 
 
-def test_ties_go_to_the_older_entry() -> None:
-    assert top_mask(torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]), 3).tolist() == [
-        True,
-        True,
-        False,
-        True,
-        False,
-    ]
-
-
 def naive_best(scores: list[float], length: int, keep: int) -> list[int]:
     newest = list(range(len(scores), length))
     order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))

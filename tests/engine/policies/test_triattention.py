@@ -18,7 +18,6 @@ from kvserve.engine.compression.query_statistics import (
     QueryStatistics,
     load_statistics,
 )
-from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.kernels.scores.centre_scores import OFFSETS, Centres, centre_scores_torch
 from kvserve.log import ConfigError, RequestError
@@ -188,13 +187,6 @@ def test_the_two_forms_agree_in_float64(aggregation: str) -> None:
     expected = reference.scores(keys, positions, 90_000, aggregation)
     expected = expected.unflatten(1, (2, -1)).amax(2)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
-def test_arguments() -> None:
-    assert TriAttention().newest == 128 and TriAttention(budget=64).newest == 32
-    for fields in ({"budget": 5, "ratio": 0.5}, {"ratio": 0.999}, {"budget": 3, "recent": 3}):
-        with pytest.raises(PolicyError):
-            TriAttention(**fields)
 
 
 def test_a_model_without_statistics_says_which_command_makes_them(tmp_path: Path) -> None:

@@ -195,24 +195,6 @@ def test_more_sequences_than_the_largest_size_decode_without(llama_dir: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "state"),
-    [
-        ({}, ("decodes, each size once", "compiled kernels are called")),
-        ({"enforce_eager": True}, ("off", "--enforce-eager")),
-        ({"cudagraph_capture_sizes": (4, 2, 99)}, ("decodes of up to 4, 2 sizes", "no GPU: the")),
-    ],
-    ids=["usual", "eager", "named"],
-)
-def test_the_startup_table_says_what_is_captured(
-    llama_dir: Path, settings: dict[str, Any], state: tuple[str, str]
-) -> None:
-    llm = make_llm(llama_dir, "none", **settings)
-    names = ("cuda graphs", "recorded steps")
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] in names]
-    assert row[1] == state[0] and row[2].startswith(state[1])
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"attention_backend": "torch"}, "decode attention torch plans each step anew"),

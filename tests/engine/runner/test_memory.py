@@ -131,20 +131,6 @@ def test_a_swap_gathers_a_few_blocks_at_a_time(
     assert cache.kv.flatten(1)[blocks, 0].tolist() == blocks.tolist()
 
 
-def test_the_startup_table_says_what_fits(llama_dir: Path) -> None:
-    llm = make_llm(
-        llama_dir,
-        num_gpu_blocks_override=640,
-        max_model_len=256,
-        policy={"name": "streaming_llm", "budget": 32},
-    )
-    rows = {row[0]: row for row in llm.engine.core.info.summary}
-    assert rows["memory"][1].startswith("weights 1 MiB")
-    assert "10.0 sequences of full length, 80.0 as streaming_llm" in rows["kv pool"][2]
-    # Of the policy's fields only those that differ from their defaults.
-    assert rows["policy"][1] == "streaming_llm, budget 32"
-
-
 FAULTS = """
 import resource, sys, torch
 from kvserve.engine.device.pages import keep_freed_memory

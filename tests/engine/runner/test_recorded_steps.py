@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.engine.runner.recorded_steps import RecordedSteps, _Memory
-from kvserve.kernels.cpu import calls
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -132,15 +130,6 @@ def test_weights_that_onednn_reorders_are_not_recorded(
     assert recorded_steps(llm).replays == 0
 
 
-def test_who_measures_queries_gets_all(llama_dir: Path) -> None:
-    llm = make_llm(llama_dir, "none")
-    layers: list[int] = []
-    llm.engine.core.runner.cache.on_queries = lambda layer, batch, q: layers.append(layer)
-    generate(llm, PROMPTS[:1], ["none"])
-    assert len(layers) == TOKENS * len(llm.engine.core.runner.model.decoder_layers)
-    assert recorded_steps(llm).replays == 0
-
-
 def test_a_block_that_is_not_there_is_refused_in_a_played_step(llama_dir: Path) -> None:
     """The kernel's own words, and nothing behind that call runs."""
     llm = make_llm(llama_dir, "none")
@@ -153,15 +142,6 @@ def test_a_block_that_is_not_there_is_refused_in_a_played_step(llama_dir: Path) 
         batch.block_tables[:, 0] = len(runner.cache.kv)
         with pytest.raises(IndexError, match="store_kv: slot"):
             graphs.decode(1, False)
-
-
-def test_kernels_are_called_in_one_place() -> None:
-    """A kernel that is called past ``calls.run`` would be missing from tapes, without a word."""
-    facts = {"kvserve_panel_width", "kvserve_instructions", "kvserve_has_tiles", "kvserve_lanes"}
-    facts.add("kvserve_inputs_side_by_side")
-    for file in Path(calls.__file__).parent.glob("*.py"):
-        if file.name != "calls.py":
-            assert set(re.findall(r"kvserve_[a-z_]+", file.read_text())) <= facts, file
 
 
 def test_living_tensors_never_share_memory() -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.frontend.inspect import inspect
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SpeculationDetails
 from kvserve.sampling_params import StructuredOutput
@@ -289,18 +288,6 @@ def test_engine_wide_events_are_refused_guesses(llama_dir: Path) -> None:
     llm = make_llm(llama_dir, policy, speculative_config=SPECULATIVE)
     (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
     assert output.speculation == SpeculationDetails(0, 0, "kv_policy")
-
-
-def test_positions_that_were_forced(llama_dir: Path) -> None:
-    """``inspect`` follows an engine that guesses, too: the same positions are kept."""
-    prompt, more = PROMPTS[0], [9, 8, 7, 9, 8, 7] * 6
-    kept = []
-    for config in ({}, {**LOOKUP, "prompt_lookup_min": 1}):
-        llm = make_llm(llama_dir, KARA, speculative_config=config)
-        kept.append(inspect(llm, prompt, more))
-        assert bool(llm.stats().accepted_tokens_total) == bool(config)
-    assert np.array_equal(kept[0].held, kept[1].held)
-    assert [event.seen for event in kept[0].events] == [event.seen for event in kept[1].events]
 
 
 def test_repeated_text_takes_fewer_steps(llama_dir: Path) -> None:

@@ -42,25 +42,6 @@ def test_idle_cores_count(machine: list[dict[int, list[int]]], idle: float, expe
     assert torch.get_num_threads() == expected
 
 
-def test_other_cores_do_not_matter(
-    machine: list[dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "_cores", lambda: {1, 3})
-    machine += [{core: [0, 0, 0, 0, 0] for core in range(4)}]
-    machine += [{i: [0, 0, 0, 20, 0] if i % 2 else [20, 0, 0, 0, 0] for i in range(4)}]
-    assert threads.limit_threads()[0] == "2"
-
-
-def test_a_system_that_says_nothing_is_taken_for_idle(
-    machine: list[dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine += [{}, {}]
-    assert threads.limit_threads()[0] == "4"
-    monkeypatch.setattr(threads, "_quota", lambda: 2)
-    machine += [{}, {}]
-    assert threads.limit_threads()[0] == "2"
-
-
 def test_what_the_environment_says_is_left_alone(
     machine: list[dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,15 +114,3 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     at = np.zeros(1, np.int32)
     assert rows.sample(logits, at, torch.tensor([7])).token_ids.tolist() == [3]
     assert rows.sample(logits, at, torch.tensor([8])).token_ids.tolist() == [2]
-
-
-def test_logprobs_are_those_of_the_raw_distribution() -> None:
-    rows = rows_with(replace(BASE, temperature=5.0, top_k=1, logprobs=3), BASE)
-    logits = torch.randn(2, 30)
-    out = rows.sample(logits, np.arange(2), torch.tensor([1, 1]))
-    expected = logits.log_softmax(-1)
-    assert out.logprobs is not None and out.top_logprobs is not None and out.ranks is not None
-    torch.testing.assert_close(out.logprobs, expected.gather(1, out.token_ids[:, None])[:, 0])
-    torch.testing.assert_close(out.top_logprobs, expected.topk(3).values)
-    assert out.ranks[0] == 1
-    assert rows.wants_logprobs(np.arange(2)).tolist() == [3, -1]

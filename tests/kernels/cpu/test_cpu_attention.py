@@ -193,29 +193,6 @@ def test_what_is_not_there_is_refused(broken: str, message: str) -> None:
         case.run()
 
 
-def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
-    case = make(Shape(dim=12), [9], [1])
-    with pytest.raises(ValueError, match=r"head_dim 12 .* \(query \[1, 4, 12\], blocks \[13, 8, "):
-        case.run()
-    with pytest.raises(ValueError, match="head_dim 264"):
-        make(Shape(dim=264), [9], [1]).run()
-    with pytest.raises(ValueError, match=r"dtype torch.float16"):
-        make(Shape(), [9], [1], torch.float16).run()
-    with pytest.raises(ValueError, match="do not divide"):
-        make(Shape(heads=5), [9], [1]).run()
-    fine = make(Shape(), [9], [1])
-    with pytest.raises(ValueError, match="not dense"):
-        replace(fine, keys=fine.keys.mT.contiguous().mT).run()
-    with pytest.raises(ValueError, match="not laid out alike"):
-        replace(fine, values=fine.values.clone()).run()
-    with pytest.raises(ValueError, match="tables are not dense int32"):
-        replace(fine, tables=fine.tables.long()).run()
-    with pytest.raises(ValueError, match="chunks are not dense int64"):
-        replace(fine, chunks=replace(fine.chunks, last=fine.chunks.last.int())).run()
-    with pytest.raises(ValueError, match="chunks do not fit"):
-        replace(fine, query=torch.cat([fine.query, fine.query])).run()
-
-
 # ---- store --------------------------------------------------------------------------------------
 
 
@@ -248,34 +225,12 @@ def test_log_queries(tables: int, group: int, dim: int, dtype: torch.dtype) -> N
     assert log.any()
 
 
-def test_queries_that_do_not_fit_the_log_are_refused() -> None:
-    log, query = torch.zeros(20, 3, 8, 2, 16), torch.ones(3, 4, 16)
-    with pytest.raises(IndexError, match="store_queries: slot 160 is not in a pool of 20 blocks"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 160]]), query)
-    assert not log.any()
-    with pytest.raises(ValueError, match=r"new entries \[3, 3, 16\] .*: \[3, 2, 16\] is needed"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query[:, :3])
-    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
-        store_kv.store_queries(log, 0, torch.tensor([[8, 9, 10]]), query.double())
-
-
 @pytest.mark.parametrize("slot", [-1, 160, 2**40])
 def test_a_slot_outside_of_the_pool_is_refused_before_anything_is_written(slot: int) -> None:
     cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
     with pytest.raises(IndexError, match=f"slot {slot} is not in a pool of 20 blocks of 8"):
         store_kv.store_kv(cache, 0, torch.tensor([[8, 9, slot]]), new, new)
     assert not cache.any()
-
-
-def test_entries_that_do_not_fit_the_cache_are_refused() -> None:
-    cache, new = torch.zeros(20, 3, 2, 8, 2, 16), torch.ones(3, 2, 16)
-    slots = torch.tensor([[8, 9, 10]])
-    with pytest.raises(ValueError, match=r"new entries \[3, 1, 16\] .*: \[3, 2, 16\] is needed"):
-        store_kv.store_kv(cache, 0, slots, new[:, :1], new)
-    with pytest.raises(ValueError, match=r"new entries of torch.float64"):
-        store_kv.store_kv(cache, 0, slots, new, new.double())
-    with pytest.raises(ValueError, match=r"slots of torch.int32"):
-        store_kv.store_kv(cache, 0, slots.int(), new, new)
 
 
 def test_offsets_beyond_what_32_bits_hold() -> None:

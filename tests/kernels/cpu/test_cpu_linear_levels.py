@@ -86,12 +86,3 @@ def test_rows_of_a_table(form: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, weight.numbers(places), atol=1e-6, rtol=error)
     with pytest.raises(IndexError, match="row 130 of a table of 130"):
         panels.take_rows(torch.tensor([3, 130]))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    panels = LevelPanels(random_levels(FORMS["Q4_0"], 64, 64))
-    for x in (torch.zeros(2, 65), torch.zeros(2, 64, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="does not fit levels"):
-            panels.linear(x)
-    with pytest.raises(ValueError, match="bias"):
-        panels.linear(torch.zeros(2, 64), torch.zeros(63))

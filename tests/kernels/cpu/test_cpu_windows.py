@@ -88,10 +88,3 @@ def test_where_a_chunk_begins_to_read_changes_nothing(window: int) -> None:
         own = replace(chunks, starts=torch.tensor([0, 1]), last=last, first=first)
         alone = run(replace(whole, query=whole.query[at], chunks=own), sinks=sinks)
         assert torch.equal(alone, run(whole, sinks=sinks)[at])
-
-
-def test_a_first_entry_behind_the_last_is_refused() -> None:
-    case = make(Shape(), [9], [1])
-    chunks = replace(case.chunks, first=case.chunks.last + 1)
-    with pytest.raises(IndexError, match="sees entry"):
-        run(replace(case, chunks=chunks))

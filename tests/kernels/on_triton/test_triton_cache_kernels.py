@@ -126,21 +126,6 @@ def test_slots_outside_of_the_cache_are_left_alone() -> None:
     assert not gather_keys_triton(cache, outside).any()
 
 
-def test_refusals() -> None:
-    slots, cache = torch.zeros(1, 1, 6, dtype=torch.int64), torch.zeros(2, 1, 2, 4, 1, 16)
-    entry = torch.zeros(6, 1, 16)
-    with pytest.raises(ValueError, match=r"shape \[2, 1, 2, 4, 1, 24\]"):
-        compact_kv_triton(torch.zeros(2, 1, 2, 4, 1, 24), slots, slots)
-    with pytest.raises(ValueError, match=r"shape \[2, 1, 4, 1, 24\]"):
-        gather_keys_triton(torch.zeros(2, 1, 2, 4, 1, 24), slots)
-    with pytest.raises(ValueError, match=r"\[1, 1, 6\] .* are not 4 equal runs"):
-        compact_kv_triton(cache, slots, slots, runs=4)
-    with pytest.raises(ValueError, match=r"got torch.float16 \[6, 1, 16\]"):
-        store_kv_triton(cache, 0, slots[0], entry, entry.half())
-    with pytest.raises(ValueError, match=r"got torch.float32 \[6, 2, 16\]"):
-        store_kv_triton(cache, 0, slots[0], entry.repeat(1, 2, 1), entry)
-
-
 @pytest.mark.usefixtures("untouched_memory")
 def test_offsets_exceed_31_bits() -> None:
     cache = torch.empty(70_000, 2, 2, 64, 2, 64, dtype=torch.uint8)

@@ -77,15 +77,6 @@ def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> N
         assert_same(rows, other)
 
 
-@pytest.mark.parametrize(("block", "log_block"), [(1, 1), (16, 256), (64, 3)])
-def test_block_sizes(block: int, log_block: int) -> None:
-    rows = some_rows(2, 2, block, log_block)
-    found, expected = buffers(rows, 5, True), buffers(rows, 5, True)
-    decode_inputs_torch(deepcopy(rows), expected, torch.tensor(4))
-    decode_inputs_triton(rows, found, torch.tensor(4))
-    assert_same(found, expected)
-
-
 FORMS = pytest.mark.parametrize(
     "fill",
     [decode_inputs_triton, pytest.param(compiled, marks=pytest.mark.compiler)],
@@ -180,13 +171,3 @@ def test_columns_that_a_table_does_not_have_are_the_null_block(fill: FillInputs)
     fill(rows, found, torch.tensor(3))
     assert not found.slots.any()
     assert found.query_slots is not None and not found.query_slots.any()
-
-
-def test_refusals() -> None:
-    rows, count = some_rows(2, 1), torch.tensor(1)
-    short = buffers(some_rows(1, 1), 3, False)
-    half = replace(buffers(rows, 3, True), recent=None)
-    few = replace(buffers(rows, 3, False), chunks=chunks_of([0, 2], [2]))
-    for wrong in (short, half, few, buffers(rows, ROWS + 1, False)):
-        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
-            decode_inputs_triton(rows, wrong, count)

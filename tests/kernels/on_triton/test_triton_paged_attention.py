@@ -15,7 +15,6 @@ from kvserve.kernels.attention import paged_attention_triton as launcher
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.tiles import TILES
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -130,29 +129,6 @@ def test_a_long_row_is_split_beside_short_ones(
     case.assert_same()
 
 
-@pytest.mark.parametrize(
-    ("rows", "max_held", "splits"),
-    [
-        # 132 multiprocessors with five programs each are 660; a row is 8 heads.
-        (1, 8192, (64, 128)),
-        (1, 1024, (8, 128)),
-        (17, 8192, (4, 128)),
-        (31, 8192, (2, 128)),
-        (64, 8192, (2, 4096)),
-        (256, 8192, (2, 4096)),
-        (256, 131_072, (4, 4096)),
-        (256, 4096, (1, 4096)),
-    ],
-)
-def test_how_a_context_is_split(rows: int, max_held: int, splits: tuple[int, int]) -> None:
-    """Few rows until all multiprocessors are busy; among many, those that are longer than most."""
-    tile = TILES[9, 0]["decode"]._replace(longest=4096)  # whatever is measured next
-    assert launcher._splits(8 * rows, max_held, tile, torch.device("cpu")) == splits
-    without = tile._replace(longest=0)
-    many = launcher._splits(8 * rows, max_held, without, torch.device("cpu"))
-    assert many == (splits if rows < 64 else (1, 128))
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_over_held_context(shape: Callable[..., Case]) -> None:
     """A chunk of several query tiles, one of a single token, an empty one, one without context."""
@@ -170,11 +146,6 @@ def test_limits_of_an_observation_pass() -> None:
     case.assert_same()
 
 
-def test_long_contexts_are_split() -> None:
-    """Without being told: a single row of many tiles gives the parts of several programs."""
-    Case(1, 1, 4, 16, 64, torch.float32, [1100]).assert_same()
-
-
 def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     case = Case(1, 1, 2, 16, 16, torch.float32, [40, 40])
     expected = case.torch()
@@ -185,25 +156,6 @@ def test_blocks_outside_of_the_cache_are_not_seen() -> None:
     case.tables[row, 0, 1:] = 0
     torch.testing.assert_close(found, case.torch())
     torch.testing.assert_close(found[1], expected[1])
-
-
-def test_refusals() -> None:
-    case = Case(1, 2, 2, 16, 16, torch.float32, [40, 40])
-    with pytest.raises(ValueError, match=r"shape \[2, 4, 8\]"):
-        case.q = case.q[..., :8]
-        case.triton()
-    case.q = torch.randn(2, 3, 16)
-    with pytest.raises(ValueError, match=r"\[2, 3, 16\] has no whole group for each of 1 \* 2"):
-        case.triton()
-    case.q = torch.randn(3, 4, 16)
-    with pytest.raises(ValueError, match=r"last has to be \[1, 3\], got \[1, 2\]"):
-        case.triton()
-    case.last = torch.zeros(1, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"rows \[2\] do not go with the tokens of q \[3, 4, 16\]"):
-        case.triton()
-    case.q = torch.randn(2, 4, 16).half()
-    with pytest.raises(ValueError, match=r"q is torch.float16, keys are torch.float32"):
-        case.triton()
 
 
 @pytest.mark.usefixtures("untouched_memory")

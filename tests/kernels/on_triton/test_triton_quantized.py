@@ -101,9 +101,3 @@ def test_attention(form: EntryFormat, tables: int, dim: int, lengths: list[int])
     for splits in (1, 2):
         found = paged_attention_triton(*case, num_splits=splits)  # type: ignore[misc]
         torch.testing.assert_close(found, expected, atol=within, rtol=within)
-
-
-def test_attention_refuses() -> None:
-    q, k, v, *rest = Rows(FORMATS["int8"], 1, 2, torch.float32).arguments([1, 1])
-    with pytest.raises(ValueError, match="not both levels"):
-        paged_attention_triton(q, k, v.widened(), *rest)

@@ -80,19 +80,3 @@ def test_offsets_exceed_31_bits() -> None:
     zeros = torch.zeros(5, 1, 64, dtype=torch.float16)
     rotate_and_store_triton(cache, 1, slots, qk, v, zeros + 1, zeros)
     assert torch.equal(cache[-1, 1, 0, :5], qk[:, 2:]) and torch.equal(cache[-1, 1, 1, :5], v)
-
-
-def test_refusals() -> None:
-    layout = KVLayout(1, 2, 8, 4)
-    cache, slots = torch.zeros(layout.cache_shape(3)), torch.tensor([[4, 5, 12]])
-    qk, v, cos, sin = projected(layout, 3, 2, torch.float32)
-    for wrong in (
-        (qk.half(), v, cos, sin),
-        (qk[:, :5], v, cos, sin),
-        (qk[:, :2], v, cos, sin),
-        (qk, v[:, :1], cos, sin),
-        (qk, v, cos[..., :4], sin),
-        (qk.transpose(1, 2).contiguous().transpose(1, 2), v, cos, sin),
-    ):
-        with pytest.raises(ValueError, match="operands that fit"):
-            rotate_and_store_triton(cache, 0, slots, *wrong)

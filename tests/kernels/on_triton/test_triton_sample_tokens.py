@@ -126,22 +126,6 @@ def test_what_filters_keep(spread: float) -> None:
     assert_same_kept(logits, torch.tensor(FILTERS))
 
 
-def test_few_tokens_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little more than a filter keeps, whether by number, by mass or by the best one's weight."""
-    settings = torch.tensor([(1.0, 1.0, 20.0, 0.0), (1.0, 0.5, 0.0, 0.0), (1.0, 1.0, 0.0, 0.2)])
-    logits, picked = torch.randn(1, 300).repeat(3, 1) * 2, list[Tensor]()
-    launch = cutting._narrow.launch
-
-    def noted(grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        picked.append(args[1].sum(dim=1))
-        launch(grid, *args, **options)
-
-    monkeypatch.setattr(cutting._narrow, "launch", noted)
-    kept = kept_by_kernel(logits, settings).sum(dim=1)
-    (found,) = picked
-    assert (found >= kept).all() and (found <= 2 * kept + 8).all(), (found, kept)
-
-
 def test_parts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many a row is cut into depends on the other rows. Neither a cut-off nor a sum does, which
     would seldom move one."""
@@ -204,24 +188,3 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
         own, seed, position = (x[i : i + 1] for x in rows)
         alone = sample_tokens_triton(logits[i : i + 1], own, seed, position, i < len(filters))
         assert alone == together[i]
-
-
-def test_noise_is_the_reference_s() -> None:
-    """The winner among equals is where the noise is largest, whatever the seed's bits."""
-    rows, logits = rows_of(*[PLAIN] * 20), torch.zeros(20, 130)
-    noise = gumbel_noise(rows[1], rows[2], 130)
-    assert torch.equal(sample_tokens_triton(logits, *rows, False), noise.argmax(-1))
-
-
-def test_refusals() -> None:
-    logits, rows = torch.randn(2, 7), rows_of(PLAIN, GREEDY)
-    with pytest.raises(ValueError, match=r"logits are torch\.float16"):
-        sample_tokens_triton(logits.half(), *rows, False)
-    with pytest.raises(ValueError, match=r"got shape \[7, 2\], strides \[1, 7\]"):
-        sample_tokens_triton(logits.T, *rows, False)
-    with pytest.raises(ValueError, match=r"got shape \[2, 0\]"):
-        sample_tokens_triton(logits[:, :0], *rows, False)
-    with pytest.raises(ValueError, match=r"\[\[2, 4\], \[2\], \[2\]\] do not go with 3 rows"):
-        sample_tokens_triton(torch.randn(3, 7), *rows, False)
-    with pytest.raises(ValueError, match="contiguous"):
-        sample_tokens_triton(logits, rows[0].T.contiguous().T, *rows[1:], False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
-from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -60,12 +60,3 @@ def test_places_of_strided_scores() -> None:
 
 def test_no_lanes() -> None:
     assert token_to_chunk_triton(torch.rand(0, 4, 50), 12, 6, 5).shape == (0, 4, 12)
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"8 of scores \[2, 7\], torch.float32"):
-        token_to_chunk_triton(torch.rand(2, 7), 8, 0, 8)
-    with pytest.raises(ValueError, match=r"scores \[2, 7\], torch.float16"):
-        token_to_chunk_triton(torch.rand(2, 7).half(), 3, 0, 8)
-    with pytest.raises(ValueError, match=f"at most {MOST_SCORES}"):
-        token_to_chunk_triton(torch.rand(MOST_SCORES + 1), 3, 0, 8)

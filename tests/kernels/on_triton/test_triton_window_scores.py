@@ -66,18 +66,3 @@ def test_every_e4m3_number_is_widened_exactly() -> None:
 
 def test_nothing_to_score() -> None:
     assert window_scores_triton(torch.randn(2, 4, 16), torch.randn(2, 0, 16), 1.0).shape == (2, 0)
-
-
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = torch.randn(4, 5, 16), torch.randn(2, 7, 16)
-    with pytest.raises(ValueError, match=r"shape \[4, 5, 12\]"):
-        window_scores_triton(q[..., :12], k[..., :12], 1.0)
-    with pytest.raises(ValueError, match=r"query \[3, 5, 16\] does not go with key \[2, 7, 16\]"):
-        window_scores_triton(q[:3], k, 1.0)
-    with pytest.raises(ValueError, match=r"query is torch\.float16, key is torch\.float32"):
-        window_scores_triton(q.half(), k, 1.0)
-    with pytest.raises(ValueError, match="got 'mean'"):
-        window_scores_triton(q, k, 1.0, "mean")
-    monkeypatch.setattr("kvserve.kernels.dispatch.capability", lambda _: (8, 0))
-    with pytest.raises(ValueError, match="sm_89"):
-        window_scores_triton(q.to(torch.float8_e4m3fn), k, 1.0)

@@ -209,19 +209,6 @@ def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- commands ---------------------------------------------------------------------------------
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["--help"], ["-h"], ["help"]):
-        assert cli.run(argv) == 0
-        assert "bench throughput" in capsys.readouterr().out
-    assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == "kvserve 0.1.0\n"
-    with pytest.raises(SystemExit) as caught:
-        cli.run(["serve", "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert "--policy.window 128" in text and "--max-num-seqs" in text and "--api-key" in text
-
-
 def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     for argv, status in ((["--version"], 0), (["frobnicate"], 2)):
         monkeypatch.setattr(sys, "argv", ["kvserve", *argv])
@@ -276,43 +263,6 @@ def test_failures_are_one_line(command: list[Any], capsys: pytest.CaptureFixture
         sys.modules["fake_command"].error = kind  # type: ignore[attr-defined]
         assert cli.run(["eval", "--rows", "-1"]) == 1
         assert capsys.readouterr().err == "kvserve eval: error: cannot do that\n"
-
-
-def test_policies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    registry: Any = types.ModuleType("registry")
-    described = [
-        {
-            "name": "kara",
-            "summary": "windows",
-            "source": "arXiv 1",
-            "details": "",
-            "cost": "a log",
-            "avoid": "short outputs",
-            "args": [
-                {
-                    "name": "window",
-                    "type": "integer",
-                    "default": 512,
-                    "range": "at least 1",
-                    "help": "tokens",
-                }
-            ],
-        },
-        dict.fromkeys(("source", "details", "cost", "avoid"), "")
-        | {"name": "none", "summary": "keeps all", "args": []},
-    ]
-    registry.describe_policies = lambda: described
-    monkeypatch.setitem(sys.modules, "kvserve.engine.policies.registry", registry)
-    assert cli.run(["policies"]) == 0
-    text = capsys.readouterr().out
-    assert "kara: windows (arXiv 1)" in text
-    assert "Cost: a log" in text and "Not for: short outputs" in text
-    assert "--policy.window" in text and "default 512; integer; at least 1" in text
-    assert "none: keeps all" in text
-    assert cli.run(["policies", "kara", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == described[:1]
-    assert cli.run(["policies", "krra"]) == 1
-    assert "unknown policy 'krra'; there are kara, none" in capsys.readouterr().err
 
 
 def test_collect_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ import pytest
 
 from kvserve.server.cli import runner
 from kvserve.server.cli.commands import run as run_command
-from kvserve.server.cli.runner import table
 from kvserve.server.http.http_protocol import MAX_HEAD
 from kvserve.server.settings.serve_settings import ServeSettings
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
@@ -258,12 +257,6 @@ def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
     assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
 
 
-def test_the_table(plain: Process) -> None:
-    assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
-    for part in ("feature", "prefix cache", "not built", "api keys", "serves a, b on http://"):
-        assert part in plain.text
-
-
 def test_it_drains(plain: Process, tmp_path: Path) -> None:
     """The last test of this process."""
     process, url = plain, plain.url
@@ -296,9 +289,3 @@ def test_a_dead_engine_ends_the_server(serve: Serve) -> None:
     status, answered, said = serve(client)
     assert (status, answered) == (1, 500)
     assert "the engine stopped: out of memory" in said and "Traceback" not in said
-
-
-def test_table() -> None:
-    assert table(("feature", "state", "why"), [("a", "on", ""), ("long name", "off", "x")]) == (
-        "feature    state  why\na          on\nlong name  off    x"
-    )

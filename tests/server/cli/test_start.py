@@ -77,14 +77,6 @@ def test_the_memory_of_a_container_counts(tmp_path: Path) -> None:
 # ---- the real command ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_one_tib_is_refused_by_the_command() -> None:
-    process = start(*SMALL[:4], "--kv-cache-memory", "1TiB")
-    _, text = process.communicate(timeout=WAIT)
-    assert process.returncode == 1
-    assert "--kv-cache-memory" in text and "1024.0 GiB" in text and "Traceback" not in text
-
-
 def _without_compiler(folder: Path) -> dict[str, str]:
     """A PATH that has Python and nothing else."""
     (folder / "bin").mkdir()

@@ -11,7 +11,6 @@ import threading
 import pytest
 
 from kvserve.server.cli import commands as cli
-from tests.server.cli.pseudo_terminal import Pty
 from tests.server.conftest import RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import wait_until
@@ -120,13 +119,3 @@ def test_slashes_mean_nothing_to_complete(
     assert capsys.readouterr().out == "0 \n0 \n"
     assert cli.run(["top"]) == 2
     assert "at / in a browser" in capsys.readouterr().err
-
-
-def test_at_a_terminal_it_greets_and_says_bye(server: RunningServer) -> None:
-    with Pty("chat", "--url", server.url, "--max-tokens", "2") as chat:
-        chat.wait_for("/help lists commands")
-        chat.type("hi\n")
-        chat.wait_for("0 1 ")
-        chat.type("\x04")
-        chat.wait_for("bye")
-        assert chat.ended() == 0

@@ -5,15 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.adakv import AdaKV
 from kvserve.engine.policies.base import Policy, Selection
-from kvserve.engine.policies.dynamickv import DynamicKV
-from kvserve.engine.policies.pyramidinfer import PyramidInfer
-from kvserve.engine.policies.pyramidkv import PyramidKV
-from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.engine.policies.windowkv import WindowKV
 
-UNEVEN = (PyramidKV, PyramidInfer, DynamicKV, WindowKV, AdaKV, SpindleKV)
 Places = list[list[list[int]]]
 
 

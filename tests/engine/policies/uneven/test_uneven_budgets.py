@@ -16,6 +16,8 @@ from kvserve.engine.policies.parts.budgets import (
     share_out,
 )
 from kvserve.engine.policies.pyramidkv import PyramidKV
+from kvserve.engine.policies.registry import make_policy
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.engine.policies.uneven.choices import tied
 
 # ---- PyramidKV ----------------------------------------------------------------------------------
@@ -178,3 +180,11 @@ def test_released_rounding_with_tiny_budgets() -> None:
     assert released.shares(counts, 2, 6, 2).tolist() == [[2, 2]]
     none = torch.tensor([[1, 1, 1]])
     assert released.shares(none, 1, 6, 4).tolist() == [[0, 0, 4]]
+
+
+def test_when_budgets_of_layers_and_heads_are_cut() -> None:
+    for name in ("pyramidkv", "adakv"):
+        threshold = make_policy({"name": name, "budget": 64, "trigger": "threshold"}).event_trigger
+        assert isinstance(threshold, WhenOver)
+        assert (threshold.limit, threshold.keep) == (192, 64)
+        assert isinstance(make_policy({"name": name, "ratio": 0.5}).event_trigger, AtPrefillEnd)

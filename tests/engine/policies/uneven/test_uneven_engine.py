@@ -13,7 +13,7 @@ import torch
 from kvserve import LLM, SamplingParams
 from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.core import request_policies
-from kvserve.engine.frontend.inspect import Event, KeptPositions, inspect
+from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.registry import policy_class, policy_names
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.log import ConfigError, RequestError
@@ -32,11 +32,6 @@ from tests.thinning import thinned
 MATES = random_prompts([22, 55, 41, 90], seed=9)
 TOKENS = 40
 EACH = pytest.mark.parametrize("label", UNEVEN_CASES)
-
-
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"))
 
 
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
@@ -237,32 +232,6 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4
     assert core.runner.batch.kept_scores.nbytes == 0
-
-
-@EACH
-def test_inspect_shows_what_the_cache_holds(label: str, llama_dir: Path) -> None:
-    found = inspect(make_llm(llama_dir, UNEVEN_CASES[label]), PROMPT, MATES[2])
-    assert found.events
-    arrays, total = found.arrays(), len(PROMPT) + len(MATES[2])
-    for layer, heads in enumerate(found.held):
-        for head, held in enumerate(heads):
-            kept = arrays[f"kept_L{layer}_H{head}"]
-            assert len(kept) == arrays["counts"][layer, head] == (held >= 0).sum()
-            assert (np.diff(kept) > 0).all() and kept[-1] == total - 1
-    assert arrays["counts"].min() < total
-
-
-def test_the_start_up_table_says_what_to_beware_of(llama_dir: Path) -> None:
-    small = {"name": "windowkv", "budget": 40, "reuse_layers": 1}
-    for policy, said in (
-        (small, "may keep no window in upper layers"),
-        (UNEVEN_CASES["pyramidinfer"], "longer than --max-num-batched-tokens"),
-        (UNEVEN_CASES["adakv"], "--policy; a request's kv_policy may override it"),
-    ):
-        (row,) = [
-            r for r in make_llm(llama_dir, policy).engine.core.info.summary if r[0] == "policy"
-        ]
-        assert said in row[2]
 
 
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:
