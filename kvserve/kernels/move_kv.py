@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, runs_triton
 from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
-from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.quantized_entries import QuantizedVectors, form_of, parts_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -148,39 +149,37 @@ def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
 
 def gather_keys_triton(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
     """Entries of slots outside of the cache are 0."""
-    return _launch_gather(kv_cache[:, :, 0], slots, layer_ids)
+    return gather_triton(kv_cache[:, :, 0], slots, layer_ids, kv_cache.dtype)
 
 
 def gather_queries_triton(
     query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None
 ) -> Tensor:
     """As ``gather_keys_triton``."""
-    return _launch_gather(query_log, slots, layer_ids)
+    return gather_triton(query_log, slots, layer_ids, query_log.dtype)
 
 
-def _launch_gather(blocks: Tensor, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-    """blocks: [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]."""
-    check_head_dim(blocks)
-    num_blocks, layers, block, heads, dim = blocks.shape
+def gather_triton(
+    held: Tensor | QuantizedVectors, slots: Tensor, layer_ids: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Numbers or levels [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]."""
+    num_blocks, layers, block, heads, dim = held.shape
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
-    out = blocks.new_empty(*slots.shape, dim)
+    out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
+    check_head_dim(held if isinstance(held, Tensor) else out)
+    (stored, *beside), (form, groups) = parts_of(held), form_of(held)
     tile = max(16, 4096 // dim)
     _gather.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
-        out,
-        blocks,
-        slots.contiguous(),
-        layer_ids,
-        slots.shape[2],
-        slots.shape[1],
-        layers,
-        num_blocks * block,
-        *blocks.stride()[:3],
+        *(out, stored, *beside, slots.contiguous(), layer_ids),
+        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *stored.stride()[:4]),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=tile,
+        FORM=form,
+        GROUPS=groups,
         num_warps=4,
     )
     return out
@@ -189,25 +188,38 @@ def _launch_gather(blocks: Tensor, slots: Tensor, layer_ids: Tensor | None) -> T
 def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """One program per lane and run. Slots outside of the cache are left alone."""
     check_head_dim(kv_cache)
-    num_blocks, layers, _, block, heads, dim = kv_cache.shape
+    compact_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
+
+
+def compact_triton(
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    src: Tensor,
+    dst: Tensor,
+    runs: int,
+) -> None:
+    """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], strided views."""
+    num_blocks, layers, block, heads, dim = keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
+    k, v = parts_of(keys), parts_of(values)
     _compact.launch(
         (src.shape[0] * src.shape[1], runs),
-        kv_cache,
-        src.contiguous(),
-        dst.contiguous(),
-        src.shape[-1] // runs,
-        src.shape[1],
-        layers,
-        num_blocks * block,
-        *kv_cache.stride()[:4],
+        *(*k, *v, src.contiguous(), dst.contiguous(), src.shape[-1] // runs, src.shape[1]),
+        *(layers, num_blocks * block, *k[0].stride()[:4]),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=max(16, 4096 // dim),
+        **forms_of(keys, values),
         num_warps=4,
     )
+
+
+def forms_of(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> dict[str, int]:
+    """Constants of both forms, for kernels."""
+    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
+    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
 
 
 class MoveKernels(NamedTuple):
@@ -225,10 +237,18 @@ TRITON = MoveKernels(gather_keys_triton, gather_values, compact_kv_triton)
 COMPILED = MoveKernels(gather_keys_cpu, gather_values_cpu, compact_kv_cpu)
 
 
+@Helper
+def bfloat16_as_float(bits):
+    """int16 bits of bfloat16 numbers -> float32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
 @Kernel
 def _gather(
     out,
-    blocks,
+    stored,
+    steps,
+    lows,
     slots,
     layer_ids,
     length,
@@ -238,10 +258,13 @@ def _gather(
     block_stride,
     layer_stride,
     entry_stride,
+    head_stride,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     layer = tl.load(layer_ids + lane // kv_heads) % layers
@@ -251,15 +274,65 @@ def _gather(
     slot = tl.load(slots + first + place, mask=wanted, other=-1)
     known = (slot >= 0) & (slot < num_slots)
     dims = tl.arange(0, DIM)[None, :]
-    base = blocks + layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * DIM + dims
-    old = base + (slot // BLOCK * block_stride + slot % BLOCK * entry_stride)[:, None]
-    entries = tl.load(old, mask=known[:, None], other=0)
-    tl.store(out + (first + place)[:, None] * DIM + dims, entries, mask=wanted[:, None])
+    base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * head_stride
+    if FORM == 0:
+        entry = base + slot // BLOCK * block_stride + slot % BLOCK * entry_stride
+        numbers = tl.load(stored + entry[:, None] + dims, mask=known[:, None], other=0)
+    else:
+        slot = tl.where(known, slot, 0)
+        base = slot // BLOCK * block_stride + base
+        entry = slot % BLOCK
+        at = (base // 2 + entry)[:, None] + dims // (DIM // GROUPS) * BLOCK
+        BITS: tl.constexpr = FORM % 16
+        WIDTH: tl.constexpr = DIM * BITS // 8
+        held = tl.load(stored + (base + entry * WIDTH)[:, None] + dims % WIDTH)
+        if FORM >= 32:
+            numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif FORM >= 16:
+            held = (held >> (dims // WIDTH * BITS).to(tl.uint8)) & ((1 << BITS) - 1)
+            numbers = held.to(tl.float32)
+        else:
+            numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
+        numbers *= bfloat16_as_float(tl.load(steps + at))
+        if FORM % 32 >= 16:
+            numbers += bfloat16_as_float(tl.load(lows + at))
+        numbers = tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty)
+    tl.store(out + (first + place)[:, None] * DIM + dims, numbers, mask=wanted[:, None])
+
+
+@Helper
+def part_of(
+    stored,
+    steps,
+    lows,
+    base,
+    entry,
+    entry_stride,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where vectors ``entry [N]`` of the lanes ``base [N]`` on lie, and their steps and lows.
+
+    Levels lie side by side; numbers ``entry_stride`` apart.
+    """
+    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8 if FORM > 0 else DIM
+    vector = (base + entry * (WIDTH if FORM > 0 else entry_stride))[:, None] + tl.arange(0, WIDTH)[
+        None, :
+    ]
+    return stored + vector, steps + at, lows + at
 
 
 @Kernel
 def _compact(
-    cache,
+    keys,
+    key_steps,
+    key_lows,
+    values,
+    value_steps,
+    value_lows,
     src,
     dst,
     length,
@@ -268,29 +341,49 @@ def _compact(
     num_slots,
     block_stride,
     layer_stride,
-    value_stride,
     entry_stride,
+    head_stride,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
-    layer, head = lane // kv_heads % layers, lane % kv_heads % HEADS
-    dims = tl.arange(0, DIM)[None, :]
-    base = cache + layer.to(tl.int64) * layer_stride + head * DIM + dims
+    base = (lane // kv_heads % layers).to(tl.int64) * layer_stride
+    base += lane % kv_heads % HEADS * head_stride
     for start in range(0, length, TILE):
         place = start + tl.arange(0, TILE)
         source = tl.load(src + first + place, mask=place < length, other=0)
         target = tl.load(dst + first + place, mask=place < length, other=0)
         wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
-        moves = (wanted & (source >= 0) & (source < num_slots))[:, None]
-        old = base + (source // BLOCK * block_stride + source % BLOCK * entry_stride)[:, None]
-        new = base + (target // BLOCK * block_stride + target % BLOCK * entry_stride)[:, None]
-        keys = tl.load(old, mask=moves)
-        values = tl.load(old + value_stride, mask=moves)
+        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
+        k, v = (keys, key_steps, key_lows), (values, value_steps, value_lows)
+        old = base + source // BLOCK * block_stride, source % BLOCK
+        new = base + target // BLOCK * block_stride, target % BLOCK
+        k_old = part_of(*k, *old, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
+        v_old = part_of(*v, *old, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
+        k_new = part_of(*k, *new, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
+        v_new = part_of(*v, *new, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
+        key, value = tl.load(k_old[0], mask=every), tl.load(v_old[0], mask=every)
+        if KEY > 0:
+            k_step, v_step = tl.load(k_old[1], mask=every), tl.load(v_old[1], mask=every)
+        if KEY % 32 >= 16:
+            k_low = tl.load(k_old[2], mask=every)
+        if VALUE % 32 >= 16:
+            v_low = tl.load(v_old[2], mask=every)
         # A tile may overwrite its own sources (never a later tile's): all of it is read first.
         tl.debug_barrier()
-        tl.store(new, keys, mask=moves)
-        tl.store(new + value_stride, values, mask=moves)
+        tl.store(k_new[0], key, mask=every)
+        tl.store(v_new[0], value, mask=every)
+        if KEY > 0:
+            tl.store(k_new[1], k_step, mask=every)
+            tl.store(v_new[1], v_step, mask=every)
+        if KEY % 32 >= 16:
+            tl.store(k_new[2], k_low, mask=every)
+        if VALUE % 32 >= 16:
+            tl.store(v_new[2], v_low, mask=every)

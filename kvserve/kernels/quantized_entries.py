@@ -86,6 +86,22 @@ def numbers(x: Tensor | QuantizedVectors) -> Tensor:
     return x if isinstance(x, Tensor) else x.widened()
 
 
+def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
+    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
+    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
+
+
+def parts_of(held: Tensor | QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, and steps and lows as int16, which no device rounds; without lows, the steps again.
+
+    Of numbers, they alone, three times.
+    """
+    if isinstance(held, Tensor):
+        return held, held, held
+    step = held.step.view(torch.int16)
+    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
+
+
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
     """Round vectors [..., D]. Equal numbers of a group give equal levels."""
     x = x.float().unflatten(-1, (form.groups(x.shape[-1]), -1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.cpu.build import defines_of, load_library
+from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
@@ -21,7 +21,6 @@ from kvserve.kernels.shares import Shares
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 _COMPILED = Compiled("paged_attention")
-
 MAX_GROUPS = 8
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
@@ -61,11 +60,6 @@ class Begun(NamedTuple):
 
 
 Entries = Tensor | QuantizedVectors
-
-
-def library(keys: Entries, values: Entries) -> ctypes.CDLL:
-    """The kernel for entries of these forms."""
-    return load_library("paged_attention", *_defines(keys, values))
 
 
 def _defines(keys: Entries, values: Entries) -> tuple[str, ...]:
