@@ -39,14 +39,14 @@ from kvserve.engine.cache.entry_store import EntryStore, QuantizedEntries, RawEn
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
-from kvserve.kernels.cpu.move_kv import COMPILED as MOVES
-from kvserve.kernels.cpu.paged_attention import (
+from kvserve.kernels.attention.paged_attention_cpu import (
     CpuQuerySegments,
     begin_attention,
     paged_attention,
 )
-from kvserve.kernels.cpu.quantized_entries import COMPILED as LEVELS
 from kvserve.kernels.int4_log import quantize as quantize_queries
+from kvserve.kernels.move_kv import COMPILED as MOVES
+from kvserve.kernels.quantized_entries import COMPILED as LEVELS
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.scores.window_scores import window_scores
 from kvserve.kernels.store_kv import store_kv

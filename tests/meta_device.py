@@ -29,9 +29,9 @@ from kvserve.engine.runner import plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, int4_log, quantized_triton
-from kvserve.kernels.compact_kv import TRITON as MOVES
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.gather_kv import gather_queries_triton
+from kvserve.kernels.move_kv import TRITON as MOVES
+from kvserve.kernels.move_kv import gather_queries_triton
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton

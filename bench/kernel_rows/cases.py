@@ -14,9 +14,10 @@ from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
-from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.gather_kv import (
+from kvserve.kernels.move_kv import (
+    compact_kv_torch,
+    compact_kv_triton,
     gather_keys_torch,
     gather_keys_triton,
     gather_queries_torch,

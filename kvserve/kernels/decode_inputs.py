@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.slot_mapping import slot_mapping
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _TILE = 256
+_COMPILED = Compiled("decode_inputs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +121,26 @@ def decode_inputs_torch(rows: RowTables, inputs: DecodeInputs, count: Tensor) ->
         inputs.recent.copy_(rows.recent(places, positions))
     rows.kv_lens[:, : len(added)] += added[:, None]
     rows.num_computed[: len(added)] += added
+
+
+def decode_inputs_cpu(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
+    """One loop over the rows."""
+    check(rows, inputs)
+    groups, num_rows, heads, columns = rows.block_tables.shape
+    chunks, tokens = inputs.chunks, len(inputs.positions)
+    of_chunks = (None, None) if chunks is None else (chunks.starts, chunks.lengths)
+    _COMPILED(
+        *(rows.block_tables, rows.log_tables, rows.log_from, rows.log_span),
+        *(rows.kv_lens, rows.num_computed, count, *of_chunks),
+        *(inputs.positions, inputs.slots, inputs.last, inputs.query_slots, inputs.recent),
+        *(groups, num_rows, heads, tokens, tokens if chunks is None else len(chunks.lengths)),
+        *(columns, rows.log_tables.shape[3], rows.block_tokens, rows.log_block_tokens),
+    )
+
+
+def select_decode_inputs() -> FillInputs:
+    """The compiled form for a CPU, or torch's if there is no compiler."""
+    return decode_inputs_cpu if why_missing("decode_inputs") is None else decode_inputs_torch
 
 
 def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:

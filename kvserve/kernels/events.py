@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import moved_entries as cpu_moved_entries
-from kvserve.kernels.cpu import remainder as cpu_remainder
-from kvserve.kernels.cpu import slot_mapping as cpu_slot_mapping
+from kvserve.kernels.cpu.calls import Compiled, as_int64
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.slot_mapping import slot_mapping
+
+_SLOT_MAPPING = Compiled("slot_mapping")
+_MOVED_ENTRIES = Compiled("moved_entries")
+_ADD_REMAINDERS = Compiled("add_remainders", "remainder")
 
 
 def slots_of_entries(
@@ -26,9 +28,9 @@ def slots_of_entries(
     entries that are as in all ``lanes`` = (L, H); below 0 they are as 0. Only the first ``counts``
     int64 [E, L, H] of a lane exist (default: all); others get slot 0. Returns int64 [L, H, E * S].
     """
-    how = block_tables, rows, entries, lanes, block_tokens, counts
-    takes = cpu_slot_mapping.takes(block_tables)
-    return (cpu_slot_mapping.slots_of_entries if takes else slots_of_entries_torch)(*how)
+    takes = _SLOT_MAPPING.takes(block_tables, torch.int32)
+    find = slots_of_entries_cpu if takes else slots_of_entries_torch
+    return find(block_tables, rows, entries, lanes, block_tokens, counts)
 
 
 def slots_of_entries_torch(
@@ -55,6 +57,30 @@ def slots_of_entries_torch(
     return slots if exist is None else torch.where(by_lane(exist), slots, 0)
 
 
+def slots_of_entries_cpu(
+    block_tables: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """``IndexError`` for a row or an entry that is not there."""
+    tables, rows = block_tables.contiguous(), as_int64(rows)
+    count, length = len(rows), entries.shape[-1]
+    wide = entries.to(torch.int64).expand(count, *lanes, -1)
+    exist = None if counts is None else counts.to(torch.int64).expand(count, *lanes)
+    out = torch.empty(*lanes, count * length, dtype=torch.int64)
+    outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
+    _SLOT_MAPPING(
+        *(tables, rows, wide, exist, out),
+        *(wide.stride(), () if exist is None else exist.stride()),
+        *(*wide.shape, *tables.shape, block_tokens),
+        refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
+    )
+    return out
+
+
 def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     """The entries that come, in order, to ``length`` places of each lane: int64 [E, L, H, length].
 
@@ -63,9 +89,8 @@ def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     how many of ``kept`` count; how many entries fewer there are; and how many places exist, behind
     which there is entry 0. Places behind those of kept entries take what came behind them.
     """
-    if cpu_moved_entries.takes(kept):
-        return cpu_moved_entries.moved_entries(kept, numbers, length)
-    return moved_entries_torch(kept, numbers, length)
+    takes = _MOVED_ENTRIES.takes(kept, torch.int64)
+    return (moved_entries_cpu if takes else moved_entries_torch)(kept, numbers, length)
 
 
 def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
@@ -80,12 +105,18 @@ def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     return torch.where(place < counts, src, 0)
 
 
+def moved_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """``kept`` may have any strides."""
+    numbers = as_int64(numbers)
+    out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
+    _MOVED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
+    return out
+
+
 def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
     """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``."""
-    if cpu_remainder.takes(whole.keys):
-        cpu_remainder.add_remainders(whole, rows, more)
-    else:
-        add_remainders_torch(whole, rows, more)
+    takes = _ADD_REMAINDERS.takes(whole.keys, torch.float32, multiple=8)
+    (add_remainders_cpu if takes else add_remainders_torch)(whole, rows, more)
 
 
 def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
@@ -93,3 +124,15 @@ def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> Non
     by_layer = Remainder(*(part.transpose(0, 1) for part in more))
     for part, new in zip(whole, merged(whole.at(slice(None), rows), by_layer), strict=True):
         part[:, rows] = new.to(part.dtype)
+
+
+def add_remainders_cpu(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """``IndexError``, with nothing written, for a row that is not there."""
+    if not all(x.is_contiguous() for x in whole):
+        raise ValueError(f"add_remainders: remainders {list(whole.keys.shape)} have to be dense")
+    rows, dense = as_int64(rows), [x.float().contiguous() for x in more]
+    _ADD_REMAINDERS(
+        *(*whole, rows, *dense),
+        *(len(rows), *whole.keys.shape),
+        refused=f"row {{}} is not one of {whole.keys.shape[1]}",
+    )

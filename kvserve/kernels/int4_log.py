@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import HEAD_DIMS, check_head_dim, runs_triton
+from kvserve.kernels.cpu.calls import LARGEST_DIM, Compiled, as_int64, slot_outside
 from kvserve.kernels.dispatch import Helper, Kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+_STORE_INT4, _GATHER_INT4 = (Compiled(name, "query_log") for name in ("store_int4", "gather_int4"))
 LEVELS = 7
 """The largest code is 7, the smallest -7."""
 _LARGEST = 65504.0  # of float16
@@ -113,6 +115,37 @@ def store_int4_torch(
         numbers[:, layer][block, place] = x.unflatten(1, (rows, -1)).transpose(0, 1)
 
 
+def store_int4_cpu(
+    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
+) -> None:
+    """``ValueError`` for shapes that do not fit each other; ``IndexError``, with nothing written,
+    for a slot that is not there."""
+    num_blocks, _, size, heads, half = log.codes.shape
+    tables, tokens = slots.shape
+    dim, width = 2 * half, tables * heads
+    dense = slots.is_contiguous() and shares.is_contiguous() and query.stride()[1:] == (dim, 1)
+    if query.shape != (tokens, width, dim) or shares.shape != (tokens, width) or not dense:
+        raise ValueError(
+            f"store_int4: queries {list(query.shape)} and shares {list(shares.shape)} for slots "
+            f"{list(slots.shape)} of a log {list(log.shape)}: {[tokens, width, dim]} and "
+            f"{[tokens, width]} are needed, each tensor dense"
+        )
+    kinds = query.dtype in (torch.float32, torch.bfloat16) and shares.dtype is torch.float32
+    if not kinds or slots.dtype is not torch.int64 or dim % 8 or dim > LARGEST_DIM:
+        raise ValueError(
+            f"store_int4: queries of {query.dtype}, shares of {shares.dtype}, slots of "
+            f"{slots.dtype}: float32 or bfloat16 of up to {LARGEST_DIM} dimensions, float32 and "
+            "int64 are needed"
+        )
+    codes, scales = log.codes[:, layer], log.scales[:, layer]
+    _STORE_INT4(
+        *(query, shares, codes, scales, slots),
+        *(query.stride(0), codes.stride(0), scales.stride(0)),
+        *(tokens, num_blocks, size, tables, heads, dim, query.dtype is torch.bfloat16),
+        refused=slot_outside(num_blocks, size),
+    )
+
+
 def store_int4_triton(
     log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
 ) -> None:
@@ -171,6 +204,23 @@ def gather_int4_torch(
     return Int4Queries(log.codes[at], log.scales[at])
 
 
+def gather_int4_cpu(
+    log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None
+) -> Int4Queries:
+    """``IndexError``, with nothing read, for a slot that is not there."""
+    num_blocks, layers, size, heads, half = log.codes.shape
+    slots, ids = as_int64(slots), None if layer_ids is None else as_int64(layer_ids)
+    codes = log.codes.new_empty(*slots.shape, half)
+    found = Int4Queries(codes, log.scales.new_empty(*slots.shape, 2))
+    _GATHER_INT4(
+        *(*log, slots, ids, *found),
+        *(x.stride(at) for at in (0, 1) for x in log),
+        *(*slots.shape, num_blocks, layers, size, heads, 2 * half),
+        refused=slot_outside(num_blocks, size),
+    )
+    return found
+
+
 def gather_int4_triton(
     log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None
 ) -> Int4Queries:
@@ -214,6 +264,7 @@ class Int4Kernels(NamedTuple):
 BY_DEVICE = Int4Kernels(store_int4, gather_int4)
 """Triton's on CUDA, torch's elsewhere."""
 TORCH = Int4Kernels(store_int4_torch, gather_int4_torch)
+COMPILED = Int4Kernels(store_int4_cpu, gather_int4_cpu)
 TRITON = Int4Kernels(store_int4_triton, gather_int4_triton)
 
 

@@ -22,6 +22,11 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import EntryFormat, VectorForm
+from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
+
+_STORE_LEVELS, _GATHER_LEVELS, _MOVE_LEVELS = (
+    Compiled(f"{what}_levels", "quantized_entries") for what in ("store", "gather", "move")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,22 @@ class QuantizedVectors:
 def numbers(x: Tensor | QuantizedVectors) -> Tensor:
     """Vectors as numbers: as they are, or widened to float32."""
     return x if isinstance(x, Tensor) else x.widened()
+
+
+def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
+    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
+    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
+
+
+def parts_of(held: Tensor | QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels, and steps and lows as int16, which no device rounds; without lows, the steps again.
+
+    Of numbers, they alone, three times.
+    """
+    if isinstance(held, Tensor):
+        return held, held, held
+    step = held.step.view(torch.int16)
+    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
 
 
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
@@ -146,6 +167,20 @@ class QuantizedBlocks:
             held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held
 
+    @property
+    def fields(self) -> tuple[object, ...]:
+        """``Blocks`` of the C++ file."""
+        held = (
+            (x.levels, x.step, x.low, x.form.bits, x.form.e4m3, x.step.shape[-1])
+            for x in (self.keys, self.values)
+        )
+        return (*held, *self.pool.stride()[:2], self.lane_bytes, *self.keys.shape)
+
+    @property
+    def slot_outside(self) -> str:
+        """What is said of a slot that no block has."""
+        return slot_outside(self.keys.shape[0], self.keys.shape[2])
+
     def layer(self, place: int) -> tuple[QuantizedVectors, QuantizedVectors]:
         """Keys and values of one layer of each block: [num_blocks, B, Hb, D] twice."""
         return self.keys[:, place], self.values[:, place]
@@ -192,6 +227,53 @@ def places_of(
     return slots // block, (layer_ids % layers)[:, None, None], slots % block, head[:, None]
 
 
+def store_quantized_cpu(
+    blocks: QuantizedBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """For float32 or bfloat16. ``ValueError`` for shapes that do not fit each other;
+    ``IndexError``, with nothing written, for a slot that is not there."""
+    tables, tokens = slots.shape
+    *_, heads, dim = blocks.keys.shape
+    shape, dtypes = (tokens, tables * heads, dim), (torch.float32, torch.bfloat16)
+    for new in (key, value):
+        if new.shape != shape or new.stride()[1:] != (dim, 1) or new.dtype not in dtypes:
+            raise ValueError(
+                f"store_quantized: new entries of {new.dtype} {list(new.shape)} for slots "
+                f"{list(slots.shape)}: {list(shape)} of {dtypes} is needed, tokens dense"
+            )
+    _STORE_LEVELS(
+        *(blocks.fields, key, value, as_int64(slots)),
+        *(key.stride(0), value.stride(0), layer, tokens, tables, key.dtype is torch.bfloat16),
+        refused=blocks.slot_outside,
+    )
+
+
+def gather_quantized_cpu(
+    blocks: QuantizedBlocks,
+    slots: Tensor,
+    layer_ids: Tensor | None,
+    dtype: torch.dtype,
+    values: bool = False,
+) -> Tensor:
+    """To float32 or bfloat16. ``IndexError`` as of the store."""
+    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    out = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=dtype)
+    _GATHER_LEVELS(
+        *(blocks.fields, out, as_int64(slots), layer_ids),
+        *(*slots.shape, values, dtype is torch.bfloat16),
+        refused=blocks.slot_outside,
+    )
+    return out
+
+
+def move_quantized_cpu(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Entry after entry. ``IndexError`` as of the store."""
+    if src.shape != dst.shape:
+        raise ValueError(f"move_quantized: slots {list(src.shape)} to {list(dst.shape)}")
+    places = as_int64(src), as_int64(dst), *src.shape
+    _MOVE_LEVELS(blocks.fields, *places, refused=blocks.slot_outside)
+
+
 class QuantizedKernels(NamedTuple):
     """One implementation of storing, gathering and moving."""
 
@@ -201,3 +283,4 @@ class QuantizedKernels(NamedTuple):
 
 
 TORCH = QuantizedKernels(store_quantized_torch, gather_quantized_torch, move_quantized_torch)
+COMPILED = QuantizedKernels(store_quantized_cpu, gather_quantized_cpu, move_quantized_cpu)

@@ -1,4 +1,4 @@
-"""Entries held as levels, on a GPU: rounded and stored, read as numbers, moved as they are.
+"""Entries held as levels, on a GPU: rounded and stored, and read as numbers by attention.
 
 The references are in ``quantized_entries.py``. Steps and lows are handled as 16-bit integers, so
 that every device rounds them as the references do. ``VectorForm.code`` is a constant of kernels.
@@ -13,21 +13,11 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels, QuantizedVectors
+from kvserve.kernels.move_kv import bfloat16_as_float, compact_triton, forms_of, gather_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels, parts_of
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-
-def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
-    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
-    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
-
-
-def parts_of(held: QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, and steps and lows as int16; without lows, the steps again."""
-    step = held.step.view(torch.int16)
-    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
 
 
 def store_quantized_triton(
@@ -60,15 +50,9 @@ def store_quantized_triton(
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        **_forms_of(blocks),
+        **forms_of(blocks.keys, blocks.values),
         num_warps=1,
     )
-
-
-def _forms_of(blocks: QuantizedBlocks) -> dict[str, int]:
-    """Constants of both forms."""
-    (key, key_groups), (value, value_groups) = map(form_of, (blocks.keys, blocks.values))
-    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
 
 
 def gather_quantized_triton(
@@ -80,59 +64,12 @@ def gather_quantized_triton(
 ) -> Tensor:
     """Entries of slots outside of the cache are 0."""
     held = blocks.values if values else blocks.keys
-    num_blocks, layers, block, heads, dim = held.shape
-    if layer_ids is None:
-        layer_ids = torch.arange(slots.shape[0], device=slots.device)
-    out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
-    check_head_dim(out)
-    tile, (form, groups) = max(16, 4096 // dim), form_of(held)
-    _gather_levels.launch(
-        (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
-        out,
-        *parts_of(held),
-        slots.contiguous(),
-        layer_ids,
-        slots.shape[2],
-        slots.shape[1],
-        layers,
-        num_blocks * block,
-        *blocks.pool.stride()[:2],
-        blocks.lane_bytes,
-        BLOCK=block,
-        HEADS=heads,
-        DIM=dim,
-        TILE=tile,
-        FORM=form,
-        GROUPS=groups,
-        num_warps=4,
-    )
-    return out
+    return gather_triton(held, slots, layer_ids, dtype)
 
 
 def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
-    """One program per lane and run. Slots outside of the cache are left alone."""
-    num_blocks, layers, block, heads, dim = blocks.keys.shape
-    if src.shape != dst.shape or src.shape[-1] % runs:
-        raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    _move_levels.launch(
-        (src.shape[0] * src.shape[1], runs),
-        *parts_of(blocks.keys),
-        *parts_of(blocks.values),
-        src.contiguous(),
-        dst.contiguous(),
-        src.shape[-1] // runs,
-        src.shape[1],
-        layers,
-        num_blocks * block,
-        *blocks.pool.stride()[:2],
-        blocks.lane_bytes,
-        BLOCK=block,
-        HEADS=heads,
-        DIM=dim,
-        TILE=max(16, 4096 // dim),
-        **_forms_of(blocks),
-        num_warps=4,
-    )
+    """As ``compact_kv_triton``."""
+    compact_triton(blocks.keys, blocks.values, src, dst, runs)
 
 
 TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_quantized_triton)
@@ -267,12 +204,6 @@ def as_half(x):
 
 
 @Helper
-def bfloat16_as_float(bits):
-    """int16 bits of bfloat16 numbers -> float32."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-
-
-@Helper
 def bfloat16_above(x):
     """int16 bits of the least bfloat16 numbers that are not below ``x``."""
     bits = x.to(tl.int32, bitcast=True)
@@ -379,142 +310,3 @@ def _store_levels(
     k, v = key + token * key_stride + head * DIM, value + token * value_stride + head * DIM
     store_vector(k, key_levels, key_steps, key_lows, *at, DIM, KEY, KEY_GROUPS, BLOCK)
     store_vector(v, value_levels, value_steps, value_lows, *at, DIM, VALUE, VALUE_GROUPS, BLOCK)
-
-
-@Kernel
-def _gather_levels(
-    out,
-    levels,
-    steps,
-    lows,
-    slots,
-    layer_ids,
-    length,
-    kv_heads,
-    layers,
-    num_slots,
-    block_stride,
-    layer_stride,
-    lane_stride,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    lane = tl.program_id(0)
-    layer = tl.load(layer_ids + lane // kv_heads) % layers
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    wanted = place < length
-    first = lane.to(tl.int64) * length
-    slot = tl.load(slots + first + place, mask=wanted, other=-1)
-    known = (slot >= 0) & (slot < num_slots)
-    slot = tl.where(known, slot, 0)
-    base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * lane_stride
-    base = slot // BLOCK * block_stride + base
-    entry = slot % BLOCK
-    dims, at = tl.arange(0, DIM)[None, :], (base // 2 + entry)[:, None]
-    BITS: tl.constexpr = FORM % 16
-    WIDTH: tl.constexpr = DIM * BITS // 8
-    held = tl.load(levels + (base + entry * WIDTH)[:, None] + dims % WIDTH)
-    if FORM >= 32:
-        numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif FORM >= 16:
-        numbers = ((held >> (dims // WIDTH * BITS).to(tl.uint8)) & ((1 << BITS) - 1)).to(tl.float32)
-    else:
-        numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
-    at += dims // (DIM // GROUPS) * BLOCK
-    numbers *= bfloat16_as_float(tl.load(steps + at))
-    if FORM % 32 >= 16:
-        numbers += bfloat16_as_float(tl.load(lows + at))
-    numbers = tl.where(known[:, None], numbers, 0.0)
-    to = out + (first + place)[:, None] * DIM + dims
-    tl.store(to, numbers.to(out.dtype.element_ty), mask=wanted[:, None])
-
-
-@Helper
-def part_of(
-    levels,
-    steps,
-    lows,
-    base,
-    entry,
-    DIM: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """What is stored of the vectors ``entry [N]`` of the lanes ``base [N]`` bytes on."""
-    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
-    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8
-    byte = (base + entry * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-    return levels + byte, steps + at, lows + at
-
-
-@Kernel
-def _move_levels(
-    key_levels,
-    key_steps,
-    key_lows,
-    value_levels,
-    value_steps,
-    value_lows,
-    src,
-    dst,
-    length,
-    kv_heads,
-    layers,
-    num_slots,
-    block_stride,
-    layer_stride,
-    lane_stride,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
-):
-    lane = tl.program_id(0)
-    first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
-    base = (lane // kv_heads % layers).to(tl.int64) * layer_stride
-    base += lane % kv_heads % HEADS * lane_stride
-    for start in range(0, length, TILE):
-        place = start + tl.arange(0, TILE)
-        source = tl.load(src + first + place, mask=place < length, other=0)
-        target = tl.load(dst + first + place, mask=place < length, other=0)
-        wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
-        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
-        old, new = base + source // BLOCK * block_stride, base + target // BLOCK * block_stride
-        old_at, new_at = source % BLOCK, target % BLOCK
-        k_old, k_step_old, k_low_old = part_of(
-            key_levels, key_steps, key_lows, old, old_at, DIM, KEY, KEY_GROUPS, BLOCK
-        )
-        v_old, v_step_old, v_low_old = part_of(
-            value_levels, value_steps, value_lows, old, old_at, DIM, VALUE, VALUE_GROUPS, BLOCK
-        )
-        k_new, k_step_new, k_low_new = part_of(
-            key_levels, key_steps, key_lows, new, new_at, DIM, KEY, KEY_GROUPS, BLOCK
-        )
-        v_new, v_step_new, v_low_new = part_of(
-            value_levels, value_steps, value_lows, new, new_at, DIM, VALUE, VALUE_GROUPS, BLOCK
-        )
-        keys, values = tl.load(k_old, mask=every), tl.load(v_old, mask=every)
-        k_step, v_step = tl.load(k_step_old, mask=every), tl.load(v_step_old, mask=every)
-        if KEY % 32 >= 16:
-            k_low = tl.load(k_low_old, mask=every)
-        if VALUE % 32 >= 16:
-            v_low = tl.load(v_low_old, mask=every)
-        # A tile may overwrite its own sources (never a later tile's): all of it is read first.
-        tl.debug_barrier()
-        tl.store(k_new, keys, mask=every)
-        tl.store(v_new, values, mask=every)
-        tl.store(k_step_new, k_step, mask=every)
-        tl.store(v_step_new, v_step, mask=every)
-        if KEY % 32 >= 16:
-            tl.store(k_low_new, k_low, mask=every)
-        if VALUE % 32 >= 16:
-            tl.store(v_low_new, v_low, mask=every)

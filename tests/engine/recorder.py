@@ -18,7 +18,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.launched_step import LaunchedStep
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.quantized_entries import QuantizedVectors, places_of
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray

@@ -31,7 +31,6 @@ from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.compact_kv import compact_kv_triton
 from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
 from kvserve.kernels.elementwise import (
     add_rms_norm_triton,
@@ -40,8 +39,8 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
-from kvserve.kernels.gather_kv import gather_keys_triton, gather_queries_triton
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
+from kvserve.kernels.move_kv import compact_kv_triton, gather_keys_triton, gather_queries_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.quantized_triton import (
     gather_quantized_triton,

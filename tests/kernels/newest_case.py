@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
-from kvserve.kernels.cpu.paged_attention import (
+from kvserve.kernels.attention.paged_attention_cpu import (
     CpuQuerySegments,
     begin_attention,
     paged_attention,

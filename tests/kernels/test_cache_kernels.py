@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.kernels.compact_kv import compact_kv_torch
-from kvserve.kernels.gather_kv import gather_keys, gather_queries
+from kvserve.kernels.move_kv import compact_kv_torch, gather_keys, gather_queries
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import Granularity, KVLayout

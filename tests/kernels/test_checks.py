@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.compact_kv import compact_kv, compact_kv_torch
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.gather_kv import (
+from kvserve.kernels.move_kv import (
+    compact_kv,
+    compact_kv_torch,
     gather_keys,
     gather_keys_torch,
     gather_queries,

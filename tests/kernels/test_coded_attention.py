@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_cpu import CpuQuerySegments, paged_attention
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Slots
-from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
 from kvserve.kernels.query_segments import QuerySegments
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import query_log
 from kvserve.kernels.int4_log import (
     Int4Queries,
+    gather_int4_cpu,
     gather_int4_torch,
     gather_int4_triton,
     int4_bytes,
     int4_log,
     quantize,
+    store_int4_cpu,
     store_int4_torch,
     store_int4_triton,
 )
@@ -83,23 +84,23 @@ SHAPES = [(4, 1, 32), (3, 2, 16), (1, 4, 64)]
 @pytest.mark.parametrize(("heads", "rows", "dim"), [*SHAPES, (5, 1, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_store(dtype: torch.dtype, heads: int, rows: int, dim: int) -> None:
-    compare_stores(query_log.store_int4, dtype, heads, rows, dim)
+    compare_stores(store_int4_cpu, dtype, heads, rows, dim)
 
 
 @pytest.mark.compiler
 def test_the_compiled_store_leaves_out_the_null_block_and_refuses_what_is_not_there() -> None:
     memory, log, tokens = log_of(2, 16)
     query, shares = torch.randn(2, 2, 16), torch.randn(2, 2)
-    query_log.store_int4(log, 0, torch.tensor([[0, tokens - 1]]), query, shares)
+    store_int4_cpu(log, 0, torch.tensor([[0, tokens - 1]]), query, shares)
     assert not memory.any()
     for wrong in (-1, BLOCKS * tokens):
         with pytest.raises(IndexError, match=f"slot {wrong} is not in a pool of {BLOCKS} blocks"):
-            query_log.store_int4(log, 0, torch.tensor([[tokens, wrong]]), query, shares)
+            store_int4_cpu(log, 0, torch.tensor([[tokens, wrong]]), query, shares)
     assert not memory.any()
     with pytest.raises(ValueError, match=r"shares \[2, 1\]"):
-        query_log.store_int4(log, 0, torch.tensor([[tokens, tokens]]), query, shares[:, :1])
+        store_int4_cpu(log, 0, torch.tensor([[tokens, tokens]]), query, shares[:, :1])
     with pytest.raises(ValueError, match=r"queries of torch\.float16"):
-        query_log.store_int4(log, 0, torch.tensor([[tokens, tokens]]), query.half(), shares)
+        store_int4_cpu(log, 0, torch.tensor([[tokens, tokens]]), query.half(), shares)
 
 
 @pytest.mark.usefixtures("device")
@@ -131,12 +132,12 @@ def test_the_compiled_gather(heads: int, rows: int, dim: int) -> None:
         count = LAYERS if layers is None else len(layers)
         slots = torch.randint(0, BLOCKS * tokens, (count, rows * heads, 9)).transpose(0, 1)
         slots = slots.contiguous().transpose(0, 1)
-        found = query_log.gather_int4(log, slots, layers)
+        found = gather_int4_cpu(log, slots, layers)
         for part, expected in zip(found, gather_int4_torch(log, slots, layers), strict=True):
             assert torch.equal(part, expected) and part.any()
     for wrong in (BLOCKS * tokens, -1):
         with pytest.raises(IndexError, match=f"slot {wrong} "):
-            query_log.gather_int4(log, torch.full((1, heads, 1), wrong))
+            gather_int4_cpu(log, torch.full((1, heads, 1), wrong))
 
 
 @pytest.mark.usefixtures("device")

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS, EntryFormat, VectorForm
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.cpu.paged_attention import CpuQuerySegments, paged_attention
-from kvserve.kernels.cpu.quantized_entries import COMPILED
-from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels, quantize
+from kvserve.kernels.attention.paged_attention_cpu import CpuQuerySegments, paged_attention
+from kvserve.kernels.quantized_entries import (
+    COMPILED,
+    TORCH,
+    QuantizedBlocks,
+    QuantizedKernels,
+    quantize,
+)
 from kvserve.kernels.query_segments import QuerySegments
 from tests.thinning import thinned
 

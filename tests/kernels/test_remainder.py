@@ -11,20 +11,23 @@ from torch import Tensor
 
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.cpu import fitted_remainder as cpu_fit
-from kvserve.kernels.cpu import remainder as cpu_remainder
-from kvserve.kernels.cpu import window_scores as cpu_scores
-from kvserve.kernels.cpu.paged_attention import paged_attention
-from kvserve.kernels.events import add_remainders, add_remainders_torch
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention
+from kvserve.kernels.events import add_remainders, add_remainders_cpu, add_remainders_torch
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.scores.fitted_remainder import (
     fitted_remainder,
+    fitted_remainder_cpu,
     fitted_remainder_torch,
     probs_of,
 )
-from kvserve.kernels.scores.window_scores import window_log_sums, window_probs, window_scores
+from kvserve.kernels.scores.window_scores import (
+    window_log_sums,
+    window_probs,
+    window_scores,
+    window_scores_cpu,
+)
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
@@ -177,8 +180,7 @@ def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> No
     seen = Seen(log.shares, 32, later=5) if absolute else None
     length = 32 if absolute else 37
     given = Given(torch.empty(2, 3, 8, 37), torch.empty(2, 3, 2, length))
-    assert cpu_scores.takes(log, keys)
-    scores = window_scores(log, keys, 0.2, "sum_squares", "rms", seen, given)
+    scores = window_scores_cpu(log, keys, 0.2, "sum_squares", "rms", seen, given)
     assert torch.equal(scores, window_scores(log, keys, 0.2, "sum_squares", "rms", seen))
     sums = window_log_sums(log, keys, 0.2, seen)
     torch.testing.assert_close(given.log_sums, sums, rtol=1e-4, atol=1e-4)
@@ -197,13 +199,12 @@ def test_a_compiled_fit_is_that_of_torch(dim: int, dtype: torch.dtype) -> None:
     dropped[1, 0, 1] = False
     sums = window_log_sums(log, keys, 0.2)
     given = Given(sums, probs_of(log, keys, sums, 0.2).sum(dim=(-3, -2)))
-    assert cpu_fit.takes(log, keys, values)
-    left = fitted_remainder(log, keys, values, dropped, given, 0.2)
+    left = fitted_remainder_cpu(log, keys, values, dropped, given, 0.2)
     assert left.bias[1, 0, 1] == NOTHING
     expected = fitted_remainder_torch(log, keys, values, dropped, given, 0.2)
     torch.testing.assert_close(left, expected, rtol=1e-4, atol=1e-5)
     queries, shared = Int4Queries(*(x[1:2] for x in log)), Given(*(x[1:2] for x in given))
-    own = fitted_remainder(queries, keys[1:2], values[1:2], dropped[1:2], shared, 0.2)
+    own = fitted_remainder_cpu(queries, keys[1:2], values[1:2], dropped[1:2], shared, 0.2)
     assert all(torch.equal(x[1:2], y) for x, y in zip(left, own, strict=True))
 
 
@@ -250,14 +251,13 @@ def test_what_rows_have_lost_is_merged_in_place() -> None:
     rows = torch.tensor([5, 0, 3, 6])
     expected = Remainder(*(part.clone() for part in whole))
     add_remainders_torch(expected, rows, more)
-    assert cpu_remainder.takes(whole.keys)
-    add_remainders(whole, rows, more)
+    add_remainders_cpu(whole, rows, more)
     torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert (whole.bias == NOTHING).any()
     before = whole.bias.clone()
     for wrong in (7, -1):
         with pytest.raises(IndexError, match=f"row {wrong} "):
-            add_remainders(whole, torch.tensor([0, wrong]), more.at(slice(2)))
+            add_remainders_cpu(whole, torch.tensor([0, wrong]), more.at(slice(2)))
     assert torch.equal(whole.bias, before)
 
 

@@ -16,13 +16,13 @@ from kvserve.engine.attention.base import (
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.cpu.paged_attention import (
+from kvserve.kernels.attention.paged_attention_cpu import (
     Begun,
     CpuQuerySegments,
     begin_attention,
     paged_attention,
 )
+from kvserve.kernels.coded_entries import Codes
 
 
 class CpuAttention:

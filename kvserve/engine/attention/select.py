@@ -25,13 +25,11 @@ from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.entry_format import FORMATS
-from kvserve.kernels import compact_kv, int4_log, quantized_entries, quantized_triton, store_kv
-from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.cpu import move_kv, paged_attention, query_log
-from kvserve.kernels.cpu import quantized_entries as cpu_quantized
-from kvserve.kernels.cpu import store_kv as cpu_store_kv
-from kvserve.kernels.cpu.build import BuildError, load_library
+from kvserve.kernels import int4_log, move_kv, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels.attention import paged_attention_cpu
+from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
 from kvserve.kernels.int4_log import Int4Kernels
+from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.quantized_entries import QuantizedKernels
 from kvserve.log import ConfigError, logger
 
@@ -134,7 +132,7 @@ def _cpu_library(needs: Needs) -> CDLL:
     if needs.form == "auto":
         return load_library("paged_attention")
     form = FORMATS[needs.form]
-    return load_library("paged_attention", *paged_attention.defines_of(form.key, form.value))
+    return load_library("paged_attention", *defines_of(form.key, form.value))
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
@@ -171,19 +169,19 @@ _CANDIDATES = (
     _Candidate(
         name="cpu",
         how=lambda needs: (
-            f"compiled ({paged_attention.instructions(_cpu_library(needs))}), reads blocks where "
-            "they lie"
+            f"compiled ({paged_attention_cpu.instructions(_cpu_library(needs))}), reads blocks "
+            "where they lie"
         ),
         devices=("cpu",),
         make=_make_cpu,
-        store_kv=cpu_store_kv.store_kv,
-        store_queries=cpu_store_kv.store_queries,
-        int4=query_log.COMPILED,
-        quantized=cpu_quantized.COMPILED,
+        store_kv=store_kv.store_kv_cpu,
+        store_queries=store_kv.store_queries_cpu,
+        int4=int4_log.COMPILED,
+        quantized=quantized_entries.COMPILED,
         moves=move_kv.COMPILED,
         codes=True,
-        dtypes=paged_attention.DTYPES,
-        refuse=lambda needs: paged_attention.refusal(needs.head_dim),
+        dtypes=paged_attention_cpu.DTYPES,
+        refuse=lambda needs: paged_attention_cpu.refusal(needs.head_dim),
     ),
     _Candidate(
         name="triton",
@@ -193,7 +191,7 @@ _CANDIDATES = (
         store_kv=store_kv.store_kv_triton,
         store_rotated=store_kv.rotate_and_store_triton,
         quantized=quantized_triton.TRITON,
-        moves=compact_kv.TRITON,
+        moves=move_kv.TRITON,
         codes=True,
         store_queries=store_kv.store_queries_triton,
         int4=int4_log.TRITON,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import Entries, StoreKV, StoreRotated
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
+from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
 from kvserve.scheduler.layout import KVLayout
 

@@ -29,8 +29,8 @@ from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.kernels import int4_log
-from kvserve.kernels.compact_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.int4_log import Int4Kernels
+from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
 from kvserve.kernels.store_kv import store_kv, store_queries
 from kvserve.scheduler.layout import KVLayout, LayerKinds

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvserve.engine.attention.base import StoreQueries
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.gather_kv import gather_queries
 from kvserve.kernels.int4_log import Int4Kernels, int4_bytes, int4_log
+from kvserve.kernels.move_kv import gather_queries
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.scheduler.layout import KVLayout
 

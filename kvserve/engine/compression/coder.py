@@ -23,7 +23,7 @@ from kvserve.engine.compression.observer import slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import Slots
-from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import top_places
-from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+from kvserve.kernels.scores.token_to_chunk import (
+    MOST_SCORES,
+    TOP_PLACES,
+    token_to_chunk_triton,
+    write_top_places,
+)
 
 
 def stable_order(scores: Tensor) -> Tensor:
@@ -35,9 +39,9 @@ def mask_to_indices(mask: Tensor, count: int) -> Tensor:
 def best_places(scores: Tensor, count: int, room: int = 0) -> Tensor:
     """Ascending int64 indices of the ``count`` highest scores of the last axis, with ``room`` for
     more behind them: [..., count + room]."""
-    if top_places.takes(scores):
+    if TOP_PLACES.takes(scores, torch.float32):
         places = scores.new_empty(*scores.shape[:-1], count + room, dtype=torch.int64)
-        top_places.write_top_places(scores, places, count)
+        write_top_places(scores, places, count)
         return places
     best = stable_order(scores)[..., :count].sort(dim=-1).values
     return torch.nn.functional.pad(best, (0, room))

@@ -42,8 +42,7 @@ from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.recorded_steps import RecordedSteps
 from kvserve.engine.runner.warm_up import warm_up
-from kvserve.kernels.cpu.decode_inputs import select_decode_inputs
-from kvserve.kernels.decode_inputs import decode_inputs
+from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup

@@ -20,8 +20,7 @@ from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.checks import check_attention, check_sinks
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.dispatch import Tile, num_processors, tile_of
-from kvserve.kernels.quantized_entries import QuantizedVectors
-from kvserve.kernels.quantized_triton import form_of, parts_of
+from kvserve.kernels.quantized_entries import QuantizedVectors, form_of, parts_of
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from kvserve.entry_format import VectorForm
 from kvserve.folders import cache_folder, temporary_folder
 from kvserve.kernels.cpu import levels
 
@@ -74,6 +75,11 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
         except BuildError as error:
             _failures[attempt] = str(error)
     raise BuildError(_failures[attempt])
+
+
+def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
+    """What ``paged_attention`` for keys and values of these forms is compiled with."""
+    return f"KVSERVE_KEY={key.code}", f"KVSERVE_VALUE={value.code}"
 
 
 def why_missing(name: str) -> str | None:

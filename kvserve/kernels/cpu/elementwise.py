@@ -5,37 +5,16 @@ The functions of ``kvserve.kernels.elementwise``, for float32 and bfloat16.
 
 from __future__ import annotations
 
-import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.cpu.calls import Compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 _WORTH_A_THREAD = 32768  # elements: what torch gives each thread of its own operators
-
-
-class _Call(ctypes.Structure):
-    """``Elementwise`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "a", "b", "out", "whole")),
-        *((name, ctypes.c_int64) for name in ("groups", "rows", "width", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("is_bf16", "num_threads")),
-        ("eps", ctypes.c_double),
-    )
-
-
-class _Take(ctypes.Structure):
-    """``TakeRows`` of the C++ file, field by field; the width is in bytes."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("table", "places", "out", "fault")),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "width")),
-    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,19 +94,8 @@ def take_rows(table: Tensor, places: Tensor) -> Tensor:
     out = torch.empty(places.shape[0], width, dtype=table.dtype)
     if not (table.is_contiguous() and places.is_contiguous() and places.dtype is torch.int64):
         raise ValueError(f"take_rows: places of {places.dtype}, or a table that is not dense")
-    fault = ctypes.c_int64()
-    call = _Take(
-        *(x.data_ptr() for x in (table, places, out)),
-        ctypes.addressof(fault),
-        places.shape[0],
-        rows,
-        width * table.itemsize,
-    )
-
-    def refusal(_: int) -> IndexError:
-        return IndexError(f"take_rows: row {fault.value} of a table of {rows}")
-
-    calls.run(load_library("elementwise"), "take_rows", call, refusal)
+    sizes = places.shape[0], rows, width * table.itemsize
+    _compiled("take_rows")(table, places, out, *sizes, refused=f"row {{}} of a table of {rows}")
     return out
 
 
@@ -151,21 +119,16 @@ def _launch(
 ) -> None:
     groups = x.shape[0]  # not len(), which is slow for a tensor
     threads = max(1, min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD))
-    call = _Call(
-        x.data_ptr(),
-        None if a is None else a.data_ptr(),
-        None if b is None else b.data_ptr(),
-        out.data_ptr(),
-        None if whole is None else whole.data_ptr(),
-        groups,
-        1 if x.dim() == 2 else x.shape[1],
-        width,
-        x.stride(0),
-        x.dtype is torch.bfloat16,
-        threads,
-        eps,
+    _compiled(name)(
+        *(x, a, b, out, whole),
+        *(groups, 1 if x.dim() == 2 else x.shape[1], width, x.stride(0)),
+        *(x.dtype is torch.bfloat16, threads, eps),
     )
-    calls.run(load_library("elementwise"), name, call)
+
+
+@cache
+def _compiled(name: str) -> Compiled:
+    return Compiled(name, "elementwise")
 
 
 def _check(name: str, x: Tensor, *others: Tensor, fits: bool) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.cpu import levels, paged_attention
-from kvserve.kernels.cpu.build import PREBUILT, BuildError, prebuild
+from kvserve.kernels.cpu import levels
+from kvserve.kernels.cpu.build import PREBUILT, BuildError, defines_of, prebuild
 
 _NAMES = (
     *("calls", "centre_scores", "decode_inputs", "elementwise", "fitted_remainder", "linear"),
@@ -24,7 +24,7 @@ def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every library that the package loads: a source, and the compiler's defines."""
     yield from ((name, ()) for name in _NAMES)
     for form in FORMATS.values():
-        yield "paged_attention", paged_attention.defines_of(form.key, form.value)
+        yield "paged_attention", defines_of(form.key, form.value)
 
 
 def main() -> int:

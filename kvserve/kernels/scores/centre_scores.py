@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim, runs_triton
-from kvserve.kernels.cpu import centre_scores as compiled
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OFFSETS = tuple(2**i for i in range(17))
 """How far ahead of the newest token the queries are that scores stand for (section 4)."""
 FUTURES = ("mean", "max")
+_COMPILED = Compiled("centre_scores")
 _SMALLEST = 1e-6
 """The least deviation that scores are divided by."""
 
@@ -89,8 +90,8 @@ def centre_scores(key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool 
     that of the magnitudes of the key's pairs with ``spread`` float32 [L, Hq, D/2]. ``normalise``:
     each head's scores have mean 0 and deviation 1 over the n keys.
     """
-    if compiled.takes(key):
-        return compiled.centre_scores(key, vectors, spread, normalise)
+    if _COMPILED.takes(key, torch.float32, torch.bfloat16, multiple=16):
+        return centre_scores_cpu(key, vectors, spread, normalise)
     find = centre_scores_triton if runs_triton(key) else centre_scores_by_head
     return _best(find(key, vectors, spread), key.shape[2], normalise)
 
@@ -100,6 +101,21 @@ def centre_scores_torch(
 ) -> Tensor:
     """The reference of ``centre_scores``, in the dtype of ``vectors``."""
     return _best(centre_scores_by_head(key, vectors, spread), key.shape[2], normalise)
+
+
+def centre_scores_cpu(
+    key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool = True
+) -> Tensor:
+    """Keys are float32 or bfloat16, of up to 256 dimensions, a multiple of 16."""
+    events, layers, kv_heads, length, dim = key.shape
+    vectors, spread = (x.float().contiguous() for x in (vectors, spread))
+    out = torch.empty(events, layers, kv_heads, length)
+    _COMPILED(
+        *(key, vectors, spread, out, key.stride()[:4]),
+        *(events, layers, vectors.shape[2], kv_heads, vectors.shape[3], length, dim),
+        *(normalise, key.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return out
 
 
 def centre_scores_by_head(key: Tensor, vectors: Tensor, spread: Tensor) -> Tensor:

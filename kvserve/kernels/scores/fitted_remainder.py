@@ -6,12 +6,15 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import runs_triton
-from kvserve.kernels.cpu import fitted_remainder as cpu
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, logits_of
-from kvserve.kernels.scores.window_scores_triton import log_given_triton
+from kvserve.kernels.scores.window_scores import takes
+from kvserve.kernels.scores.window_scores_triton import five_dims, log_given_triton
 from kvserve.kernels.shares import Given
+
+COMPILED = Compiled("fitted_remainder")
 
 
 def fitted_remainder(
@@ -25,10 +28,10 @@ def fitted_remainder(
     the one entry as for all it stands for. Returns float32 [..., Hkv, D] and [..., Hkv]; a bias of
     -inf where no query gave them anything.
     """
-    how = query, key, value, dropped, given, scale
-    if isinstance(query, Int4Queries) and cpu.takes(query, key, value):
-        return cpu.fitted_remainder(query, *how[1:])
-    return fitted_remainder_torch(*how)
+    how = key, value, dropped, given, scale
+    if isinstance(query, Int4Queries) and takes(COMPILED, query, key, value):
+        return fitted_remainder_cpu(query, *how)
+    return fitted_remainder_torch(query, *how)
 
 
 def fitted_remainder_torch(
@@ -48,6 +51,26 @@ def fitted_remainder_torch(
         log_one = logits.logsumexp(dim=(-2, -1))
     bias = torch.where(mass > 0, mass.log() - log_one, -torch.inf)
     return Remainder(keys, values, bias)
+
+
+def fitted_remainder_cpu(
+    query: Int4Queries, key: Tensor, value: Tensor, dropped: Tensor, given: Given, scale: float
+) -> Remainder:
+    """For queries that are logged in 4 bits."""
+    *lead, heads, window, dim = query.shape
+    codes, keys, values = (five_dims(x) for x in (query.codes, key, value))
+    kv_heads, length = keys.shape[2:4]
+    scales = query.scales[..., 0].float().mul_(scale)
+    dense = [x.contiguous() for x in (scales, given.log_sums, given.keys, dropped)]
+    means = scales.new_empty(2, *lead, kv_heads, dim)
+    left = Remainder(means[0], means[1], scales.new_empty(*lead, kv_heads))
+    COMPILED(
+        *(codes, *dense, keys, values, *left),
+        *(x.stride()[:4] for x in (codes, keys, values)),
+        *(*codes.shape[:2], heads, kv_heads, window, length, dim),
+        *(key.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return left
 
 
 def probs_of(query: Queries, key: Tensor, log_sums: Tensor, scale: float) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import runs_triton
-from kvserve.kernels.cpu import window_scores as cpu
+from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, runs_triton
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.scores.window_scores_triton import five_dims, window_scores_triton
 from kvserve.kernels.shares import Given, Seen
+
+COMPILED = Compiled("window_scores")
 
 
 def window_scores(
@@ -37,8 +39,8 @@ def window_scores(
     how = key, scale, aggregate, group_aggregate, seen, beside
     if runs_triton(key):
         return window_scores_triton(query, *how)
-    if isinstance(query, Int4Queries) and cpu.takes(query, key):
-        return cpu.window_scores(query, *how)
+    if isinstance(query, Int4Queries) and takes(COMPILED, query, key):
+        return window_scores_cpu(query, *how)
     return window_scores_torch(query, *how)
 
 
@@ -60,6 +62,40 @@ def window_scores_torch(
         probs = probs.square()
     pooled = probs.amax(dim=-2) if aggregate == "max" else probs.sum(dim=-2)
     return over_group(pooled, group_aggregate, -2)
+
+
+def takes(compiled: Compiled, query: Int4Queries, *keys: Tensor) -> bool:
+    """Whether a compiled kernel takes these queries and keys, or values."""
+    alike = len({x.dtype for x in keys}) == 1 and query.codes.stride(-1) == 1
+    return alike and all(compiled.takes(x, torch.float32, torch.bfloat16, multiple=8) for x in keys)
+
+
+def window_scores_cpu(
+    query: Int4Queries,
+    key: Tensor,
+    scale: float,
+    aggregate: str = "sum",
+    group_aggregate: str = "mean",
+    seen: Seen | None = None,
+    beside: Given | None = None,
+) -> Tensor:
+    """For queries that are logged in 4 bits; holds the logits of some queries at a time."""
+    *lead, heads, window, _ = query.shape
+    kv_heads, held, dim = key.shape[-3:]
+    length = held if seen is None else held - seen.later
+    codes, keys = five_dims(query.codes), five_dims(key)
+    scales = query.scales[..., 0].float().mul_(scale).contiguous()
+    shares = None if seen is None else seen.shares.float().contiguous()
+    out = torch.empty(*lead, kv_heads, length)
+    COMPILED(
+        *(codes, scales, shares, keys, out, *(beside or (None, None))),
+        *(codes.stride()[:4], keys.stride()[:4]),
+        *(*keys.shape[:2], heads, kv_heads, window, length, held - length, dim),
+        *((0, 1, 1) if seen is None else (seen.first, seen.step, seen.span)),
+        *(AGGREGATES.index(aggregate), GROUP_AGGREGATES.index(group_aggregate)),
+        *(key.dtype is torch.bfloat16, torch.get_num_threads()),
+    )
+    return out
 
 
 def window_probs(query: Queries, key: Tensor, scale: float, seen: Seen | None = None) -> Tensor:

@@ -85,7 +85,7 @@ class _Launch:
     @classmethod
     def of(cls, query: Queries, key: Tensor, scale: float) -> _Launch:
         numbers = query if isinstance(query, Tensor) else query.codes
-        q, k = _five_dims(numbers), _five_dims(key)
+        q, k = five_dims(numbers), five_dims(key)
         exact = torch.float32 in (q.dtype, k.dtype)
         tile = tile_of("scores", q.device, key.shape[-1], torch.float32 if exact else k.dtype)
         heads, window = query.shape[-3:-1]
@@ -125,7 +125,7 @@ class _Launch:
         )
 
 
-def _five_dims(x: Tensor) -> Tensor:
+def five_dims(x: Tensor) -> Tensor:
     """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
     while x.dim() < 5:
         x = x[None]

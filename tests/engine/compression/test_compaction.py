@@ -16,7 +16,7 @@ from kvserve.engine.compression.moves import MovePlan, plan_moves
 from kvserve.engine.frontend.inspect import KeptPositions
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.scoring import Observation
-from kvserve.kernels.gather_kv import entry_rows
+from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import EventKind, Events

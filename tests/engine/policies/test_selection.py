@@ -14,7 +14,7 @@ from kvserve.engine.policies.selection import (
     token_to_chunk,
     top_mask,
 )
-from kvserve.kernels.cpu import top_places
+from kvserve.kernels.scores.token_to_chunk import TOP_PLACES
 
 EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]
 
@@ -148,7 +148,7 @@ def test_compiled_selection_is_that_of_a_stable_sort(length: int) -> None:
     scores[3] = torch.where(scores[3] > 0, torch.inf, -torch.inf)
     scores[4] = -torch.inf
     scores[5] = torch.where(scores[5] > 1, torch.nan, scores[5])
-    assert top_places.takes(scores)
+    assert TOP_PLACES.takes(scores, torch.float32)
     for count in {1, 2, length // 2, length} & set(range(1, length + 1)):
         expected = stable_order(scores)[..., :count].sort(dim=-1).values
         assert torch.equal(best_places(scores, count), expected)

@@ -7,9 +7,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from kvserve.kernels.cpu.decode_inputs import decode_inputs
-from kvserve.kernels.decode_inputs import decode_inputs_torch
+from kvserve.kernels.decode_inputs import decode_inputs_cpu, decode_inputs_torch
 from tests.kernels.on_triton.test_triton_decode_inputs import (
+    ROWS,
     assert_same,
     buffers,
     some_rows,
@@ -37,7 +37,14 @@ def test_inputs(
     other, known = deepcopy(rows), torch.tensor(count)
     for _ in range(2):
         found, expected = buffers(rows, size, logs), buffers(rows, size, logs)
-        decode_inputs(rows, found, known)
+        decode_inputs_cpu(rows, found, known)
         decode_inputs_torch(other, expected, known)
         assert_same(found, expected)
         assert_same(rows, other)
+
+
+def test_refusals() -> None:
+    rows = some_rows(2, 1)
+    for wrong in (buffers(some_rows(1, 1), 3, False), buffers(rows, ROWS + 1, False)):
+        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
+            decode_inputs_cpu(rows, wrong, torch.tensor(1))

@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.compact_kv import compact_kv_torch
-from kvserve.kernels.cpu import move_kv, moved_entries, slot_mapping
-from kvserve.kernels.events import moved_entries_torch, slots_of_entries_torch
-from kvserve.kernels.gather_kv import gather_keys_torch
+from kvserve.kernels.events import (
+    moved_entries_cpu,
+    moved_entries_torch,
+    slots_of_entries_cpu,
+    slots_of_entries_torch,
+)
+from kvserve.kernels.move_kv import (
+    compact_kv_cpu,
+    compact_kv_torch,
+    gather_keys_cpu,
+    gather_keys_torch,
+    gather_values_cpu,
+)
 
 pytestmark = pytest.mark.compiler
 BLOCKS, BLOCK, LAYERS, HEADS, HELD = 12, 4, 4, 2, 37
@@ -36,10 +45,10 @@ def slots_of_rows() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gathered(block_layers: int, block_heads: int, dtype: torch.dtype) -> None:
     cache, slots = cache_of(block_layers, block_heads, dtype), slots_of_rows()
-    assert torch.equal(move_kv.gather_keys(cache, slots), gather_keys_torch(cache, slots))
+    assert torch.equal(gather_keys_cpu(cache, slots), gather_keys_torch(cache, slots))
     some = torch.tensor([3, 1])
     keys = gather_keys_torch(cache.flip(2), slots[some], some)
-    assert torch.equal(move_kv.gather_values(cache, slots[some], some), keys)
+    assert torch.equal(gather_values_cpu(cache, slots[some], some), keys)
 
 
 @LAYOUTS
@@ -57,7 +66,7 @@ def test_moved_to_the_front(block_layers: int, block_heads: int, dtype: torch.dt
     cache = cache_of(block_layers, block_heads, dtype)
     expected = cache.clone()
     compact_kv_torch(expected, src, slots[..., :19])
-    move_kv.move_kv(cache, src, slots[..., :19])
+    compact_kv_cpu(cache, src, slots[..., :19])
     assert torch.equal(cache, expected)
 
 
@@ -65,7 +74,7 @@ def test_block_0_is_not_written() -> None:
     cache = cache_of(4, 2, torch.float32)
     before = cache.clone()
     src = torch.full((LAYERS, HEADS, 3), 9)
-    move_kv.move_kv(cache, src, torch.tensor([0, 2, 3]).expand_as(src))
+    compact_kv_cpu(cache, src, torch.tensor([0, 2, 3]).expand_as(src))
     assert torch.equal(cache, before)
 
 
@@ -75,15 +84,15 @@ def test_slots_that_are_not_there(slot: int) -> None:
     before, wrong = cache.clone(), slots_of_rows()
     wrong[2, 1, 5] = slot
     with pytest.raises(IndexError, match=str(slot)):
-        move_kv.gather_keys(cache, wrong)
+        gather_keys_cpu(cache, wrong)
     for src, dst in ((wrong, slots_of_rows()), (slots_of_rows(), wrong)):
         with pytest.raises(IndexError, match=str(slot)):
-            move_kv.move_kv(cache, src, dst)
+            compact_kv_cpu(cache, src, dst)
     assert torch.equal(cache, before)
     with pytest.raises(ValueError, match="move_kv"):
-        move_kv.move_kv(cache, wrong, wrong[..., :3])
+        compact_kv_cpu(cache, wrong, wrong[..., :3])
     with pytest.raises(ValueError, match="have to be dense"):
-        move_kv.gather_keys(cache[:, ::2], slots_of_rows())
+        gather_keys_cpu(cache[:, ::2], slots_of_rows())
 
 
 @pytest.mark.parametrize(("groups", "tables"), [(1, 1), (LAYERS, 1), (2, HEADS)])
@@ -98,17 +107,16 @@ def test_slots_of_entries(groups: int, tables: int) -> None:
         if shape == (LAYERS, HEADS):
             entries = entries.transpose(0, 1).contiguous().transpose(0, 1)
         how = table, rows, entries, lanes, BLOCK
-        assert slot_mapping.takes(table)
         expected = slots_of_entries_torch(*how)
-        assert torch.equal(slot_mapping.slots_of_entries(*how), expected)
+        assert torch.equal(slots_of_entries_cpu(*how), expected)
         for some in (counts, counts[:, :1, :1]):
-            found = slot_mapping.slots_of_entries(*how, some)
+            found = slots_of_entries_cpu(*how, some)
             assert torch.equal(found, slots_of_entries_torch(*how, some))
             assert (found == 0).any() and not torch.equal(found, expected)
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     for row, entry, message in ((7, 0, "row 7"), (-1, 0, "row -1"), (0, 36, "entry 36")):
         with pytest.raises(IndexError, match=f"{message} is not in 7 rows of 9 blocks of 4"):
-            slot_mapping.slots_of_entries(table, torch.tensor([row]), first + entry, lanes, BLOCK)
+            slots_of_entries_cpu(table, torch.tensor([row]), first + entry, lanes, BLOCK)
 
 
 @pytest.mark.parametrize("num_kept", [0, 5])
@@ -119,7 +127,6 @@ def test_moved_entries(num_kept: int) -> None:
     kept = torch.randint(20, 60, (LAYERS, 3, HEADS, num_kept)).transpose(0, 1)
     limits = (9, 4, num_kept + 1, 30, 19)
     numbers = torch.stack([torch.randint(limit, shape) for limit in limits])
-    assert moved_entries.takes(kept)
-    found = moved_entries.moved_entries(kept, numbers, 18)
+    found = moved_entries_cpu(kept, numbers, 18)
     assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
     assert len(found.unique()) > 20

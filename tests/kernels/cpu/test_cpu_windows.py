@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.cpu.paged_attention import paged_attention
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.shares import Shares
 from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.compact_kv import compact_kv_torch, compact_kv_triton
-from kvserve.kernels.gather_kv import (
+from kvserve.kernels.move_kv import (
+    compact_kv_torch,
+    compact_kv_triton,
     gather_keys_torch,
     gather_keys_triton,
     gather_queries_torch,

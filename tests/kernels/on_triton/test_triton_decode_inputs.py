@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.decode_inputs import decode_inputs as compiled
 from kvserve.kernels.decode_inputs import (
     Chunks,
     DecodeInputs,
     FillInputs,
     RowTables,
     decode_inputs,
+    decode_inputs_cpu,
     decode_inputs_torch,
     decode_inputs_triton,
 )
@@ -79,7 +79,7 @@ def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> N
 
 FORMS = pytest.mark.parametrize(
     "fill",
-    [decode_inputs_triton, pytest.param(compiled, marks=pytest.mark.compiler)],
+    [decode_inputs_triton, pytest.param(decode_inputs_cpu, marks=pytest.mark.compiler)],
     ids=["triton", "compiled"],
 )
 CHUNKS = {

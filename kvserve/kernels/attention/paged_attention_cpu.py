@@ -1,43 +1,27 @@
-"""Attention over paged blocks on a CPU: calls ``paged_attention.cpp``."""
+"""Attention over paged blocks on a CPU: calls ``cpu/paged_attention.cpp``."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvserve.entry_format import FORMATS, VectorForm
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.cpu import calls
-from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.cpu.build import defines_of
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
-
-_POINTERS = ("query", "out", "keys", "values", "tables", "rows", "starts", "last")
-_FURTHER = ("first", "sinks", "fault")
-_SHARES = ("shares", "recent")
-_BEGUN = ("log_sums", "begun", "begun_sums", "begun_shares")
-_REMAINDER = ("remainder_keys", "remainder_values", "remainder_bias")
-_CODES = ("coded", "slots", "vectors", "slot_tables", "vector_tables", "turns")
-_LEVELS = ("key_steps", "key_lows", "value_steps", "value_lows")
-_ALL_POINTERS = (*_POINTERS, *_FURTHER, *_SHARES, *_BEGUN, *_REMAINDER, *_CODES, *_LEVELS)
+_COMPILED = Compiled("paged_attention")
 MAX_GROUPS = 8
-_NUMBERS = (
-    *("key_groups", "value_groups", "head_stride"),
-    *("slots_per_block", "slot_columns", "vector_columns", "num_turns"),
-    *("query_stride", "block_stride"),
-    *("num_tokens", "num_chunks", "num_blocks", "num_rows", "columns"),
-    *("block_size", "num_heads", "num_kv_heads", "tables_per_row", "head_dim"),
-    "num_threads",
-)
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
     2: "chunk {} ends at token {}, which is not there",
@@ -46,18 +30,6 @@ _REFUSALS = {
     5: "chunk {} refers to vector {}, which its codebook does not hold",
     6: "chunk {} turns a key by {} positions, more than a sequence has",
 }
-
-
-class _Call(ctypes.Structure):
-    """``PagedAttention`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _ALL_POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +59,13 @@ class Begun(NamedTuple):
     shares: Tensor | None
 
 
-def library(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> ctypes.CDLL:
-    """The kernel for entries of these forms."""
+Entries = Tensor | QuantizedVectors
+
+
+def _defines(keys: Entries, values: Entries) -> tuple[str, ...]:
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return load_library("paged_attention")
-    return load_library("paged_attention", *defines_of(keys.form, values.form))
-
-
-def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
-    """What the kernel for keys and values of these forms is compiled with."""
-    return f"KVSERVE_KEY={key.code}", f"KVSERVE_VALUE={value.code}"
+        return ()
+    return defines_of(keys.form, values.form)
 
 
 def instructions(library: ctypes.CDLL) -> str:
@@ -115,8 +84,8 @@ def refusal(head_dim: int) -> str | None:
 
 def paged_attention(
     query: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: CpuQuerySegments,
     group: int,
@@ -127,6 +96,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     begun: Begun | None = None,
+    log_sums: Tensor | None = None,
 ) -> Tensor:
     """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
 
@@ -137,15 +107,38 @@ def paged_attention(
     what tokens see beside entries, if they see any. ``sinks`` float32 [Hq] are logits that take
     part in each head's softmax and carry no value. Logits x become ``soft_cap`` tanh(x /
     ``soft_cap``), unless it is 0. ``begun`` is what tokens have seen of other entries, newer ones:
-    their softmax is over both. ``ValueError`` for shapes it is not built for, ``IndexError`` for
-    a row, an entry, a block or a vector that is not there; no sequence holds block 0. Reference:
-    ``paged_attention_torch`` (``kernels/attention``).
+    their softmax is over both. ``log_sums`` takes those of ``Begun``, whose ``out`` is returned
+    then. ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry, a block
+    or a vector that is not there; no sequence holds block 0. Reference: ``paged_attention_torch``.
     """
     check_remainder(remainder, tables[0], query, keys)
     check_sinks(sinks, query)
-    out = torch.empty(query.shape, dtype=query.dtype)
-    how = tables, chunks, group, scale, codes, shares, remainder, sinks, soft_cap, begun
-    _run(out, None, query, keys, values, *how)
+    check_shares(shares, query)
+    _check(query, keys, values, tables, chunks, codes)
+    assert begun is None or (begun.shares is None) is (shares is None), "both have shares or none"
+    out = torch.empty(query.shape, dtype=query.dtype if log_sums is None else torch.float32)
+    num_rows, per_row, columns = tables.shape[1:]
+    (k, *k_scales, k_groups), (v, *v_scales, v_groups) = _stored(keys), _stored(values)
+    head_stride = 0 if k_groups == 0 else k.stride(2)
+    coded: tuple[Tensor | None, ...] = (None,) * 6
+    widths = 0, 0, 0, 0
+    if codes is not None:
+        slots, vectors, counts, slot_tables, vector_tables, turns = codes
+        coded = counts, slots, vectors, slot_tables, vector_tables, turns
+        widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
+    _COMPILED(
+        *(query, out, k, v, tables[group], chunks.rows, chunks.starts, chunks.last[group]),
+        *(None if chunks.first is None else chunks.first[group], sinks),
+        *(*(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
+        *(*(remainder or (None,) * 3), *coded, *k_scales, *v_scales),
+        *(k_groups, v_groups, head_stride, *widths),
+        *(query.stride(0), k.stride(0), len(query), len(chunks.rows), keys.shape[0], num_rows),
+        *(columns, keys.shape[1], query.shape[1], keys.shape[2] * per_row, per_row),
+        *(query.shape[2], torch.get_num_threads()),
+        *(scale, soft_cap, query.dtype is torch.bfloat16),
+        refused=_REFUSALS,
+        defines=_defines(keys, values),
+    )
     return out
 
 
@@ -162,119 +155,23 @@ def begin_attention(
 ) -> Begun:
     """Attention to these entries alone, which ``paged_attention`` goes on from. Sums are added up
     in one order for chunks of any length."""
-    out = torch.empty(query.shape, dtype=torch.float32)
     log_sums = torch.empty(query.shape[:2], dtype=torch.float32)
-    how = tables, chunks, group, scale, None, shares, None, None, soft_cap, None
-    _run(out, log_sums, query, keys, values, *how)
+    how: dict[str, Any] = {"shares": shares, "soft_cap": soft_cap, "log_sums": log_sums}
+    out = paged_attention(query, keys, values, tables, chunks, group, scale, **how)
     return Begun(out, log_sums, None if shares is None else shares.out)
 
 
-def _run(
-    out: Tensor,
-    log_sums: Tensor | None,
-    query: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
-    tables: Tensor,
-    chunks: CpuQuerySegments,
-    group: int,
-    scale: float,
-    codes: Codes | None,
-    shares: Shares | None,
-    remainder: Remainder | None,
-    sinks: Tensor | None,
-    soft_cap: float,
-    begun: Begun | None,
-) -> None:
-    """Write ``out``; with ``log_sums``, these too."""
-    _check(query, keys, values, tables, chunks, codes)
-    check_shares(shares, query)
-    assert begun is None or (begun.shares is None) is (shares is None), "both have shares or none"
-    fault = (ctypes.c_int64 * 2)()
-    num_rows, per_row, columns = tables.shape[1:]
-    last, first = (
-        None if x is None else x.data_ptr() + group * x.stride(0) * x.itemsize
-        for x in (chunks.last, chunks.first)
-    )
-    call = _Call(
-        query.data_ptr(),
-        out.data_ptr(),
-        *_entries(keys, values),
-        tables.data_ptr() + group * tables.stride(0) * tables.itemsize,
-        chunks.rows.data_ptr(),
-        chunks.starts.data_ptr(),
-        last,
-        first,
-        None if sinks is None else sinks.data_ptr(),
-        ctypes.addressof(fault),
-        *((None, None) if shares is None else (x.data_ptr() for x in shares)),
-        *(None if x is None else x.data_ptr() for x in (log_sums, *(begun or (None,) * 3))),
-        *((None,) * 3 if remainder is None else (x.data_ptr() for x in remainder)),
-        *_code_pointers(codes),
-        *_scale_fields(keys, values),
-        *_code_widths(codes),
-        query.stride(0),
-        _stored(keys).stride(0),
-        len(query),
-        len(chunks.rows),
-        keys.shape[0],
-        num_rows,
-        columns,
-        keys.shape[1],
-        query.shape[1],
-        keys.shape[2] * per_row,
-        per_row,
-        query.shape[2],
-        torch.get_num_threads(),
-        scale,
-        soft_cap,
-        query.dtype is torch.bfloat16,
-    )
-
-    def refusal(code: int) -> IndexError:
-        return IndexError(f"paged attention: {_REFUSALS[code].format(*fault)}")
-
-    calls.run(library(keys, values), "paged_attention", call, refusal)
-
-
-def _stored(x: Tensor | QuantizedVectors) -> Tensor:
-    """The tensor that attention reads: numbers, or their levels."""
-    return x if isinstance(x, Tensor) else x.levels
-
-
-def _entries(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> tuple[int, int]:
-    return _stored(keys).data_ptr(), _stored(values).data_ptr()
-
-
-def _scale_fields(
-    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
-) -> tuple[int | None, ...]:
-    """Where steps and lows are, how many a vector has, and how many bytes heads are apart."""
-    if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return *[None] * 4, 0, 0, 0
-    parts = keys.step, keys.low, values.step, values.low
-    pointers = (None if part is None else part.data_ptr() for part in parts)
-    return *pointers, keys.step.shape[-1], values.step.shape[-1], keys.levels.stride(2)
-
-
-def _code_pointers(codes: Codes | None) -> tuple[int | None, ...]:
-    if codes is None:
-        return (None,) * len(_CODES)
-    slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    return tuple(x.data_ptr() for x in (coded, slots, vectors, slot_tables, vector_tables, turns))
-
-
-def _code_widths(codes: Codes | None) -> tuple[int, ...]:
-    if codes is None:
-        return 0, 0, 0, 0
-    widths = (table.shape[2] for table in (codes.slot_tables, codes.vector_tables))
-    return codes.slots.shape[1], *widths, len(codes.turns)
+def _stored(x: Entries) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
+    """What attention reads: numbers or levels, steps, lows, and the number of steps."""
+    if isinstance(x, Tensor):
+        return x, None, None, 0
+    return x.levels, x.step, x.low, x.step.shape[-1]
 
 
 def _check(
     query: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: CpuQuerySegments,
     codes: Codes | None,
@@ -293,8 +190,8 @@ def _check(
 
 def _problem(
     query: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: CpuQuerySegments,
 ) -> str | None:
@@ -325,9 +222,7 @@ def _problem(
     return None
 
 
-def _entry_problem(
-    query: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
-) -> str | None:
+def _entry_problem(query: Tensor, keys: Entries, values: Entries) -> str | None:
     """What is wrong with keys and values, which are of one shape."""
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
         if not query.dtype is keys.dtype is values.dtype:

@@ -1,0 +1,389 @@
+"""Read scattered entries of all layers and heads at once, and move kept ones to the front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.checks import check_head_dim, runs_triton
+from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.quantized_entries import QuantizedVectors, form_of, parts_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_GATHER_KV, _MOVE_KV = Compiled("gather_kv", "move_kv"), Compiled("move_kv")
+
+
+def entry_rows(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """Rows of ``kv_cache.view(-1, D)`` that hold keys; their values lie ``B * Hb`` rows behind.
+
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; slots: int64 [L', Hkv, S] of the layers
+    ``layer_ids [L']`` (default: all of them). Returns the slots' shape.
+    """
+    _, layers, _, block, heads, _ = kv_cache.shape
+    layer, head = _lane_places(slots, layer_ids, layers, heads)
+    row = slots // block * (layers * 2 * block) + layer * (2 * block) + slots % block
+    return row * heads + head
+
+
+def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """slots: int64 [L', Hkv, S] of layers ``layer_ids`` -> keys [L', Hkv, S, D]."""
+    gather = gather_keys_triton if runs_triton(kv_cache) else gather_keys_torch
+    return gather(kv_cache, slots, layer_ids)
+
+
+def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """As ``gather_keys``, of values."""
+    block, heads, dim = kv_cache.shape[3:]
+    rows = (entry_rows(kv_cache, slots, layer_ids) + block * heads).view(-1)
+    return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
+
+
+def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """Queries of layers ``layer_ids [L']`` (default: all): [L', Hlog, S, D].
+
+    query_log: [num_blocks, Lb, tokens, Hb, D]; slots: int64 [L', Hlog, S], of the log.
+    """
+    gather = gather_queries_triton if runs_triton(query_log) else gather_queries_torch
+    return gather(query_log, slots, layer_ids)
+
+
+def gather_keys_torch(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """The reference of ``gather_keys``."""
+    dim = kv_cache.shape[-1]
+    rows = entry_rows(kv_cache, slots, layer_ids).view(-1)
+    return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
+
+
+def gather_queries_torch(
+    query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None
+) -> Tensor:
+    """The reference of ``gather_queries``."""
+    _, layers, tokens, heads, dim = query_log.shape
+    layer, head = _lane_places(slots, layer_ids, layers, heads)
+    if not query_log.is_contiguous():  # blocks of bytes, the last of which are unused
+        return query_log[slots // tokens, layer, slots % tokens, head]
+    row = (slots // tokens * layers + layer) * tokens + slots % tokens
+    rows = (row * heads + head).view(-1)
+    return query_log.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
+
+
+def _lane_places(
+    slots: Tensor, layer_ids: Tensor | None, layers: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Each lane's layer and head inside its block, shaped to broadcast with [L', H, S]."""
+    if layer_ids is None:
+        layer_ids = torch.arange(slots.shape[0], device=slots.device)
+    layer = layer_ids % layers
+    head = torch.arange(slots.shape[1], device=slots.device) % heads
+    return layer[:, None, None], head[:, None]
+
+
+def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Copy entries ``src`` to ``dst``, keys and values, in place.
+
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S], which are ``runs``
+    runs (events) of equal length. They may overlap as entries do that move to the front in order:
+    no destination is the source of a later entry of its run, or of any entry of another run. What
+    goes to block 0 is not used.
+    """
+    if runs_triton(kv_cache):
+        compact_kv_triton(kv_cache, src, dst, runs)
+    else:
+        compact_kv_torch(kv_cache, src, dst)
+
+
+def compact_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """The reference: all sources are read before any destination is written."""
+    block, heads, dim = kv_cache.shape[3:]
+    flat = kv_cache.view(-1, dim)
+    rows = entry_rows(kv_cache, src).view(-1)
+    keys, values = flat.index_select(0, rows), flat.index_select(0, rows + block * heads)
+    rows = entry_rows(kv_cache, dst).view(-1)
+    flat.index_copy_(0, rows, keys)
+    flat.index_copy_(0, rows + block * heads, values)
+
+
+def gather_keys_cpu(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """``IndexError``, with nothing read, for a slot that is not there."""
+    return _gather_cpu(kv_cache, slots, layer_ids, values=False)
+
+
+def gather_values_cpu(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """As ``gather_keys_cpu``."""
+    return _gather_cpu(kv_cache, slots, layer_ids, values=True)
+
+
+def _gather_cpu(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None, *, values: bool
+) -> Tensor:
+    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    slots, sizes = as_int64(slots), _sizes_of(kv_cache)
+    out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
+    places = kv_cache, slots, None, layer_ids, out, *slots.shape
+    _GATHER_KV(*places, *sizes, values, refused=slot_outside(sizes[0], sizes[2]))
+    return out
+
+
+def compact_kv_cpu(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Entry after entry. ``IndexError``, with nothing written, for a slot that is not there."""
+    if src.shape != dst.shape:
+        raise ValueError(f"move_kv: slots {list(src.shape)} to {list(dst.shape)}")
+    sizes = _sizes_of(kv_cache)
+    places = kv_cache, as_int64(src), as_int64(dst), None, None, *src.shape
+    _MOVE_KV(*places, *sizes, False, refused=slot_outside(sizes[0], sizes[2]))
+
+
+def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
+    """Blocks, layers, entries and heads of a block, and bytes of a vector."""
+    num_blocks, layers, _, size, heads, dim = kv_cache.shape
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"move_kv: blocks of a cache {list(kv_cache.shape)} have to be dense")
+    return num_blocks, layers, size, heads, dim * kv_cache.itemsize
+
+
+def gather_keys_triton(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """Entries of slots outside of the cache are 0."""
+    return gather_triton(kv_cache[:, :, 0], slots, layer_ids, kv_cache.dtype)
+
+
+def gather_queries_triton(
+    query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None
+) -> Tensor:
+    """As ``gather_keys_triton``."""
+    return gather_triton(query_log, slots, layer_ids, query_log.dtype)
+
+
+def gather_triton(
+    held: Tensor | QuantizedVectors, slots: Tensor, layer_ids: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Numbers or levels [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]."""
+    num_blocks, layers, block, heads, dim = held.shape
+    if layer_ids is None:
+        layer_ids = torch.arange(slots.shape[0], device=slots.device)
+    out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
+    check_head_dim(held if isinstance(held, Tensor) else out)
+    (stored, *beside), (form, groups) = parts_of(held), form_of(held)
+    tile = max(16, 4096 // dim)
+    _gather.launch(
+        (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
+        *(out, stored, *beside, slots.contiguous(), layer_ids),
+        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *stored.stride()[:4]),
+        BLOCK=block,
+        HEADS=heads,
+        DIM=dim,
+        TILE=tile,
+        FORM=form,
+        GROUPS=groups,
+        num_warps=4,
+    )
+    return out
+
+
+def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """One program per lane and run. Slots outside of the cache are left alone."""
+    check_head_dim(kv_cache)
+    compact_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
+
+
+def compact_triton(
+    keys: Tensor | QuantizedVectors,
+    values: Tensor | QuantizedVectors,
+    src: Tensor,
+    dst: Tensor,
+    runs: int,
+) -> None:
+    """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], strided views."""
+    num_blocks, layers, block, heads, dim = keys.shape
+    if src.shape != dst.shape or src.shape[-1] % runs:
+        raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
+    k, v = parts_of(keys), parts_of(values)
+    _compact.launch(
+        (src.shape[0] * src.shape[1], runs),
+        *(*k, *v, src.contiguous(), dst.contiguous(), src.shape[-1] // runs, src.shape[1]),
+        *(layers, num_blocks * block, *k[0].stride()[:4]),
+        BLOCK=block,
+        HEADS=heads,
+        DIM=dim,
+        TILE=max(16, 4096 // dim),
+        **forms_of(keys, values),
+        num_warps=4,
+    )
+
+
+def forms_of(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> dict[str, int]:
+    """Constants of both forms, for kernels."""
+    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
+    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
+
+
+class MoveKernels(NamedTuple):
+    """One implementation of gathering keys and values, and of moving both."""
+
+    keys: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    values: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    move: Callable[[Tensor, Tensor, Tensor, int], None]
+
+
+BY_DEVICE = MoveKernels(gather_keys, gather_values, compact_kv)
+"""Triton's on CUDA, torch's elsewhere."""
+TRITON = MoveKernels(gather_keys_triton, gather_values, compact_kv_triton)
+"""Values are gathered by torch: few policies read them."""
+COMPILED = MoveKernels(gather_keys_cpu, gather_values_cpu, compact_kv_cpu)
+
+
+@Helper
+def bfloat16_as_float(bits):
+    """int16 bits of bfloat16 numbers -> float32."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@Kernel
+def _gather(
+    out,
+    stored,
+    steps,
+    lows,
+    slots,
+    layer_ids,
+    length,
+    kv_heads,
+    layers,
+    num_slots,
+    block_stride,
+    layer_stride,
+    entry_stride,
+    head_stride,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    layer = tl.load(layer_ids + lane // kv_heads) % layers
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    wanted = place < length
+    first = lane.to(tl.int64) * length
+    slot = tl.load(slots + first + place, mask=wanted, other=-1)
+    known = (slot >= 0) & (slot < num_slots)
+    dims = tl.arange(0, DIM)[None, :]
+    base = layer.to(tl.int64) * layer_stride + lane % kv_heads % HEADS * head_stride
+    if FORM == 0:
+        entry = base + slot // BLOCK * block_stride + slot % BLOCK * entry_stride
+        numbers = tl.load(stored + entry[:, None] + dims, mask=known[:, None], other=0)
+    else:
+        slot = tl.where(known, slot, 0)
+        base = slot // BLOCK * block_stride + base
+        entry = slot % BLOCK
+        at = (base // 2 + entry)[:, None] + dims // (DIM // GROUPS) * BLOCK
+        BITS: tl.constexpr = FORM % 16
+        WIDTH: tl.constexpr = DIM * BITS // 8
+        held = tl.load(stored + (base + entry * WIDTH)[:, None] + dims % WIDTH)
+        if FORM >= 32:
+            numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif FORM >= 16:
+            held = (held >> (dims // WIDTH * BITS).to(tl.uint8)) & ((1 << BITS) - 1)
+            numbers = held.to(tl.float32)
+        else:
+            numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
+        numbers *= bfloat16_as_float(tl.load(steps + at))
+        if FORM % 32 >= 16:
+            numbers += bfloat16_as_float(tl.load(lows + at))
+        numbers = tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty)
+    tl.store(out + (first + place)[:, None] * DIM + dims, numbers, mask=wanted[:, None])
+
+
+@Helper
+def part_of(
+    stored,
+    steps,
+    lows,
+    base,
+    entry,
+    entry_stride,
+    DIM: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where vectors ``entry [N]`` of the lanes ``base [N]`` on lie, and their steps and lows.
+
+    Levels lie side by side; numbers ``entry_stride`` apart.
+    """
+    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8 if FORM > 0 else DIM
+    vector = (base + entry * (WIDTH if FORM > 0 else entry_stride))[:, None] + tl.arange(0, WIDTH)[
+        None, :
+    ]
+    return stored + vector, steps + at, lows + at
+
+
+@Kernel
+def _compact(
+    keys,
+    key_steps,
+    key_lows,
+    values,
+    value_steps,
+    value_lows,
+    src,
+    dst,
+    length,
+    kv_heads,
+    layers,
+    num_slots,
+    block_stride,
+    layer_stride,
+    entry_stride,
+    head_stride,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    KEY: tl.constexpr,
+    KEY_GROUPS: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
+):
+    lane = tl.program_id(0)
+    first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
+    base = (lane // kv_heads % layers).to(tl.int64) * layer_stride
+    base += lane % kv_heads % HEADS * head_stride
+    for start in range(0, length, TILE):
+        place = start + tl.arange(0, TILE)
+        source = tl.load(src + first + place, mask=place < length, other=0)
+        target = tl.load(dst + first + place, mask=place < length, other=0)
+        wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
+        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
+        k, v = (keys, key_steps, key_lows), (values, value_steps, value_lows)
+        old = base + source // BLOCK * block_stride, source % BLOCK
+        new = base + target // BLOCK * block_stride, target % BLOCK
+        k_old = part_of(*k, *old, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
+        v_old = part_of(*v, *old, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
+        k_new = part_of(*k, *new, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
+        v_new = part_of(*v, *new, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
+        key, value = tl.load(k_old[0], mask=every), tl.load(v_old[0], mask=every)
+        if KEY > 0:
+            k_step, v_step = tl.load(k_old[1], mask=every), tl.load(v_old[1], mask=every)
+        if KEY % 32 >= 16:
+            k_low = tl.load(k_old[2], mask=every)
+        if VALUE % 32 >= 16:
+            v_low = tl.load(v_old[2], mask=every)
+        # A tile may overwrite its own sources (never a later tile's): all of it is read first.
+        tl.debug_barrier()
+        tl.store(k_new[0], key, mask=every)
+        tl.store(v_new[0], value, mask=every)
+        if KEY > 0:
+            tl.store(k_new[1], k_step, mask=every)
+            tl.store(v_new[1], v_step, mask=every)
+        if KEY % 32 >= 16:
+            tl.store(k_new[2], k_low, mask=every)
+        if VALUE % 32 >= 16:
+            tl.store(v_new[2], v_low, mask=every)
