@@ -10,6 +10,7 @@ import pytest
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
 from kvserve.benchmarks.measuring.traffic import Traffic
+from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.continuations import Continuations
+from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.recovery import start_over
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
@@ -195,6 +198,41 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     assert talks.turn(more(said[2])).resumed is not None
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_others_never_take_it(prefix_caching: bool) -> None:
+    """Another policy, other arguments or another salt; and whoever refuses."""
+    talks = Talks(prefix_caching=prefix_caching)
+    mine = salted_seed("mine")
+    first = talks.turn(range(2, 32), 40, cache_seed=mine)
+    asked = more(first)
+    causes: Counter[str] = Counter(new=1)
+    for fields, cause in (
+        ({"policy": 2, "cache_seed": mine}, "policy"),
+        ({"continues_as": (KARA, "other arguments"), "cache_seed": mine}, "policy"),
+        ({"cache_seed": salted_seed("theirs")}, "new"),
+        ({}, "new"),
+        ({"refuses": "refused", "cache_seed": mine}, "refused"),
+        ({"refuses": "unsupported", "continues_as": None, "cache_seed": mine}, "unsupported"),
+    ):
+        seq = talks.turn(asked, **fields)
+        causes[cause] += 1
+        assert seq.resumed is None and talks.store.misses == causes, fields
+        cached = prefix_caching and fields.get("cache_seed") == mine
+        assert bool(seq.num_cached_tokens) == cached, fields
+    assert talks.turn(asked, cache_seed=mine).resumed is not None
+
+
+def test_columns_are_salted() -> None:
+    """``none`` goes by the prefix cache, and that by the salt."""
+    talks = Talks()
+    fields: dict[str, Any] = {"policy": 0, "continues_as": None}
+    found = [
+        talks.turn(range(2, 32), cache_seed=salted_seed(salt), **fields).num_cached_tokens
+        for salt in ("a", "b", "a")
+    ]
+    assert found == [0, 0, 28] and not talks.store.misses
+
+
 def test_the_least_recently_used_go_first() -> None:
     """By one clock with prefix columns; who made room is known by name for a while."""
     talks = Talks(40)
@@ -299,6 +337,16 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
         assert talks.store.hits == 2 and len(seq.turns) == 2
         tokens.append(seq.token_ids.tolist())
     assert tokens[0] == tokens[1]
+
+
+def test_what_off_costs() -> None:
+    """Without the flag there is nothing to ask."""
+    scheduler: Scheduler = make_scheduler()
+    assert scheduler.conversations is None and scheduler.blocks.continuations is None
+    seq = replace(Talks().sequence(range(2, 32), 20), seq_id=1)
+    scheduler.add(seq)
+    drain(scheduler, ShadowRunner(scheduler))
+    assert scheduler.blocks.num_cached > 0 and seq.resumed is None
 
 
 @pytest.mark.parametrize("overlaps", [*slow(False), True], ids=["plain", "overlapped"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
+from kvserve.scheduler.messages.continuation import NO_PLACE
 
 Pairs = list[tuple[int, int]]
 
@@ -15,6 +16,19 @@ def moves(memory: SwapMemory) -> tuple[Pairs, Pairs]:
     return outs, ins
 
 
+def test_moves_follow_rows_that_are_exchanged() -> None:
+    memory = SwapMemory(4, 4)
+    place = memory.save_remainder(1)
+    memory.swap(1, 3)
+    memory.swap(3, 2)
+    assert moves(memory) == ([(2, place)], [])
+    memory.load_remainder(place, 0)
+    memory.swap(0, 1)
+    memory.load_remainder(NO_PLACE, 3)
+    assert moves(memory) == ([], [(1, place)])
+    memory.check_integrity([], [place])
+
+
 def test_a_place_that_is_read_is_not_written_in_the_same_step() -> None:
     memory = SwapMemory(1, 1)
     place = memory.save_remainder(0)
@@ -24,6 +38,16 @@ def test_a_place_that_is_read_is_not_written_in_the_same_step() -> None:
     assert not memory.have_place(preempted=True)
     assert moves(memory) == ([], [(0, place)])
     assert memory.have_place(preempted=True) and memory.save_remainder(0) == place
+
+
+def test_what_is_saved_in_vain_is_not_moved() -> None:
+    """A place that is given back before the step may be taken again: it is written once."""
+    memory = SwapMemory(2, 1)
+    place = memory.save_remainder(0)
+    memory.release_place(place)
+    assert memory.save_remainder(1) == place
+    assert moves(memory) == ([(1, place)], [])
+    memory.check_integrity([], [place])
 
 
 def test_some_places_are_kept_for_preempted_rows() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.models import held
 from kvserve.engine.models.fetched import fetch
 from tests.engine.gguf.texts import lines
 from tests.engine.recorder import Recorder

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve import LLM
+from kvserve import LLM, SamplingParams
 from kvserve.engine.models.feed_forward import combine, route
 from kvserve.engine.models.linear import expert_linear, packed
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import ExpertPanels
 from kvserve.log import ConfigError
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import random_prompts, write_checkpoint
 
 PRODUCTS = [
     "torch",
@@ -78,6 +78,47 @@ def test_a_token_does_not_depend_on_the_others(product: str) -> None:
         assert torch.equal(answers(some), together[some])
     copied = copy.deepcopy(held)
     assert isinstance(copied, ExpertPanels) and copied.experts == EXPERTS
+
+
+@pytest.mark.parametrize("product", PRODUCTS[1:])
+@pytest.mark.parametrize("ends", [[1, 2, 3, 4, 5, 7], [0, 2, 1, 4, 5, 6], [6] * 5])
+def test_ends_that_do_not_divide_the_rows_are_refused(ends: list[int], product: str) -> None:
+    held = packed(weights(), product)
+    with pytest.raises(ValueError, match="ends"):
+        expert_linear(torch.randn(6, HIDDEN), held, torch.tensor(ends, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3-moe"])
+def test_chunks_neighbours_and_events_change_no_answer(kind: str, tmp_path: Path) -> None:
+    write_checkpoint(kind, tmp_path)
+    prompts = random_prompts([60, 9, 33])
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    policy = {"name": "kara", "window": 16, "buffer": 4, "protect_prompt": False, "ratio": 0.3}
+
+    def tokens(*some: list[int], **settings: Any) -> list[list[int]]:
+        made: dict[str, Any] = {"policy": policy, "dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path), **made, **settings)
+        outputs = llm.generate(list(some), params, use_tqdm=False)
+        assert all(output.compactions for output in outputs)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    together = tokens(*prompts)
+    assert tokens(*prompts, max_num_batched_tokens=16, max_num_seqs=4) == together
+    assert [tokens(prompt)[0] for prompt in prompts] == together
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_does(tmp_path: Path) -> None:
+    write_checkpoint("qwen3-moe", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = []
+    for ranks in (1, 2):
+        settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path), tensor_parallel_size=ranks, **settings)
+        outputs = llm.generate(random_prompts([20, 5]), params, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        llm.engine.core.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
