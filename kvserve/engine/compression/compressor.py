@@ -59,11 +59,6 @@ class Compressor:
         self._group = group
         self._remainders = remainders
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Most that scoring takes at once, unless a single window needs more."""
-        return self.observer.scratch_bytes
-
     def run(self, task: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor) -> None:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
         The scores that the policy keeps of every row are updated in place."""

@@ -131,7 +131,6 @@ class EngineCore:
         return self._take_in(step, result)
 
     def _launch(self) -> StepInFlight:
-        """Schedule a step and give it to the device."""
         output, compactions, traced = None, list[tuple[int, Compaction]](), list[TracedMove]()
         launched: LaunchedStep | Exception
         try:

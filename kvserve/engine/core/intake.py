@@ -113,7 +113,6 @@ class Intake:
             sequence.refuses = REFUSED
 
     def _check_prompt(self, new: NewSequence) -> None:
-        """Check the prompt's length and token ids, and how many tokens may follow."""
         prompt, limit = len(new.token_ids), self._info.max_model_len
         if not prompt:
             raise RequestError("prompt must not be empty", param="prompt")

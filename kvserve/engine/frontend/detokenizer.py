@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
         if not piece:
             return
         if not self._held and self._stops.firsts.isdisjoint(piece):
-            self.text += piece
+            self.text += self._shown(piece) if self._stops.hidden else piece
         else:
             self._append(piece)
 

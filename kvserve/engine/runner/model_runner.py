@@ -89,8 +89,9 @@ class ModelRunner:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
-        return self.compressor.workspace_bytes + self.batch.kept_scores.nbytes
+        """Memory beside the pool: what scoring takes at most, unless a single window needs more,
+        and scores kept for later events."""
+        return self.compressor.observer.scratch_bytes + self.batch.kept_scores.nbytes
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
