@@ -87,15 +87,10 @@ def _label(policy: Mapping[str, Any]) -> str:
     return " ".join([policy["name"], *more])
 
 
-def _config(policy: Mapping[str, Any], **settings: Any) -> EngineConfig:
-    args = {name: value for name, value in policy.items() if name != "name"}
-    return EngineConfig.from_flat(
-        model="kvserve/tiny", policy=policy["name"], policy_args=args, **settings
-    )
-
-
 def _core(policy: Mapping[str, Any]) -> EngineCore:
-    return EngineCore(_config(policy, max_num_seqs=4))
+    args = {name: value for name, value in policy.items() if name != "name"}
+    named = {"policy": policy["name"], "policy_args": args}
+    return EngineCore(EngineConfig.from_flat(model="kvserve/tiny", max_num_seqs=4, **named))
 
 
 def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[str, int]) -> str:
@@ -103,7 +98,7 @@ def _ask_for_ranks(core: EngineCore, policy: Mapping[str, Any], reasons: dict[st
     layout = core.scheduler.layout
     made = make_policy(policy).for_model(layout.num_layers, layout.block_size)
     try:
-        choose_granularity(_config(policy, tensor_parallel_size=2), made)
+        choose_granularity(made, "auto", ranks=2)
     except ConfigError as refused:
         return f"no ({reasons.setdefault(str(refused), len(reasons) + 1)})"
     return "yes"

@@ -171,14 +171,13 @@ class Recorder:
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
-        kept_scores: Tensor | None = None,
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
         count = self._runner.cache.layout.num_layers
         before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), count) for e in events]
         watched: Any = _Watched(policy, self._choices)
-        self._run(task, watched, block_tables, log_tables, kept_scores)
+        self._run(task, watched, block_tables, log_tables)
         size = self._runner.cache.layout.block_size
         for e in events:
             start, new = int(task.copy_start[e]), int(task.new_lens[0, e, 0])

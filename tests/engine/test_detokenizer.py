@@ -154,3 +154,19 @@ def test_stop_strings_cost_no_more_the_longer_they_match(
     for token in tokenizer.encode(chr(0x4E05), add_special_tokens=False):
         detokenizer.push(token)
     assert detokenizer.stop == given[5]
+
+
+def test_stop_strings_that_hold_one_another(tokenizer: Tokenizer) -> None:
+    _, detokenizer = stream(tokenizer, "xabcd", "abcx", "bc", "abcde")
+    assert (detokenizer.text, detokenizer.stop) == ("xa", "bc")
+    _, detokenizer = stream(tokenizer, "xabcd", "bcd", "abcd")
+    assert (detokenizer.text, detokenizer.stop) == ("x", "abcd")
+
+
+def test_a_special_token_inside_a_stop_string_is_not_shown_alone(tokenizer: Tokenizer) -> None:
+    """What stands for it in the text is no character."""
+    special, (token_id, _) = next(iter(tokenizer.added_tokens.items()))
+    detokenizer = IncrementalDetokenizer(tokenizer, ["x" + special])
+    for token in (*tokenizer.encode("y", add_special_tokens=False), token_id):
+        detokenizer.push(token)
+    assert detokenizer.text == "y" and detokenizer.stop is None

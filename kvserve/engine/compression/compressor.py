@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.moves import (
@@ -24,6 +25,7 @@ from kvserve.engine.compression.moves import (
 )
 from kvserve.engine.compression.observer import (
     Observer,
+    Scope,
     Windows,
     by_window,
     led,
@@ -45,6 +47,7 @@ class Compressor:
         self,
         cache: KVCache,
         observer: Observer,
+        kept_scores: KeptScores,
         group: RankGroup = ALONE,
         remainders: Remainders | None = None,
     ) -> None:
@@ -52,33 +55,17 @@ class Compressor:
         """Called with every plan before it is carried out, for tracers of positions."""
         self.observer = observer
         self._cache = cache
+        self._kept_scores = kept_scores
         self._group = group
         self._remainders = remainders
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Most that scoring takes at once, unless a single window needs more."""
-        return self.observer.scratch_bytes
-
-    def run(
-        self,
-        task: Events,
-        policy: Policy,
-        block_tables: Tensor,
-        log_tables: Tensor,
-        kept_scores: Tensor | None = None,
-    ) -> None:
+    def run(self, task: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor) -> None:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
-
-        ``kept_scores [rows, L, Hkv, m]`` are the scores that the policy's ``kept_scores`` entries
-        of every row had at its last event; they are updated in place.
-        """
-        plan = task.plan
+        The scores that the policy keeps of every row are updated in place."""
+        plan, scope = task.plan, self.observer.scope(policy)
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            places, left = self._select(
-                part, windows, policy, block_tables, log_tables, kept_scores
-            )
+            places, left = self._select(part, windows, policy, scope, block_tables, log_tables)
             kept = places + to_device(windows.entries, places.device)[..., None]
             del places
             if (part.plan.windows != 1).any():
@@ -86,28 +73,30 @@ class Compressor:
                 left = None if left is None else _joined(part, left)
             count = (part.plan.windows * part.plan.keep)[:, None, None]
             moves = plan_moves(part, kept, count, self._cache.layout)
-            self._move(part, policy, moves, part.copy_start, block_tables, left)
+            self._move(part, scope, moves, part.copy_start, block_tables, left)
 
     def _select(
         self,
         events: Events,
         windows: Windows,
         policy: Policy,
+        scope: Scope,
         block_tables: Tensor,
         log_tables: Tensor,
-        kept_scores: Tensor | None,
     ) -> tuple[Tensor, Remainder | None]:
         """The places of every window that equal-shaped events keep, [E', L, Hkv, N], and what is
         left of the others if that is fitted. A function of its own: what was scored is freed before
         anything moves."""
-        scope, keep = self.observer.scope(policy), int(events.plan.keep[0])
+        keep, kept_scores = int(events.plan.keep[0]), None
+        if scope.kept_scores:  # [rows, L, Hkv, m]
+            kept_scores = self._kept_scores.first(scope.kept_scores)
         # If queries cover all entries, this is the first event: there are no earlier scores.
         first = int(events.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         pieces: dict[int, list[Tensor]] = {}
         fitted: dict[int, list[Remainder]] = {}
         for some, at, scores, observed in self.observer.observe(
-            windows, policy, block_tables, log_tables, earlier
+            windows, policy, scope, block_tables, log_tables, earlier
         ):
             chosen = policy.select(scores, windows.length, keep)
             if scope.couples_heads:
@@ -136,7 +125,7 @@ class Compressor:
         """What events with uneven counts will keep, by lane and by sequence: counts [E, L, Hkv], or
         columns [E, L, Hkv, K] of whole blocks, -1 behind the last. Events of equal shape run
         together."""
-        layout, found = self._cache.layout, dict[int, Kept]()
+        layout, found, scope = self._cache.layout, dict[int, Kept](), self.observer.scope(policy)
         lanes = len(events.rows), layout.num_layers, layout.num_kv_heads
         size, whole = layout.block_size, events.kind is EventKind.BLOCKS
         shape = (*lanes, int(-(-events.plan.keep.max() // size))) if whole else lanes
@@ -144,7 +133,7 @@ class Compressor:
         for part, at in _by_shape(
             events, uneven_lengths(events), events.plan.keep, events.plan.num_queries
         ):
-            for some, chosen in self._choose(part, policy, block_tables, log_tables):
+            for some, chosen in self._choose(part, policy, scope, block_tables, log_tables):
                 owners = to_device(at[some], answer.device)
                 if whole:
                     columns = chosen.entries[..., ::size] // size
@@ -155,15 +144,20 @@ class Compressor:
         return answer, found
 
     def _choose(
-        self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor
+        self,
+        events: Events,
+        policy: Policy,
+        scope: Scope,
+        block_tables: Tensor,
+        log_tables: Tensor,
     ) -> Iterator[tuple[slice, KeptEntries]]:
         """What equal-shaped events with uneven counts keep, some at a time."""
         layout, length = self._cache.layout, int(events.plan.keep[0])
         places = policy.query_places(int(events.plan.num_queries[0]))
         windows = Windows.of_uneven(events, places, layout)
-        scope, scored = self.observer.scope(policy), list[Tensor]()
+        scored = list[Tensor]()
         for some, layers, scores, observed in self.observer.observe(
-            windows, policy, block_tables, log_tables
+            windows, policy, scope, block_tables, log_tables
         ):
             scored.append(scores)
             if layers.stop < scope.count:
@@ -192,6 +186,7 @@ class Compressor:
     ) -> None:
         """Carry out events with the entries that ``observe`` found in an earlier step; those that
         keep whole blocks move nothing."""
+        scope = self.observer.scope(policy)
         for part, _ in _by_shape(events, uneven_lengths(events)):
             chosen = [found[owner] for owner in part.seq_ids.tolist()]
             kept = torch.stack([each.entries[i] for each, i in chosen])
@@ -205,7 +200,7 @@ class Compressor:
                 plan = MovePlan.staying(kept, counts)
             else:
                 plan, start = plan_moves(part, kept, counts, layout), part.copy_start
-            self._move(part, policy, plan, start, block_tables, left)
+            self._move(part, scope, plan, start, block_tables, left)
 
     def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
@@ -215,7 +210,7 @@ class Compressor:
     def _move(
         self,
         events: Events,
-        policy: Policy,
+        scope: Scope,
         plan: MovePlan,
         start: IntArray,
         block_tables: Tensor,
@@ -225,7 +220,7 @@ class Compressor:
         ``start [E]`` on if it is fitted."""
         if self.on_moves is not None:
             self.on_moves(events, plan)
-        if self._remainders is not None and self.observer.scope(policy).leaves:
+        if self._remainders is not None and scope.leaves:
             if left is None:
                 left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
             self._remainders.add(to_device(events.rows, plan.src.device), left)

@@ -68,9 +68,7 @@ class EventRunner:
             policy = self._policies[events.policy_id]
             with _blaming(events.seq_ids):
                 if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
-                    kept = policy.kept_scores
-                    scores = batch.kept_scores.first(kept) if kept else None
-                    compressor.run(events, policy, batch.block_tables, batch.log_tables, scores)
+                    compressor.run(events, policy, batch.block_tables, batch.log_tables)
                 elif events.kind is EventKind.CODED:
                     self._coder.run(events, found)
                 else:

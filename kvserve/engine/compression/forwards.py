@@ -82,8 +82,6 @@ class QueryRecomputer:
 
 
 class _QueryRecorder(_StandIn):
-    """Keeps only the queries."""
-
     def __init__(self, cache: KVCache, heads: int) -> None:
         super().__init__(cache, logs_shares=False)
         self.queries: list[Tensor] = []

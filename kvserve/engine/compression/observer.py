@@ -118,6 +118,8 @@ class Scope:
     later_entries: int
     couples_heads: bool
     couples_layers: bool
+    uses_centres: bool
+    kept_scores: int
 
 
 class Observer:
@@ -169,6 +171,8 @@ class Observer:
                 policy.later_entries,
                 policy.couples_heads,
                 policy.couples_layers,
+                policy.uses_centres,
+                policy.kept_scores,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -179,6 +183,7 @@ class Observer:
         self,
         windows: Windows,
         policy: Policy,
+        scope: Scope,
         block_tables: Tensor,
         log_tables: Tensor,
         earlier: Tensor | None = None,
@@ -188,7 +193,7 @@ class Observer:
         Yields the slices of the windows and of the scored layers, their scores, and what was
         scored.
         """
-        scope, layout = self.scope(policy), self._cache.layout
+        layout = self._cache.layout
         # Scratch for a layer of one window: slots, entries, scores, and logits where a policy or
         # torch's operators hold them.
         length, queries, kv_heads = windows.length, len(windows.places), layout.num_kv_heads
@@ -213,24 +218,24 @@ class Observer:
                 if count < scope.count:
                     own = np.arange(layout.num_layers)[at] if own is None else own[at]
                 observed = self._observation(
-                    part, policy, own, block_tables, log_tables, recomputed, earlier
+                    part, scope, own, block_tables, log_tables, recomputed, earlier
                 )
                 yield some, at, policy.score(observed), observed
 
     def _observation(
         self,
         part: Windows,
-        policy: Policy,
+        scope: Scope,
         layers: IntArray | None,
         block_tables: Tensor,
         log_tables: Tensor,
         recomputed: Tensor | None,
         earlier: Tensor | None,
     ) -> Observation:
-        """What a policy scores of ``layers`` (``None``: of all), all windows at once."""
+        """What is scored of ``layers`` (``None``: of all), all windows at once."""
         cache, count, layout = self._cache, len(part.rows), self._cache.layout
-        scope, device = self.scope(policy), block_tables.device
-        at, numbers, begin = None, part.entries, part.begin[:, None, None]
+        device, at = block_tables.device, None
+        numbers, begin = part.entries, part.begin[:, None, None]
         if layers is not None:
             at = to_device(layers, device)
             if numbers.shape[1] > 1:  # else entries are as in all layers
@@ -276,7 +281,7 @@ class Observer:
             sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
         how = self._scale, scores, missing, gather, scope.later_entries, values, left, sinks
-        if not policy.uses_centres:
+        if not scope.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
         if centres is not None and at is not None:

@@ -8,23 +8,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.core.start_up_table import start_up_table
 from kvserve.engine.core.threads import limit_threads
-from kvserve.engine.messages import EngineInfo, Row
-from kvserve.engine.models.generation import GenerationDefaults, read_generation_config
-from kvserve.engine.models.implementation import linear_layers_row, load, model_rows
+from kvserve.engine.messages import EngineInfo
+from kvserve.engine.models.generation import read_generation_config
+from kvserve.engine.models.implementation import load
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.cuda_graph import capture_sizes
 from kvserve.engine.runner.executor import Executor
 from kvserve.engine.runner.memory import (
-    Profile,
+    GIB,
     check_pool,
     count_blocks,
     count_host_blocks,
     free_memory,
 )
-from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.engine.runner.rank import Pool, measure, ready_runner
 from kvserve.scheduler.layout import KVLayout
@@ -79,18 +77,21 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         block_size=plan.layout.block_size,
         num_blocks=pool.num_blocks - 1,
         default_sampling=defaults.sampling,
-        summary=_summary(plan, pool, executor.runner, profile, attention, defaults, threads),
+        summary=start_up_table(plan, pool, executor.runner, profile, attention, defaults, threads),
     )
     return BuiltEngine(plan, scheduler, executor, info, partial(Scheduler, layout, settings))
 
 
 def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
-    """What the scheduler is told: ``free`` bytes of every rank are for the pool."""
+    """What the scheduler is told: at least ``free`` bytes of every rank are for the pool."""
     config, scheduler = plan.config, plan.config.scheduler
+    # Ranks on a CPU share its memory.
+    usual = min(GIB, free // (4 * config.parallel.tensor_parallel_size))
     if plan.device == "cuda":
         check_pool(config.cache, plan.block_bytes, free)
-    longest = plan.blocks_for(plan.max_len)
-    num_blocks = count_blocks(config, longest, plan.block_bytes, free, plan.device)
+        usual = free
+    usable = scheduler.max_num_seqs * plan.blocks_for(plan.max_len) * 2
+    num_blocks = count_blocks(config.cache, usable, plan.block_bytes, usual)
     layout = replace(plan.layout, num_kv_heads=plan.spec.num_kv_heads)  # of all ranks
     kept = config.cache.continuation_memory
     settings = SchedulerSettings(
@@ -111,36 +112,3 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
         speculation=plan.speculation,
     )
     return layout, settings
-
-
-def _summary(
-    plan: EnginePlan,
-    pool: Pool,
-    runner: ModelRunner,
-    profile: Profile,
-    attention: Choice,
-    defaults: GenerationDefaults,
-    threads: list[Row],
-) -> list[Row]:
-    """The start-up table: each part says its own rows."""
-    config, spec, model = plan.config, plan.spec, runner.model
-    remainders, operators = runner.batch.remainders, model.operators
-    left = "off", "attention does not read them; --attention-backend"
-    if remainders is not None:
-        state = f"{plan.policy.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
-        left = state, "what stands for dropped entries; --policy.remainder"
-    _, reason = capture_sizes(config, plan.device, attention, borrowed=spec.borrowed)
-    graphs = runner.graphs
-    return [
-        *model_rows(config.model, spec, plan.dtype, plan.device, model.holding),
-        *plan.cache_rows(pool.num_blocks - 1),
-        profile.row,
-        ("remainders", *left),
-        ("attention", attention.name, f"{attention.reason}; --attention-backend"),
-        ("cuda graphs", "off", reason) if graphs is None else graphs.row(reason),
-        linear_layers_row(spec, plan.dtype, plan.device),
-        ("operators", operators.name, operators.reason),
-        *threads,
-        *plan.scheduling_rows(pool.num_host_blocks),
-        defaults.row(config.model.generation_config),
-    ]

@@ -65,7 +65,7 @@ class EngineCore:
         self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
-        self.grammars = GrammarCompiler(config, built.info)
+        self.grammars = GrammarCompiler(config.model, built.info)
         self._tracer = KVTracer(self.runner)
         self._intake = Intake(built, self.grammars, self._tracer)
         self._sequences = OpenSequences(self.scheduler, self.executor, self._tracer, self.grammars)
@@ -131,7 +131,6 @@ class EngineCore:
         return self._take_in(step, result)
 
     def _launch(self) -> StepInFlight:
-        """Schedule a step and give it to the device."""
         output, compactions, traced = None, list[tuple[int, Compaction]](), list[TracedMove]()
         launched: LaunchedStep | Exception
         try:

@@ -122,7 +122,6 @@ class EngineCounts:
         )
 
     def _requests(self, request_ids: Mapping[int, str]) -> tuple[RequestStats, ...]:
-        """The state of every running request."""
         scheduler, rows = self._scheduler, self._scheduler.rows
         blocks = scheduler.blocks.held(rows.num_rows)
         entries = scheduler.blocks.kv_lens[:, : rows.num_rows].sum(axis=(0, 2))

@@ -18,15 +18,12 @@ from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.log import RequestError
 from kvserve.scheduler.column_hash import salted_seed
-from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
-from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.admission import first_event
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.pruning import Pruned, prunes_prompt
-from kvserve.scheduler.triggers.trigger import NO_EVENT
+from kvserve.scheduler.triggers.pruning import prunes_prompt
+from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 
 class Intake:
@@ -66,13 +63,14 @@ class Intake:
                 param="priority",
             )
         policy = self.policies.resolve(new.kv_policy)
-        prunes = prunes_prompt(policy.event_trigger, prompt)
+        trigger = policy.event_trigger
+        prunes = prunes_prompt(trigger, prompt)
         if prunes:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy, prunes)
         max_len = limit if new.max_tokens is None else known + new.max_tokens
-        self._check_fits(prompt, max_len, policy)
+        self._check_fits(prompt, max_len, trigger, policy.name)
         if new.kv_trace:
             self._tracer.check(max_len)
         sequence = Sequence(
@@ -82,8 +80,8 @@ class Intake:
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self.policies.id_of(policy, others),
-            trigger=policy.event_trigger,
-            event_kind=event_kind(policy),
+            trigger=trigger,
+            event_kind=policy.event_kind,
             leaves_remainder=policy.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
@@ -115,7 +113,6 @@ class Intake:
             sequence.refuses = REFUSED
 
     def _check_prompt(self, new: NewSequence) -> None:
-        """Check the prompt's length and token ids, and how many tokens may follow."""
         prompt, limit = len(new.token_ids), self._info.max_model_len
         if not prompt:
             raise RequestError("prompt must not be empty", param="prompt")
@@ -135,12 +132,12 @@ class Intake:
                 code="context_length_exceeded",
             )
 
-    def _check_fits(self, prompt: int, max_len: int, policy: Policy) -> None:
-        wanted = self._scheduler.blocks_at_least(prompt, max_len, policy.event_trigger)
+    def _check_fits(self, prompt: int, max_len: int, trigger: Trigger, policy_name: str) -> None:
+        wanted = self._scheduler.blocks_at_least(prompt, max_len, trigger)
         capacity = self._scheduler.pool.capacity
         if wanted > capacity:
             raise RequestError(
-                f"a prompt of {prompt} tokens under policy {policy.name} needs {wanted} KV blocks "
+                f"a prompt of {prompt} tokens under policy {policy_name} needs {wanted} KV blocks "
                 f"at once and the pool has {capacity}; raise --kv-cache-memory or "
                 "--num-gpu-blocks-override",
                 param="prompt",
@@ -227,17 +224,6 @@ def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:
         if used and name:
             return name
     return None
-
-
-def event_kind(policy: Policy) -> EventKind:
-    """The kind of a policy's events: what decides how much they keep."""
-    if isinstance(policy.event_trigger, Pruned):
-        return EventKind.PRUNED
-    if isinstance(policy.event_trigger, QuantizeTrigger):
-        return EventKind.CODED
-    if policy.keeps_blocks:
-        return EventKind.BLOCKS
-    return EventKind.EVEN if policy.granularity is Granularity.MODEL else EventKind.UNEVEN
 
 
 def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:

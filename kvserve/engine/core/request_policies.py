@@ -12,12 +12,12 @@ from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.runner.plan import NO_TURNS, policy_refusal
 from kvserve.log import RequestError
 from kvserve.scheduler.blocks.code_group import CodeGroup
+from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
 
 REMEMBERED = 32
@@ -31,14 +31,15 @@ class RequestPolicies:
     def __init__(self, built: BuiltEngine) -> None:
         config = built.plan.config
         self._allowed = config.compression.allow_request_policy
-        self._stats = config.compression.policy_args.get("stats")
+        self._own = {"name": config.compression.policy, **config.compression.policy_args}
         self._has_turns = config.cache.continuations == "on"
         self._built, self._plan = built, built.plan
-        self._ids: dict[Policy, int] = {}
+        self._ids: dict[Policy, int] = {self._plan.policy: 0}
+        built.executor.set_policy(0, self._plan.policy)
 
     def resolve(self, spec: Any) -> Policy:
         """A request's policy; ``RequestError`` says why it cannot run on this server."""
-        if spec is None:
+        if spec is None or spec == self._own:
             return self._plan.policy
         layout = self._built.scheduler.layout
         policy = read_policy(spec, self._plan.max_len)
@@ -66,7 +67,8 @@ class RequestPolicies:
                 f"server with --kv-layout {policy.granularity.value} (it runs with "
                 f"{layout.granularity.value})"
             )
-        if writes_codes(policy) and self._built.scheduler.blocks.find(CodeGroup) is None:
+        coded = self._built.scheduler.blocks.find(CodeGroup) is not None
+        if policy.event_kind is EventKind.CODED and not coded:
             return "", (
                 f"policy {name} holds entries as codes, for which the cache is laid out at start; "
                 f"start the server with --policy {name}, or use codebook false"
@@ -96,21 +98,22 @@ class RequestPolicies:
     def offers(self) -> list[PolicyOffer]:
         """What a client may choose as ``kv_policy``: every policy with arguments that do something
         here, the server's own with its arguments, or why it may not."""
-        found, plan = [], self._plan
+        found, plan, own = [], self._plan, self._plan.config.compression
         for name in policy_names():
-            fields, own = field_names(policy_class(name)), plan.config.compression
-            args = dict(own.policy_args)
-            if name != own.policy:
-                args = offered_args(fields, plan.max_len)
-                if "query_reduce" in fields:
-                    args["query_reduce"] = plan.log.reduction
-                if "remainder" in fields and self._built.executor.runner.batch.remainders is None:
-                    args["remainder"] = "off"
+            if name == own.policy:
+                found.append(PolicyOffer(name, dict(own.policy_args), None))
+                continue
+            fields, refusal = field_names(policy_class(name)), None
+            args = offered_args(fields, plan.max_len)
+            if "query_reduce" in fields:
+                args["query_reduce"] = plan.log.reduction
+            if "remainder" in fields and self._built.executor.runner.batch.remainders is None:
+                args["remainder"] = "off"
             try:
                 self.resolve({"name": name, **args})
-                found.append(PolicyOffer(name, args, None))
             except RequestError as error:
-                found.append(PolicyOffer(name, args, str(error)))
+                refusal = str(error)
+            found.append(PolicyOffer(name, args, refusal))
         return found
 
     def id_of(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
@@ -135,7 +138,7 @@ class RequestPolicies:
             )
         if not isinstance(policy, TriAttention) or policy.stats is None:
             return policy
-        if policy.stats != self._stats:
+        if policy.stats != self._own.get("stats"):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return replace(policy, stats=None)
 

@@ -38,7 +38,6 @@ def limit_threads(ranks: int = 1) -> tuple[str, str]:
 
 
 def _cores() -> set[int]:
-    """The cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))

@@ -45,32 +45,27 @@ class AsyncEngine:
             ProcessClient(config) if mode == "process" else ThreadClient(config)
         )
         self._info: EngineInfo | None = None
-        self._processor = OutputProcessor(None, [], TaskResolver(config.compression, None))
+        self._tasks = TaskResolver(config.compression)
+        self._processor = OutputProcessor(None, [], self._tasks)
         self._queues: dict[str, asyncio.Queue[_Event]] = {}
 
     async def start(self) -> None:
         """Load the model; raises ``ConfigError`` with one line if that cannot work."""
         # Both at once: errors of the tokenizer show before the model is loaded.
-        texts = asyncio.ensure_future(asyncio.to_thread(self._load_tokenizer))
+        texts = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.config.model))
         core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
         try:
             done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            tasks = texts.result()
-            self._info = core.result()
+            self.tokenizer, self._info = texts.result(), core.result()
         except BaseException:
             core.cancel()
             await asyncio.wait((core,))
             if not core.cancelled() and core.exception() is None:
                 await self._client.stop()
             raise
-        self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, tasks)
-
-    def _load_tokenizer(self) -> TaskResolver:
-        """Load the tokenizer; returns what decides the tasks of prompts."""
-        self.tokenizer = load_tokenizer(self.config.model)
-        return TaskResolver(self.config.compression, self.tokenizer)
+        self._processor = OutputProcessor(self.tokenizer, self._info.eos_token_ids, self._tasks)
 
     @property
     def info(self) -> EngineInfo:

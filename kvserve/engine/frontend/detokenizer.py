@@ -37,14 +37,8 @@ class StopStrings:
         self._given = marked
         self._sorted = sorted(marked)
         self._all = tuple(marked)
-        self._firsts = {stop[0] for stop in marked}
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
-    def in_none(self, text: str) -> bool:
-        """Whether no stop string begins in the text, by its characters alone."""
-        return self._firsts.isdisjoint(text)
+        self.firsts = {stop[0] for stop in marked}
+        """The characters that they begin with."""
 
     def begin_with(self, text: str) -> bool:
         at = bisect_left(self._sorted, text)
@@ -95,7 +89,11 @@ class IncrementalDetokenizer:
             self._ids.clear()
         if token_id in self._stops.hidden:
             piece = (piece or "") + self._stops.hidden[token_id]
-        if piece:
+        if not piece:
+            return
+        if not self._held and self._stops.firsts.isdisjoint(piece):
+            self.text += self._shown(piece) if self._stops.hidden else piece
+        else:
             self._append(piece)
 
     @property
@@ -113,13 +111,11 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._ids, self._skip_special)
 
     def _append(self, piece: str) -> None:
-        """Add text. What is held back is its longest end that begins a stop string.
+        """Add text in which a stop string may be. What is held back is its longest end that begins
+        one.
 
         Each character is added once and dropped once, so the work does not grow with what is held.
         """
-        if not self._stops or (not self._held and self._stops.in_none(piece)):
-            self.text += piece
-            return
         tail, start = self._held + piece, 0
         for end in range(len(self._held) + 1, len(tail) + 1):
             while start < end and not self._stops.begin_with(tail[start:end]):

@@ -27,7 +27,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.core = EngineCore(config, model)
         self.tokenizer = load_tokenizer(config.model, self.core.info.model_path)
-        tasks = TaskResolver(config.compression, self.tokenizer)
+        tasks = TaskResolver(config.compression)
         self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids, tasks)
 
     @property

@@ -32,8 +32,6 @@ _ALIKE = {f.name for f in fields(NewSequence)} & {f.name for f in fields(Samplin
 
 @dataclass(slots=True)
 class _Branch:
-    """One sequence of a request."""
-
     request: RequestOutput
     choice: CompletionOutput
     params: SamplingParams
@@ -227,11 +225,16 @@ class OutputProcessor:
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
     ) -> NewSequence:
         """The first branch: the fields of ``params``, some in the form that messages carry."""
-        stop_ids = [] if params.ignore_eos else self._eos
+        stop_ids, tokenizer = [] if params.ignore_eos else self._eos, self._tokenizer
+
+        def text() -> str | None:
+            known = prompt is not None or tokenizer is None
+            return prompt if known else tokenizer.decode(token_ids)
+
         given: dict[str, Any] = {
             **{name: getattr(params, name) for name in _ALIKE},
             "stop_token_ids": [*stop_ids, *(params.stop_token_ids or ())],
-            "kv_policy": policy_spec(self._tasks.resolve(params.kv_policy, prompt, token_ids)),
+            "kv_policy": policy_spec(self._tasks.resolve(params.kv_policy, text)),
             "logit_bias": dict(params.logit_bias or {}),
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": self._bad_words(params),

@@ -7,11 +7,10 @@ engine, where its text is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvserve.config import CompressionConfig
-from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError, RequestError, logger
 
 LOCALIZATION, AGGREGATION = "localization", "aggregation"
@@ -25,8 +24,7 @@ _REFUSED = (
 class TaskResolver:
     """Decides the task of requests that run under WindowKV and leave it to the server."""
 
-    def __init__(self, config: CompressionConfig, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, config: CompressionConfig) -> None:
         own = config.policy_args
         is_open = _is_open(config.policy, own.get("task"))
         self._open = {"name": config.policy, **own} if is_open else None
@@ -37,9 +35,10 @@ class TaskResolver:
             raise ConfigError(f"--policy.task: {_REFUSED}")
 
     def resolve(
-        self, spec: str | Mapping[str, Any] | None, prompt: str | None, token_ids: list[int]
+        self, spec: str | Mapping[str, Any] | None, text: Callable[[], str | None]
     ) -> str | Mapping[str, Any] | None:
-        """A request's ``kv_policy`` with its task; ``spec`` itself if no task is open."""
+        """A request's ``kv_policy`` with its task; ``spec`` itself if no task is open. ``text``
+        gives the prompt's, which is asked for only then."""
         asked = self._open if spec is None else spec
         if (
             asked is None
@@ -49,8 +48,7 @@ class TaskResolver:
             return spec
         if self._classifier is None:
             raise RequestError(f"kv_policy.task: {_REFUSED}", param="kv_policy.task")
-        if prompt is None and self._tokenizer is not None:
-            prompt = self._tokenizer.decode(token_ids)
+        prompt = text()
         task = LOCALIZATION if prompt is None else self._classifier.task(prompt)
         logger.info("windowkv: task %s", task)
         return {**asked, "task": task}

@@ -25,6 +25,9 @@ from kvserve.engine.policies.parts.arguments import (
 from kvserve.engine.policies.scoring import Observation, Remainder
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.messages.event import EventKind
+from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import Trigger
 
 __all__ = [
@@ -125,6 +128,18 @@ class Policy:
         A policy without an argument ``trigger`` may define it under that name.
         """
         return cast(Trigger, cast(Any, self).trigger)
+
+    @property
+    def event_kind(self) -> EventKind:
+        """The kind of its events: what decides how much they keep."""
+        trigger = self.event_trigger
+        if isinstance(trigger, Pruned):
+            return EventKind.PRUNED
+        if isinstance(trigger, QuantizeTrigger):
+            return EventKind.CODED
+        if self.keeps_blocks:
+            return EventKind.BLOCKS
+        return EventKind.EVEN if self.granularity is Granularity.MODEL else EventKind.UNEVEN
 
     @property
     def protected(self) -> int:

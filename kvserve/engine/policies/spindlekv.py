@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import ClassVar, TypeGuard
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -133,8 +133,3 @@ class SpindleEviction(SpindleKV):
     @property
     def event_trigger(self) -> Trigger:
         return AtPrefillEnd(self.entries, self.window)
-
-
-def writes_codes(policy: Policy) -> TypeGuard[SpindleKV]:
-    """Whether rows under a policy are held as codes."""
-    return isinstance(policy, SpindleKV) and policy.codebook

@@ -21,50 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.config import EngineConfig
-from kvserve.engine.attention.select import Choice
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
-from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 
 LARGEST = 512
 """Tokens of a captured step."""
-
-
-def capture_sizes(
-    config: EngineConfig,
-    device: str,
-    choice: Choice,
-    *,
-    borrowed: bool = False,
-) -> tuple[list[int], str]:
-    """The sizes to capture, ascending (none: no graphs), and the reason for the start-up table.
-
-    ``borrowed`` layers rule graphs out: they may ask the device for numbers.
-    ``ConfigError`` if sizes are named that cannot be captured.
-    """
-    wanted, most = config.cudagraph_capture_sizes, config.scheduler.max_num_seqs
-    if config.enforce_eager:
-        return [], "--enforce-eager"
-    if device != "cuda" and not wanted:
-        return [], "no GPU"
-    refused = None
-    if borrowed:
-        refused = "transformers' modules may wait for the device; --model-impl native, if there is"
-    elif not choice.backend.replays:
-        refused = f"decode attention {choice.name} plans each step anew; --attention-backend"
-    if refused is not None:
-        if wanted:
-            raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
-        return [], refused
-    usual = {1, 2, 4, 8, *range(16, LARGEST + 1, 16), min(most, LARGEST)}
-    sizes = sorted(size for size in wanted or usual if size <= most)
-    if not sizes:
-        raise ConfigError(f"--cudagraph-capture-sizes: all are above --max-num-seqs {most}")
-    how = "captured" if device == "cuda" else "no GPU: the same padded steps, called"
-    return sizes, f"{how}; --cudagraph-capture-sizes"
 
 
 class DecodeGraphs:
@@ -101,7 +64,7 @@ class DecodeGraphs:
         }
 
     def row(self, reason: str) -> Row:
-        """The start-up table's row; ``reason`` is that of ``capture_sizes``."""
+        """The start-up table's row; ``reason`` is that of ``EnginePlan.graph_sizes``."""
         chunks, most = len(self.chunk_sizes), f"decodes of up to {self._sizes[-1]}"
         beside = f"; with guesses {chunks}" if chunks else ""
         return "cuda graphs", f"{most}, {len(self._sizes)} sizes{beside}", reason

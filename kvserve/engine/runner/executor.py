@@ -86,9 +86,9 @@ class Executor:
         return self.runner.launch(output)
 
     def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """As ``ModelRunner.set_policy``, on every rank."""
+        """Let ``Events.policy_id`` mean ``policy`` on every rank; no sequence uses its old one."""
         self._send((policy_id, policy))
-        self.runner.set_policy(policy_id, policy)
+        self.runner.policies[policy_id] = policy
 
     def forget_scores(self) -> None:
         """Give back, on every rank that still runs, what policies kept from event to event."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from kvserve.config import CacheConfig, EngineConfig
+from kvserve.config import CacheConfig
 from kvserve.engine.messages import Row
 from kvserve.log import ConfigError
 
-_GIB = 1024**3
+GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -81,28 +81,20 @@ def check_pool(cache: CacheConfig, block_bytes: int, free: int, sharing: int = 1
 
 
 def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f}"
+    return f"{size / GIB:.1f}"
 
 
-def count_blocks(
-    config: EngineConfig, per_sequence: int, block_bytes: int, free: int, device: str
-) -> int:
-    """Blocks of the pool, the null block included; never more than could be used at once, by
-    sequences of ``per_sequence`` blocks. Every rank has at least ``free`` bytes.
-    """
-    if config.cache.num_gpu_blocks_override is not None:
-        return config.cache.num_gpu_blocks_override + 1
-    memory = config.cache.kv_cache_memory
-    if memory is None:
-        # Ranks on a CPU share its memory.
-        share = free // (4 * config.parallel.tensor_parallel_size)
-        memory = free if device == "cuda" else min(_GIB, share)
+def count_blocks(cache: CacheConfig, usable: int, block_bytes: int, usual: int) -> int:
+    """Blocks of the pool, the null block included: what is asked for, else those of ``usual``
+    bytes; never more than the ``usable`` ones that sequences could hold at once."""
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override + 1
+    memory = usual if cache.kv_cache_memory is None else cache.kv_cache_memory
     affordable = memory // block_bytes
     if affordable < 2:
         raise ConfigError(
             f"--kv-cache-memory: {memory} bytes do not hold two blocks of {block_bytes} bytes"
         )
-    usable = config.scheduler.max_num_seqs * per_sequence * 2
     return int(min(affordable, usable + 1))
 
 
@@ -110,8 +102,8 @@ def count_host_blocks(cache: CacheConfig, block_bytes: int, num_blocks: int) -> 
     """Blocks of the swap space, the null block aside; ``block_bytes`` are those of all ranks."""
     space = cache.swap_space
     if space is None:
-        return min(num_blocks - 1, 4 * _GIB // block_bytes)
-    return int(space * _GIB) // block_bytes
+        return min(num_blocks - 1, 4 * GIB // block_bytes)
+    return int(space * GIB) // block_bytes
 
 
 def _available_memory() -> int:
@@ -120,7 +112,7 @@ def _available_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
-        return 4 * _GIB
+        return 4 * GIB
     return min(kib * 1024, _left_in_group(Path("/sys/fs/cgroup")))
 
 

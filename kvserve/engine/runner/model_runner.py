@@ -75,7 +75,7 @@ class ModelRunner:
             sinks=sinks,
             centres=None if statistics is None else statistics.centres(model),
         )
-        self.compressor = Compressor(cache, observer, group, left)
+        self.compressor = Compressor(cache, observer, batch.kept_scores, group, left)
         prefill = PrunedPrefill(model, cache, batch, attention, group)
         self._events = EventRunner(
             batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
@@ -87,14 +87,11 @@ class ModelRunner:
         """Called with a sequence's id, the position of the first token that is predicted and logits
         [T, V], where a prompt is scored."""
 
-    def set_policy(self, policy_id: int, policy: Policy) -> None:
-        """Let ``Events.policy_id`` mean ``policy``; no sequence uses its old policy."""
-        self.policies[policy_id] = policy
-
     @property
     def workspace_bytes(self) -> int:
-        """Memory beside the pool: what scoring takes at most, and scores kept for later events."""
-        return self.compressor.workspace_bytes + self.batch.kept_scores.nbytes
+        """Memory beside the pool: what scoring takes at most, unless a single window needs more,
+        and scores kept for later events."""
+        return self.compressor.observer.scratch_bytes + self.batch.kept_scores.nbytes
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:

@@ -8,50 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from kvserve.config import EngineConfig
+from kvserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.code_rows import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.row_groups import wanted_groups
 from kvserve.engine.compression.query_statistics import FILE, load_statistics, refusal
-from kvserve.engine.messages import Row
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
-from kvserve.engine.policies.parts.arguments import MOST_TOKENS
-from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.engine.policies.spindlekv import writes_codes
+from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.triattention import TriAttention
+from kvserve.engine.runner.cuda_graph import LARGEST as MOST_CAPTURED
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.kernels.cpu.build import why_missing
 from kvserve.log import ConfigError, logger
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.speculation.speculation import MOST_ROWS
-from kvserve.scheduler.triggers.held import most_held
-from kvserve.scheduler.triggers.pruning import Pruned
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 _CPU_PREFILL = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAYOUT_MEANS = {
-    Granularity.MODEL: "all layers and heads hold equally many entries",
-    Granularity.LAYER: "layers may hold different numbers of entries",
-    Granularity.HEAD: "layers and KV heads may hold different numbers of entries",
-}
 
 
 @dataclass(frozen=True)
@@ -139,6 +130,35 @@ class EnginePlan:
         wanted = self.config.scheduler.async_scheduling
         return self.device == "cuda" if wanted is None else wanted
 
+    def graph_sizes(self, choice: Choice) -> tuple[list[int], str]:
+        """The numbers of rows to capture a CUDA graph of decoding for, ascending (none: no graphs),
+        and why. ``ConfigError`` if sizes are named that cannot be captured.
+
+        Layers of transformers' own rule graphs out: they may ask the device for numbers.
+        """
+        wanted, most = self.config.cudagraph_capture_sizes, self.config.scheduler.max_num_seqs
+        if self.config.enforce_eager:
+            return [], "--enforce-eager"
+        if self.device != "cuda" and not wanted:
+            return [], "no GPU"
+        refused = None
+        if self.spec.borrowed:
+            refused = (
+                "transformers' modules may wait for the device; --model-impl native, if there is"
+            )
+        elif not choice.backend.replays:
+            refused = f"decode attention {choice.name} plans each step anew; --attention-backend"
+        if refused is not None:
+            if wanted:
+                raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
+            return [], refused
+        usual = {1, 2, 4, 8, *range(16, MOST_CAPTURED + 1, 16), min(most, MOST_CAPTURED)}
+        sizes = sorted(size for size in wanted or usual if size <= most)
+        if not sizes:
+            raise ConfigError(f"--cudagraph-capture-sizes: all are above --max-num-seqs {most}")
+        how = "captured" if self.device == "cuda" else "no GPU: the same padded steps, called"
+        return sizes, f"{how}; --cudagraph-capture-sizes"
+
     def attention(self, name: str) -> Choice:
         """The backend that ``name`` (``--attention-backend``) means here."""
         dim, layout = self.spec.head_dim, self.layout
@@ -152,112 +172,12 @@ class EnginePlan:
             log_shares=self.log.dtype == "int4",
             form=self.form.name,
             remainders=self.policy.leaves != "off",
-            codes=writes_codes(self.policy),
+            codes=self.policy.event_kind is EventKind.CODED,
             windowed=self.spec.windowed,
             sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
         )
         return select_backend(name, needs)
-
-    def cache_rows(self, num_blocks: int) -> list[Row]:
-        """The start-up table's rows on the cache: its policy, its form, its size."""
-        config, spec, layout, policy = self.config, self.spec, self.layout, self.policy
-        dtype, ranks = str(self.dtype)[6:], config.parallel.tensor_parallel_size
-        dynamic = f"; prompts beyond {spec.rope.original} share no blocks (dynamic RoPE)"
-        said = spec.policy_refusal or policy.caution, config.compression.policy_reason
-        own = "; ".join(filter(None, said))
-        rows = [
-            (
-                "context",
-                f"{self.max_len} tokens",
-                "--max-model-len" + dynamic * (spec.rope.kind == "dynamic"),
-            ),
-            ("policy", _state(policy), own or "--policy; a request's kv_policy may override it"),
-            ("kv layout", layout.granularity.value, _LAYOUT_MEANS[layout.granularity]),
-        ]
-        if spec.windowed:
-            state = f"{spec.window} tokens in {len(spec.windowed)} of {spec.num_layers} layers"
-            others = "; policies act in the other layers" if spec.layers.full else ""
-            rows.append(("sliding window", state, f"blocks behind it are given back{others}"))
-        lanes = spec.num_layers * layout.num_kv_heads
-        size = lanes * self.form.entry_bytes(spec.head_dim)
-        name, share = f"auto ({dtype})", ""
-        if self.form.quantized:
-            computed = lanes * entry_format("auto", self.dtype.itemsize).entry_bytes(spec.head_dim)
-            name, share = self.form.name, f", {size / computed:.2f} of {dtype}'s"
-        if self.form.newest:
-            share += f"; the newest {self.form.newest} at most also as computed"
-        rows.append(("kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"))
-        most = most_held(policy.event_trigger, self.max_len // 2, self.max_len, layout.block_size)
-        longest = self.blocks_for(self.max_len)
-        bounded = longest - layout.blocks_for(self.max_len) + layout.blocks_for(most)
-        mib = f"{num_blocks * self.block_bytes / 2**20:.0f} MiB" + " a rank" * (ranks > 1)
-        rows.append(
-            (
-                "kv pool",
-                f"{num_blocks} blocks of {layout.block_size} tokens, {mib}",
-                f"{num_blocks / longest:.1f} sequences of full length, {num_blocks / bounded:.1f} "
-                f"as {policy.name} holds them (half prompt, half answer; without logged queries); "
-                "--kv-cache-memory",
-            )
-        )
-        chunks = "off", "--enable-chunked-prefill"
-        if config.scheduler.enable_chunked_prefill:
-            state = f"at most {self.max_prefill_tokens} tokens beside decodes"
-            chunks = state, "--max-prefill-tokens; --no-enable-chunked-prefill"
-        rows.append(("chunked prefill", *chunks))
-        caching = "on" if config.cache.enable_prefix_caching else "off"
-        rows.append(("prefix caching", caching, "--enable-prefix-caching"))
-        kept, why = config.cache.continuations, None
-        if kept == "on":
-            why = "policy none goes by the prefix cache"
-            why = why if policy.name == "none" else continuation_refusal(policy, spec)
-        rows.append(("continuations", kept, why or "--continuations"))
-        if ranks > 1:
-            part, library = spec.part(ranks), "nccl" if self.device == "cuda" else "gloo"
-            state = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
-            why = f"{library}; --tensor-parallel-size"
-            rows.append(("tensor parallel", f"{ranks} ranks, {state}", why))
-        return [*rows, log_row(self.log, self.device), *self._statistics_rows()]
-
-    def _statistics_rows(self) -> list[Row]:
-        """Where queries point, if the policy asks."""
-        if self.statistics is None or not self.policy.uses_centres:
-            return []
-        found = load_statistics(self.statistics)
-        middle = float(found.concentration.median())
-        tokens = f"over {found.tokens:,} tokens" if found.tokens else "as released"
-        means = "1: all of a head's queries point one way; kvserve calibrate"
-        return [("query statistics", f"{tokens}, concentration {middle:.2f}", means)]
-
-    def scheduling_rows(self, num_host_blocks: int) -> list[Row]:
-        """The start-up table's rows on which requests run, what preemption does, and events."""
-        scheduler, guesses = self.config.scheduler, self.speculation
-        most = scheduler.max_num_seqs_per_client or scheduler.max_num_seqs
-        observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
-        overlapping = "--async-scheduling; by default on where there is a GPU"
-        guessing = "off", "--speculative-config"
-        if guesses is not None:
-            overlapping += ". Steps with guesses follow known tokens"
-            guessing = (
-                f"ngram, up to {guesses.num_tokens} tokens",
-                f"looks up the newest {guesses.shortest} to {guesses.longest}; none of a row whose "
-                f"newest were seldom right, or where more than {guesses.most_rows} rows decode",
-            )
-        swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
-        recomputed = "what was never compressed, or does not fit, is recomputed"
-        return [
-            (
-                "scheduling",
-                f"{scheduler.scheduling_policy}, clients take turns",
-                "--scheduling-policy; a client (an API key or else an address) has at most "
-                f"{most} sequences running: --max-num-seqs-per-client",
-            ),
-            ("overlapped steps", "on" if self.overlaps else "off", overlapping),
-            ("speculation", *guessing),
-            ("preemption", swap, f"--swap-space; {recomputed}"),
-            ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
-        ]
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
@@ -267,7 +187,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             "data_parallel_size (--data-parallel-size): this is one engine, and kvserve serve runs "
             "several; in Python start a process for each"
         )
-    device, ranks = device_of(config), config.parallel.tensor_parallel_size
+    device, ranks = device_of(config.device), config.parallel.tensor_parallel_size
     if device == "cuda" and torch.cuda.device_count() < ranks:
         raise ConfigError(
             f"--tensor-parallel-size: {ranks} ranks need a GPU each, and there are "
@@ -284,12 +204,13 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         code=config.model.trust_remote_code,
     )
     spec = choose_spec(directory, config.model)
-    layers, block_size = spec.layers, block_size_of(config, device)
+    layers, block_size = spec.layers, block_size_of(config.cache, device)
     num_layers = len(layers.full) or spec.num_layers
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)
-    dtype, max_len = _dtype_of(config.model.dtype, spec, device), _max_len_of(config, spec)
-    _check_policy(config, policy, spec, max_len)
+    dtype = _dtype_of(config.model, spec, device)
+    max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
+    _check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
     statistics = _statistics_of(policy, spec, directory)
     if isinstance(policy, TriAttention):
         policy = replace(policy, stats=None)  # read once, for requests too
@@ -299,23 +220,24 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         part.num_kv_heads,
         spec.head_dim,
         block_size,
-        choose_granularity(config, policy),
+        choose_granularity(policy, config.cache.kv_layout, ranks),
         holds_entries=bool(layers.full),
     )
     form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
-    log = _log_form_of(config, policy, part, dtype, device)
+    asked = policy.query_reduction, policy.logged_dtype
+    log = _log_form_of(*asked, part, dtype, device, config.attention_backend)
     try:
         log.block_tokens(layout, form, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"--block-size: {error}") from None
     groups = wanted_groups(layout, block_bytes(layout, form))
+    chunk = config.scheduler.max_num_batched_tokens
     if layers.windowed:
         assert spec.window is not None
-        chunk = config.scheduler.max_num_batched_tokens
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        groups += (_newest_spec(config, spec, form, layout, dtype.itemsize),)
-    if writes_codes(policy):
+        groups += (_newest_spec(spec, form, layout, dtype.itemsize, chunk),)
+    if policy.event_kind is EventKind.CODED:
         if form.quantized:
             raise ConfigError(
                 f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
@@ -327,7 +249,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
 
 def _newest_spec(
-    config: EngineConfig, spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int
+    spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int
 ) -> NewestSpec:
     """The group of entries as they were computed."""
     size = layout.block_size
@@ -337,9 +259,7 @@ def _newest_spec(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
     window = -(-form.newest // size) * size
-    return NewestSpec(
-        tokens, len(spec.layers.windowed), window, config.scheduler.max_num_batched_tokens
-    )
+    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk)
 
 
 @contextmanager
@@ -352,22 +272,30 @@ def _naming_flags() -> Iterator[None]:
         raise ConfigError(f"{flag}: {error}") from None
 
 
-def device_of(config: EngineConfig) -> str:
-    """``cuda`` or ``cpu``."""
+def device_of(wanted: str) -> str:
+    """``cuda`` or ``cpu``, as ``--device`` says."""
     has_cuda = torch.cuda.is_available()
-    if config.device == "auto":
+    if wanted == "auto":
         return "cuda" if has_cuda else "cpu"
-    if config.device == "cuda" and not has_cuda:
+    if wanted == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
-    return config.device
+    return wanted
 
 
-def block_size_of(config: EngineConfig, device: str) -> int:
+def block_size_of(cache: CacheConfig, device: str) -> int:
     """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
-    return config.cache.block_size or (64 if device == "cuda" else 16)
+    return cache.block_size or (64 if device == "cuda" else 16)
 
 
-def _dtype_of(name: str, spec: ModelSpec, device: str) -> torch.dtype:
+def _dtype_of(model: ModelConfig, spec: ModelSpec, device: str) -> torch.dtype:
+    """What is computed in; ``ConfigError`` also if the weights are not quantised as asked."""
+    found = None if spec.quantization is None else spec.quantization.method
+    if model.quantization not in (None, found):
+        raise ConfigError(
+            f"--quantization: {model.quantization} is asked for, but config.json says "
+            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
+        )
+    name = model.dtype
     if name == "auto":
         name = "float32" if device == "cpu" else spec.dtype
     if name not in _DTYPES:
@@ -375,15 +303,14 @@ def _dtype_of(name: str, spec: ModelSpec, device: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _max_len_of(config: EngineConfig, spec: ModelSpec) -> int:
-    longest = spec.max_position
-    wanted = config.model.max_model_len or longest
+def _max_len_of(wanted: int | None, scheduler: SchedulerConfig, longest: int) -> int:
+    wanted = wanted or longest
     if wanted > longest:
         raise ConfigError(
             f"--max-model-len: {wanted} exceeds the model's longest context, {longest} tokens"
         )
-    budget = config.scheduler.max_num_batched_tokens
-    if not config.scheduler.enable_chunked_prefill and budget < wanted:
+    budget = scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill and budget < wanted:
         raise ConfigError(
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {wanted} "
             f"(--max-model-len), got {budget}"
@@ -391,20 +318,14 @@ def _max_len_of(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _check_policy(config: EngineConfig, policy: Policy, spec: ModelSpec, max_len: int) -> None:
-    """``ConfigError`` if the model cannot be served as the settings say."""
-    found = None if spec.quantization is None else spec.quantization.method
-    if config.model.quantization not in (None, found):
-        raise ConfigError(
-            f"--quantization: {config.model.quantization} is asked for, but config.json says "
-            f"{found or 'nothing of it'}; kvserve reads quantised weights and makes none"
-        )
+def _check_policy(policy: Policy, spec: ModelSpec, max_len: int, *, continues: bool) -> None:
+    """``ConfigError`` if the model cannot be served under the policy."""
     if (reason := policy_refusal(policy, spec)) is not None:
         raise ConfigError(f"--policy: {reason}; use --policy none")
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-    if policy.expects_turns and config.cache.continuations == "off":
+    if policy.expects_turns and not continues:
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
@@ -412,7 +333,7 @@ def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
     """Why the model may not be served under this policy, if so."""
     if policy.name == "none":
         return None
-    prunes = isinstance(policy.event_trigger, Pruned)
+    prunes = policy.event_kind is EventKind.PRUNED
     if spec.borrowed and prunes:
         return f"{policy.name} prunes between layers, and these are transformers' own"
     if spec.soft_cap and (policy.query_reduction or policy.recomputed_reduction):
@@ -420,7 +341,7 @@ def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
     if spec.windowed and spec.layers.full:
         if prunes:
             return f"{policy.name} drops tokens between layers, and some have sliding windows"
-        if writes_codes(policy):
+        if policy.event_kind is EventKind.CODED:
             return f"{policy.name} is not built for models with sliding windows"
         if policy.recomputed_reduction is not None:
             return "query_source recompute wants what sliding windows have given back; use log"
@@ -434,7 +355,7 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
         return "this model's keys depend on the prompt's length (dynamic NTK)"
     if policy.kept_scores:
         return f"policy {name} keeps scores beside its blocks"
-    if writes_codes(policy):
+    if policy.event_kind is EventKind.CODED:
         return f"policy {name} holds entries as codes"
     if policy.granularity is not Granularity.MODEL and not policy.cuts_again:
         return f"policy {name} cannot cut a second prompt"
@@ -471,19 +392,18 @@ def _statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | N
     return path
 
 
-def choose_granularity(config: EngineConfig, policy: Policy) -> Granularity:
+def choose_granularity(policy: Policy, kv_layout: str, ranks: int) -> Granularity:
     """The layout that ``--kv-layout`` names, or (auto) the one that the policy needs.
 
     ``ConfigError`` if the policy or the number of ranks does not allow it.
     """
-    auto = config.cache.kv_layout == "auto"
-    layout = policy.granularity if auto else Granularity(config.cache.kv_layout)
+    layout = policy.granularity if kv_layout == "auto" else Granularity(kv_layout)
     if not policy.granularity.fits(layout):
         raise ConfigError(
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
             f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
         )
-    if layout is Granularity.HEAD and config.parallel.tensor_parallel_size > 1:
+    if layout is Granularity.HEAD and ranks > 1:
         raise ConfigError(
             "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
             "another number of blocks, and there is one pool; use 1, or another policy"
@@ -505,14 +425,19 @@ def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) 
 
 
 def _log_form_of(
-    config: EngineConfig, policy: Policy, part: ModelSpec, dtype: torch.dtype, device: str
+    reduction: str | None,
+    logged: str,
+    part: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    backend: str,
 ) -> LogForm:
-    """How this engine logs queries; the policies of requests share this form.
+    """How this engine logs queries, of what its policy asks for; the policies of requests share
+    this form.
 
-    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
-    cannot log it.
+    If the server's policy logs none (``reduction``), the form is Kara's, unless an attention
+    backend is named that cannot log it.
     """
-    reduction, logged = policy.query_reduction, policy.logged_dtype
     has_it = device == "cuda" and _has_fp8()
     if logged == "auto":
         logged = "fp8" if has_it and dtype is not torch.float32 else "model"
@@ -522,7 +447,7 @@ def _log_form_of(
             "choose model or auto"
         )
     if reduction is None:
-        packages = {"flash-attn", "xformers"} & set(config.attention_backend.split(","))
+        packages = {"flash-attn", "xformers"} & set(backend.split(","))
         reduction, logged = ("group_mean", logged) if packages else ("heads", "int4")
     heads = part.num_heads if reduction == "heads" else part.num_kv_heads
     return LogForm(heads, logged, reduction)
@@ -530,37 +455,3 @@ def _log_form_of(
 
 def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
-
-
-def _state(policy: Policy) -> str:
-    """A policy's name and its fields that are not defaults: ``kara, window 128, buffer 16``."""
-    given = [
-        f"{item.name} {getattr(policy, item.name)}"
-        for item in fields(policy)  # type: ignore[arg-type]
-        if getattr(policy, item.name) != item.default
-    ]
-    return ", ".join([policy.name, *given])
-
-
-def log_row(log: LogForm, device: str) -> Row:
-    """How queries are logged, and which policies requests cannot choose because of it."""
-    numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
-    state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
-    others = []
-    for name in policy_names():
-        needed = policy_class(name).needs[:1]
-        try:
-            policy = make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)})
-        except PolicyError:  # a plug-in that needs more arguments
-            continue
-        form = policy.query_reduction, policy.logged_dtype
-        takes = (log.reduction, log.dtype), (log.reduction, "auto")
-        if policy.query_reduction is not None and form not in takes:
-            others.append(name)
-    why = "--policy.query_reduce, --policy.query_dtype"
-    if others:
-        why += f"; requests for {', '.join(others)} are refused unless they log in this form"
-    compiled = device == "cpu" and log.dtype == "int4"
-    if compiled and (missing := why_missing("window_scores")) is not None:
-        why += f"; torch scores with them: {missing}"
-    return "query log", state, why

@@ -35,7 +35,7 @@ from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.implementation import load
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.cuda_graph import DecodeGraphs, capture_sizes
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
@@ -117,7 +117,7 @@ def build_runner(
         remainders,
         select_decode_inputs() if plan.device == "cpu" else decode_inputs,
     )
-    sizes, _ = capture_sizes(config, plan.device, attention, borrowed=spec.borrowed)
+    sizes, _ = plan.graph_sizes(attention)
     guesses = plan.speculation or NgramSettings(0, 1, 1)
     parts = model, cache, batch, attention.backend
     steps, longest = StepParts(*parts), 1 + guesses.num_tokens
@@ -213,7 +213,8 @@ def main() -> None:
             elif message == FORGET_SCORES:
                 runner.batch.kept_scores.forget()
             else:
-                runner.set_policy(*message)
+                policy_id, policy = message
+                runner.policies[policy_id] = policy
     except ConfigError as error:
         connection.send(error)
     except Exception:

@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.spindlekv import writes_codes
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import EventKind, Events
-from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
@@ -74,7 +72,7 @@ def _draw(runner: ModelRunner) -> None:
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
     """Run the first event of rows whose tables name only the null block."""
     layout = runner.cache.layout
-    if writes_codes(policy) or isinstance(policy.event_trigger, Pruned):
+    if policy.event_kind in (EventKind.CODED, EventKind.PRUNED):
         _move(runner)
         _store_rotated(runner)
         return  # the rest of their first events runs torch's operators and attention
@@ -82,15 +80,13 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
     if task is None or task.old_lens.max() > max_len:
         return  # no sequence gets so long
     tables = runner.batch.block_tables, runner.batch.log_tables
-    if policy.granularity is not Granularity.MODEL:
+    if policy.event_kind is not EventKind.EVEN:
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
-    kept = policy.kept_scores
-    scores = runner.batch.kept_scores.first(kept) if kept else None
-    runner.compressor.run(task, policy, *tables, scores)
-    if scores is not None:
-        scores.zero_()
+    runner.compressor.run(task, policy, *tables)
+    if policy.kept_scores:
+        runner.batch.kept_scores.first(policy.kept_scores).zero_()
 
 
 def _store_rotated(runner: ModelRunner) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.config import EngineConfig
+from kvserve.config import ModelConfig
 from kvserve.engine.device.pages import resident_bytes, trim_memory
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import EngineInfo
@@ -118,8 +118,7 @@ class GrammarCompiler:
     The most recently used grammars are kept, up to ``_CACHED_BYTES`` in all.
     """
 
-    def __init__(self, config: EngineConfig, info: EngineInfo) -> None:
-        model = config.model
+    def __init__(self, model: ModelConfig, info: EngineInfo) -> None:
         self._source = BackendSource(
             model.tokenizer or info.model_path,
             model.trust_remote_code,

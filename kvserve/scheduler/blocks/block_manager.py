@@ -160,8 +160,10 @@ class BlockManager:
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, .]`` of the longest cached prefix that a row can begin with: all groups'
         blocks, side by side; 0 where it needs none."""
-        found = [] if self.prefix_cache is None else self.prefix_cache.match(hashes)
-        columns = np.array(found, np.int32).reshape(len(found), self._column_ends[-1])
+        columns = np.zeros((0, 1), np.int32)
+        if self.prefix_cache is not None:
+            columns = self.prefix_cache.match(hashes)
+        columns = columns.reshape(len(columns), self._column_ends[-1])
         most = -1
         while len(columns) != most:  # what one group shortens, another may have to shorten again
             most = len(columns) // self._prefix_columns * self._prefix_columns

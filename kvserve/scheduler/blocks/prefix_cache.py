@@ -16,9 +16,9 @@ from kvserve.scheduler.blocks.block_pool import BlockPool
 class PrefixCache:
     """Maps hashes to block columns, which have places in two arrays.
 
-    ``_blocks [places, LG * R]``, and ``_used [places]``, which orders columns by their last use
-    (0: the place is empty). The work of a step grows with columns, not with blocks: with tables per
-    layer and head a column has hundreds of blocks.
+    ``_blocks [places, W]``, the blocks of all groups side by side, and ``_used [places]``, which
+    orders columns by their last use (0: the place is empty). The work of a step grows with columns,
+    not with blocks: with tables per layer and head a column has hundreds of blocks.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -26,7 +26,6 @@ class PrefixCache:
         self._places: dict[bytes, int] = {}
         self._digests: list[bytes] = []
         self._empty: list[int] = []
-        self._shape = (1, 1)
         self._blocks: IntArray = np.zeros((0, 1), np.int32)
         self._used: IntArray = np.zeros(0, np.int64)
 
@@ -37,11 +36,11 @@ class PrefixCache:
 
     @property
     def columns(self) -> dict[bytes, IntArray]:
-        """Every cached column ``[LG, R]`` by its hash."""
-        return {digest: self._column(place) for digest, place in self._places.items()}
+        """Every cached column ``[W]`` by its hash."""
+        return {digest: self._blocks[place].copy() for digest, place in self._places.items()}
 
-    def match(self, hashes: list[bytes]) -> list[IntArray]:
-        """Columns ``[LG, R]`` of the longest cached prefix, marked as used."""
+    def match(self, hashes: list[bytes]) -> IntArray:
+        """Columns ``[n, W]`` of the longest cached prefix, marked as used."""
         found = []
         for digest in hashes:
             place = self._places.get(digest)
@@ -49,16 +48,16 @@ class PrefixCache:
                 break
             found.append(place)
         self._touch(found)
-        return [self._column(place) for place in found]
+        columns: IntArray = self._blocks[np.array(found, np.int64)]
+        return columns
 
     def publish(self, hashes: list[bytes], columns: IntArray) -> None:
-        """Cache ``columns [n, LG, R]`` under their hashes; those already there stay as they are."""
-        if not len(self._used) and len(columns):
-            self._shape = columns.shape[1:]
-            self._blocks = np.zeros((0, columns[0].size), np.int32)
+        """Cache ``columns [n, W]`` under their hashes; those already there stay as they are."""
+        if not len(self._used):
+            self._blocks = np.zeros((0, columns.shape[1]), np.int32)
         new = [i for i, digest in enumerate(hashes) if digest not in self._places]
         if new:
-            self._add([hashes[i] for i in new], columns[new].reshape(len(new), -1))
+            self._add([hashes[i] for i in new], columns[new])
         self._touch([self._places[digest] for digest in hashes])
 
     def evict(self, count: int, before: int | None = None) -> None:
@@ -89,12 +88,7 @@ class PrefixCache:
         held: IntArray = self._blocks[self._used > 0]
         return held[held > 0]
 
-    def _column(self, place: int) -> IntArray:
-        column: IntArray = self._blocks[place].reshape(self._shape).copy()
-        return column
-
     def _add(self, digests: list[bytes], blocks: IntArray) -> None:
-        """``blocks [n, .]`` of n columns."""
         while len(self._empty) < len(digests):
             self._grow()
         places = [self._empty.pop() for _ in digests]
@@ -105,7 +99,6 @@ class PrefixCache:
         self.pool.cache_columns(blocks, places)
 
     def _grow(self) -> None:
-        """Twice as many places."""
         old, more = len(self._used), max(64, len(self._used))
         self._blocks = np.concatenate(
             [self._blocks, np.zeros((more, self._blocks.shape[1]), np.int32)]

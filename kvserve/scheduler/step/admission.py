@@ -291,17 +291,8 @@ class PrefillChunks:
                 self._add_chunk(chunks, row, budget)
 
     def _add_chunk(self, chunks: list[Chunk], row: int, budget: StepBudget) -> None:
-        """Add a row's next chunk; none if it has to wait, as for an event."""
-        length = self._reserve(row, budget)
-        if length:
-            chunks.append((row, length))
-            budget.spend(length)
-
-    def _reserve(self, row: int, budget: StepBudget) -> int:
-        """Reserve the blocks of a row's next chunk; returns its length, 0 if it has to wait.
-
-        A chunk ends where an event is due.
-        """
+        """Add a row's next chunk and reserve its blocks; none if it has to wait, as for an event.
+        It ends where an event is due."""
         rows, at = self._rows, np.array([row], np.int32)
         target = min(int(rows.num_tokens[row]), int(rows.next_event[row]))
         length = self._admission.chunk_length(
@@ -311,13 +302,14 @@ class PrefillChunks:
         if not length or not self._blocks.have_free(
             self._blocks.wanted(at, new, rows.num_computed[at])
         ):
-            return 0
+            return
         self._blocks.grow(at, new, rows.num_computed[at])
         # Sequences admitted after it find its columns, and may read them in the same step: a layer
         # stores all its new entries before it attends.
         seq, end = rows.owner(row), int(rows.num_computed[row]) + length
         rows.publish(seq, min(end, seq.num_prompt_tokens))
-        return length
+        chunks.append((row, length))
+        budget.spend(length)
 
     def _take_pruned(self, chunks: list[Chunk]) -> tuple[Events, ...]:
         """Remove prompts that are pruned as they are computed from ``chunks``; return tasks."""

@@ -97,7 +97,6 @@ def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
 
 
 def _learn(scheduler: Scheduler, output: SchedulerOutput, token_ids: IntArray) -> None:
-    """Record a step's tokens."""
     rows = scheduler.rows
     for seq, place, token in zip(output.sampled, output.sampled_at, token_ids, strict=True):
         if seq.status is SequenceStatus.RUNNING:

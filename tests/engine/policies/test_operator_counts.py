@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.compressor import Compressor
@@ -64,7 +65,8 @@ def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: 
     unused: Any = None  # these cases log their queries
     heads = torch.rand(layers, kv_heads * group, 4)
     centres = Centres(heads, heads[..., :2], torch.rand(layers, 2))
-    compressor = Compressor(cache, Observer(cache, 0.5, recomputer=unused, centres=centres))
+    observer = Observer(cache, 0.5, recomputer=unused, centres=centres)
+    compressor = Compressor(cache, observer, KeptScores(layout, events, "cpu"))
     with CountCalls() as counter:
         compressor.run(task, policy, kv_tables, log_tables)
     return counter.calls

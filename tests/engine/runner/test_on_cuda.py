@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.config import EngineConfig
+from kvserve.config import CacheConfig
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
@@ -143,6 +143,5 @@ def test_host_memory_is_not_pinned_as_a_whole() -> None:
 
 
 def test_blocks_are_as_large_as_tiles_on_a_gpu() -> None:
-    config = EngineConfig()
-    assert [block_size_of(config, device) for device in ("cpu", "cuda")] == [16, 64]
-    assert block_size_of(EngineConfig.from_flat(block_size=32), "cuda") == 32
+    assert [block_size_of(CacheConfig(), device) for device in ("cpu", "cuda")] == [16, 64]
+    assert block_size_of(CacheConfig(block_size=32), "cuda") == 32

@@ -98,9 +98,8 @@ def test_reasoning_is_free_and_its_budget_holds(llm: LLM) -> None:
 
 def compiler(llm: LLM, **settings: Any) -> GrammarCompiler:
     core = llm.engine.core
-    return GrammarCompiler(
-        EngineConfig.from_flat(model=core.info.model_path, **settings), core.info
-    )
+    config = EngineConfig.from_flat(model=core.info.model_path, **settings)
+    return GrammarCompiler(config.model, core.info)
 
 
 def test_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
