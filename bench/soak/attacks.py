@@ -229,7 +229,8 @@ def _cut(url: str) -> Statuses:
 
 
 def _http(url: str) -> httpx.Client:
-    transport = httpx.HTTPTransport(local_address=_ADDRESS)
+    limits = httpx.Limits(keepalive_expiry=2.0)  # the server closes idle connections after 5 s
+    transport = httpx.HTTPTransport(local_address=_ADDRESS, limits=limits)
     return httpx.Client(base_url=url, transport=transport, timeout=120)
 
 

@@ -228,8 +228,7 @@ class OutputProcessor:
         stop_ids, tokenizer = [] if params.ignore_eos else self._eos, self._tokenizer
 
         def text() -> str | None:
-            known = prompt is not None or tokenizer is None
-            return prompt if known else tokenizer.decode(token_ids)
+            return tokenizer.decode(token_ids) if prompt is None and tokenizer else prompt
 
         given: dict[str, Any] = {
             **{name: getattr(params, name) for name in _ALIKE},

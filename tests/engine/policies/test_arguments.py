@@ -66,7 +66,9 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
             ({**HELD, "scorer": "keydiff", "window": 8}, "window"),
             ({"ratio": 0.5, "scorer": "rkv"}, "ratio"),
         ),
-        *(({**HELD, "scorer": wrong}, "scorer") for wrong in (3, "snapkvv", {})),
+        ({**HELD, "scorer": 3}, "scorer"),
+        ({**HELD, "scorer": "snapkvv"}, "scorer"),
+        ({**HELD, "scorer": {}}, "scorer"),
         *(
             ({**HELD, "scorer": {"name": name, **more}}, "scorer")
             for name, more in (
