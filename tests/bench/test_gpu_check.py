@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import torch
 from bench import gpu_check
 from bench.gpu_runs import parts as gpu_parts
 from bench.gpu_runs.parts import PARTS, Findings
-from bench.machine import Ended, run_apart
+from bench.machine import Ended, run_apart, write_json
+from kvserve.engine.models.transformer import Transformer
+from tests.waiting import WAIT, wait_until
 
 RIGHT = Ended(1.0, {"rows": [{"case": "a", "right": True}], "left_out": []}, None)
 WRONG = Ended(1.0, {"rows": [{"case": "a", "right": False}], "left_out": []}, None)
@@ -58,6 +62,67 @@ def test_only_what_was_shown_is_right(
     assert ("took longer" in table) == (CUT in ends)
 
 
+def test_a_part_that_no_time_is_left_for_is_not_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "run_apart", None)
+    assert not gpu_check.check(["tokens"], tmp_path / "check.json", seconds=0.0)
+
+
+def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its errors, its time and its children end with it; what it has written stays."""
+    result = tmp_path / "part.json"
+    write = f"import pathlib, sys, time; pathlib.Path({str(result)!r}).write_text('[1]'); "
+    assert run_apart(["-c", write], result, WAIT).found == [1]
+    failed = run_apart(["-c", write + "raise ValueError('an illegal access')"], result, WAIT)
+    assert failed.found == [1] and failed.error is not None
+    assert "ended with status 1" in failed.error and "an illegal access" in failed.error
+    begun = tmp_path / "child"
+    child = f"import subprocess; subprocess.run(['sh', '-c', 'echo $$ > {begun}; sleep 3600'])"
+
+    class Cut(subprocess.Popen[Any]):
+        """Its time is over once it has written and its child runs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            wait_until(lambda: begun.exists() and begun.read_text().endswith("\n"))
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Cut)
+        cut = run_apart(["-c", write + child], result, 3.0)
+    assert cut.error is not None and "took longer than 3 s" in cut.error and cut.found == [1]
+    wait_until(lambda: not alive(int(begun.read_text())))
+    assert run_apart(["-c", "pass"], result, WAIT).found == {}, "of another run"
+
+
+def alive(pid: int) -> bool:
+    """A process that nobody has waited for is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_results_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "x.json"
+    write_json(path, {"rows": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"rows": object()})
+    assert json.loads(path.read_text()) == {"rows": 1}
+
+
+def test_a_case_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    found = Findings(tmp_path / "part.json")
+    with found.case("first"):
+        raise RuntimeError("no kernel image")
+    with found.case("second"):
+        found.add("second", True)
+    first, second = json.loads((tmp_path / "part.json").read_text())["rows"]
+    assert not first["right"] and "no kernel image" in first["found"] and second["right"]
+
+
 def test_parts_tell_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tokens than transformers', replays that change tokens, logits that are off."""
 
@@ -89,6 +154,26 @@ def test_parts_tell_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         logits = expected * factor
         monkeypatch.setattr(gpu_parts, "engine_logits", lambda *_, logits=logits: logits)
         assert [row["right"] for row in rows("logits")] == [right] * 2
+
+
+def test_a_step_that_failed_is_found_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine survives it; its tokens are nobody's measure."""
+    forward, calls = Transformer.forward, itertools.count()
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if next(calls) == 20:
+            raise ValueError("no such kernel")
+        return forward(*args, **options)
+
+    monkeypatch.setattr(Transformer, "forward", fail)
+    monkeypatch.setattr(gpu_parts, "EXACT", {"none": gpu_parts.POLICIES["none"]})
+    path = tmp_path / "graphs.json"
+    PARTS["graphs"].run(Findings(path))
+    plain, *others = json.loads(path.read_text())["rows"]
+    assert not plain["right"] and "no such kernel" in plain["found"]
+    assert "_launch" in plain["found"] and all(row["right"] for row in others)
 
 
 class FakeEngine:

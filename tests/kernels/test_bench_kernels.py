@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench import kernels as bench
 from bench.kernel_rows import cases as kernel_cases
+from bench.kernel_rows import model_cases
+from bench.kernel_rows import peers as kernel_peers
 from bench.kernel_rows.cases import Setting
-from bench.kernel_rows.model_cases import all_cases
-from bench.kernel_rows.targets import EVENT
+from bench.kernel_rows.model_cases import WEIGHTS, all_cases
+from bench.kernel_rows.peers import Run
+from bench.kernel_rows.stored_cases import level_decodes
+from bench.kernel_rows.targets import EVENT, targets
+from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.runner.warm_up import warm_up
 from kvserve.entry_format import FORMATS
+from kvserve.kernels import dispatch
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
-from tests.meta_device import DRAWN, GREEDY, KARA, small_engine
+from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine
 from tests.thinning import slow
 from tests.waiting import WAIT
 
+__all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,9 +45,37 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("granularity", Granularity)
 def test_cases_agree_with_their_references(granularity: Granularity, device: str) -> None:
     setting = tiny(granularity, device)
+    codes = {"decode of codes"} if granularity is Granularity.HEAD else set()
     found = bench.differences(setting)
     assert not [kernel for kernel, difference in found.items() if not difference.right], found
-    assert {*EVENT, "decode", "prefill", "sample", "filter and sample"} <= set(found)
+    assert set(found) == {
+        *("decode", "prefill", "store", "window scores e4m3"),
+        *("sample", "sample by torch", "filter and sample", "filter and sample by torch"),
+        "select by torch",
+        *EVENT,
+        *codes,
+        *("decode with shares", "prefill with shares"),
+        *("log in 4 bits", "gather of 4 bits", "absolute scores of 4 bits"),
+        *("decode of none", "prefill of none"),
+        "decode in parts",
+        *(f"product in {form}" for form in WEIGHTS),
+        *(f"product of {rows} in 4 bits" for rows in ("more", "many", "experts")),
+        *("decode in a window", "prefill in a window"),
+        *("scores by centres", "scores by the best centre"),
+        *("norm", "norm of heads", "sum and norm", "rotation", "activation"),
+        *("rotation and store", "store of rotated keys"),
+        *(
+            "inputs of a step",
+            "inputs of a logged step",
+            "inputs of a step of chunks",
+            "inputs of a logged step of chunks",
+        ),
+        *(
+            f"{kernel} of {form}"
+            for kernel in ("decode", "prefill", "store", "gather", "move")
+            for form in FORMATS
+        ),
+    }
 
 
 @pytest.mark.device
@@ -46,7 +88,7 @@ def test_what_kara_launches_is_checked(
     launched: set[Any] = set()
 
     def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
-        kinds = [
+        kinds = (
             "SHARES",
             "CHUNKED",
             "KEYS",
@@ -57,7 +99,7 @@ def test_what_kara_launches_is_checked(
             "INT4",
             "SEEN",
             "ADDS",
-        ]
+        )
         form = tuple((name, options[name]) for name in kinds if name in options)
         launched.add((kernel.source.__name__, form))
 
@@ -71,8 +113,160 @@ def test_what_kara_launches_is_checked(
     assert not by_kara - launched, f"not among the cases: {by_kara - launched}"
 
 
+@pytest.mark.device
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("form", ["auto", "int8", "k8v4", "k4v4"])
+def test_all_tiles_of_a_model_are_checked(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention that an engine of Llama's shape compiles before its first request."""
+    launched: set[Any] = set()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        if kernel.source.__name__ == "attend":
+            kinds = "QUERIES", "SPLIT", "SHARES", "REMAINDER", "CHUNKED", "KEYS", "VALUES"
+            launched.add(tuple((name, options[name]) for name in kinds))
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(dispatch, "capability", lambda _: (9, 0))
+    for policy in ({"name": "none"}, KARA):
+        options = {"max_num_batched_tokens": 256, "block_size": 64, "num_gpu_blocks_override": 64}
+        llm = small_engine(tmp_path, policy, heads=8, kv_cache_dtype=form, **options)
+        core, layout = llm.engine.core, llm.engine.core.runner.cache.layout
+        assert layout.num_kv_heads == 2, "a group of four query heads, as Llama's"
+        made = make_policy(policy).for_model(layout.num_layers, layout.num_kv_heads)
+        warm_up(core.runner, made, core.info.max_model_len, max_tokens=256)
+    by_engines, launched = launched, set()
+    setting = Setting("llama-8b", Granularity.MODEL, 700, 5, torch.bfloat16, "cpu")
+    for case in all_cases(setting):
+        if case.kernel.startswith(("decode", "prefill")) or "tokens in" in case.kernel:
+            case.triton()
+    assert len(by_engines) > 10
+    assert not by_engines - launched, f"not among the cases: {by_engines - launched}"
+
+
+def test_decodes_over_levels_agree(device: str) -> None:
+    """Those that are timed beside numbers, with the bytes of their form."""
+    setting = tiny(Granularity.MODEL, device)
+    found = {case.kernel: case for case in level_decodes(setting)}
+    assert set(found) == {f"decode of {form}" for form in FORMATS}
+    for case in found.values():
+        torch.testing.assert_close(case.triton(), case.torch(), atol=1e-4, rtol=1e-4)
+    eight, four = (found[f"decode of {form}"].num_bytes for form in ("k8v4", "k4v4"))
+    assert four < eight
+
+
 def tiny(granularity: Granularity, device: str) -> Setting:
     return Setting("smoke", granularity, 70, 2, torch.float32, device, kernel_cases.SMOKE)
+
+
+def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong is found out whole: in a call that costs minutes of a lent machine."""
+
+    def fail(*args: Any, **options: Any) -> Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def off(*args: Any, **beside: Any) -> Tensor:
+        return paged_attention_torch(*args, **beside) * 1.1
+
+    monkeypatch.setattr(kernel_cases, "store_kv_triton", fail)
+    monkeypatch.setattr(kernel_cases, "paged_attention_triton", off)
+    monkeypatch.setattr(kernel_cases, "event_cases", lambda *_: ())
+    for others in ("stored_cases", "split_cases", "window_cases", "centre_cases"):
+        monkeypatch.setattr(model_cases, others, lambda *_: ())
+    found = bench.differences(tiny(Granularity.MODEL, device))
+    assert found["store"].error and "illegal memory access" in found["store"].error
+    assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)
+    assert [kernel for kernel, difference in found.items() if not difference.right] == [
+        *("decode", "prefill", "store"),
+    ]
+    assert found["sample"].right
+
+
+def test_differences_are_measured_against_the_reference() -> None:
+    right = torch.ones(100)
+    assert bench.Difference.of(right, right, 0.0).right
+    one = right.clone()
+    one[3] = 1.2
+    outlier = bench.Difference.of(one, right, 0.1)
+    assert outlier.relative_norm == pytest.approx(0.02) and not outlier.right
+    assert not bench.Difference.of(right * torch.nan, right, 1.0).right
+    assert not bench.Difference.of(right.long() * 2, right.long(), 1.0).right
+
+
+def test_a_peer_gets_the_same_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = tiny(Granularity.MODEL, device)
+
+    def attend(setting: Setting, q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Run:
+        last = torch.full((1, len(q)), setting.context - 1, device=device)
+        chunks = QuerySegments(torch.arange(len(q), device=device), last, setting.context)
+        inputs = q, keys, values, table[:, None], chunks, q.shape[-1] ** -0.5
+        return lambda: paged_attention_torch(*inputs)
+
+    monkeypatch.setitem(kernel_peers.PEERS, "torch", attend)
+    case = kernel_peers.peer_case("torch", setting)
+    assert case is not None and case.kernel == "decode by torch"
+    torch.testing.assert_close(case.triton(), case.torch())
+    assert kernel_peers.peer_case("no_such_peer", setting) is None
+    head = replace(setting, granularity=Granularity.HEAD)
+    assert kernel_peers.peer_case("torch", head) is None
+
+
+def test_targets_name_the_worst() -> None:
+    def row(kernel: str, context: int, us: float, of_copy: float, layers: int = 1) -> Any:
+        place = {"shape": "llama-8b", "layout": "model", "context": context}
+        return {"kernel": kernel, **place, "us": us, "of_copy": of_copy, "layers": layers}
+
+    rows = [row("decode", 1024, 100.0, 0.8), row("decode", 4096, 100.0, 0.9)]
+    rows += [row("decode by flashinfer", 1024, 95.0, 0.84), row("compact", 4096, 400.0, 0.9, 4)]
+    rows += [row(name, 4096, 4000.0, 0.5, 4) for name in EVENT if name != "compact"]
+    rows += [row("select by torch", 4096, 2000.0, 0.5, 4)]
+    decode, compact, peers, event, fused = targets(rows, 100)
+    assert decode["worst"] == 0.8 and decode["at"] == "llama-8b model 1024" and not decode["met"]
+    assert compact["met"] and peers["worst"] == 0.95 and peers["met"]
+    # Four kernels of 1,000 us a layer and one of 100, every hundred steps of 100 us.
+    assert event["worst"] == pytest.approx(0.41) and not event["met"]
+    assert fused["worst"] == 2.0 and fused["at"] == "select llama-8b model 4096"
+    assert [target["met"] for target in targets([], 100)] == [None] * 5
+
+
+def test_a_run_goes_on_where_it_stopped(
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setting, timed = tiny(Granularity.MODEL, device), []
+
+    def seconds(run: Callable[[], Any]) -> float:
+        timed.append(run)
+        return 1e-3
+
+    def small(shape: str, granularity: Granularity, context: int, *_: Any) -> Setting:
+        return replace(setting, granularity=granularity, context=context)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(bench, "DTYPES", {"bfloat16": torch.float32})
+    monkeypatch.setattr(bench, "median_seconds", seconds)
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(
+        bench, "differences", lambda setting: {"decode": bench.Difference(0.0, 0.0, True)}
+    )
+    monkeypatch.setattr(bench, "Setting", small)
+    path = tmp_path / "result.json"
+    settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
+    for limit, new, left in (("-1", 0, 2), ("480", 38, 0), ("480", 0, 0)):
+        timed.clear()
+        arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
+        monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
+        assert bench.main() == 0
+        assert len(timed) == new
+        assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 38 and len(found["parity"]) == 1
+    assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
