@@ -37,8 +37,8 @@ AS_COMPUTED = (
     "streaming_llm:period=32",
     *(f"{name}:trigger=threshold,query_reduce=group_mean" for name in ("snapkv", "chunkkv")),
 )
-"""Policies that are measured once, each with the budget that holds the bytes of Kara's default. Means
-over groups of heads fill a block's log whatever the number of heads is."""
+"""Policies that are measured once, each with the budget that holds the bytes of Kara's default.
+Means over groups of heads fill a block's log whatever the number of heads is."""
 _COLUMNS = (
     *columns("policy", "kv_cache_dtype", "of_full", "kl", "kl_error", "facts"),
     *columns("output_tok_s", "ratio_to_first", "n"),

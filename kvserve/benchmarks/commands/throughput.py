@@ -164,7 +164,8 @@ class Throughput(Benchmark):
             ways = [{"prefix_caching": side} for side in ("off", "on")]
         if _several_types(self.args, self.policies):
             held = each_as_held([spec], self.args)
-            ways = [way | {"kv_cache_dtype": dtype} for way in ways for spec, dtype in held]
+            ways = [way | {"kv_cache_dtype": dtype} for way in ways for _, dtype in held]
+            spec = held[0][0]
         if self.args.compare_speculation:
             ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
         cell: dict[str, Any] = {
