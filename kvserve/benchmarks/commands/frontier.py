@@ -32,13 +32,13 @@ from kvserve.log import ConfigError
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
 FULL = ("none", "none@k8v4", "none@k4v4")
-DROPPING = ("kara", "kara:ratio=0.1@k8v4", "kara@k8v4", "kara:ratio=0.5@k8v4")
-AS_COMPUTED = (
-    "streaming_llm:period=32",
-    *(f"{name}:trigger=threshold,query_reduce=group_mean" for name in ("snapkv", "chunkkv")),
+DROPPING = ("kara@k8v4", "kara", "kara:ratio=0.1@k8v4", "kara:ratio=0.5@k8v4")
+OTHERS = (
+    "streaming_llm:period=32@k8v4",
+    *(f"{name}:trigger=threshold,query_reduce=group_mean@k8v4" for name in ("snapkv", "chunkkv")),
 )
-"""Policies that are measured once, each with the budget that holds the bytes of Kara's default.
-Means over groups of heads fill a block's log whatever the number of heads is."""
+"""Each with the budget that holds the bytes of the first of ``DROPPING``. Means over groups of
+heads fill a block's log whatever the number of heads is."""
 _COLUMNS = (
     *columns("policy", "kv_cache_dtype", "of_full", "kl", "kl_error", "facts"),
     *columns("output_tok_s", "ratio_to_first", "n"),
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help=words)
     words = f"beside none, none@k8v4 and none@k4v4 (default: {' '.join(DROPPING)})"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
-    words = f"at as many bytes as --policy's first, as computed (default: {' '.join(AS_COMPUTED)})"
+    words = f"at as many bytes as --policy's first (default: {' '.join(OTHERS)})"
     parser.add_argument("--other", type=policy_spec, action="append", metavar="SPEC", help=words)
     for name, usual, words in (
         ("num-texts", 8, "texts"),
@@ -93,7 +93,7 @@ class Frontier:
     def measure(self) -> None:
         args = self.args
         dropping = [spec.label for spec in args.policy or map(policy_spec, DROPPING)]
-        others = [spec.label for spec in args.other or map(policy_spec, AS_COMPUTED)]
+        others = [spec.label for spec in args.other or map(policy_spec, OTHERS)]
         texts = ["--text", args.text] if args.text else []
         sizes = ["--num-samples", args.num_texts, "--text-len", args.text_len, "--facts", 5]
         fidelity = ["eval", "--fidelity", *texts, *sizes, "--threads", os.cpu_count()]
