@@ -105,10 +105,11 @@ class FidelityRun(Benchmark):
     # ---- texts --------------------------------------------------------------------------------
 
     def _texts(self) -> Iterator[tuple[str, list[Text]]]:
-        """The texts of each kind; with ``--match-bytes`` the first is for finding budgets alone."""
-        count = self.args.num_samples + (self._target is not None)
+        """The texts of each kind; with ``--match-bytes`` one more, the first, for finding budgets
+        alone."""
+        trial = self._target is not None
         if self.args.from_answers:
-            yield from self._answers(count)
+            yield from self._answers(self.args.num_samples + trial)
             return
         sources = [(path.stem, _read(path)) for path in self.args.text]
         if not sources:
@@ -121,6 +122,7 @@ class FidelityRun(Benchmark):
             if len(tokens) < length:
                 raise ConfigError(f"--text: {name} has {len(tokens):,} tokens, fewer than {length}")
             first = np.array(self._tokenizer.encode(""), np.int32)
+            found = pieces(tokens, self.args.num_samples, length - len(first), trial=trial)
             yield (
                 name,
                 [
@@ -130,9 +132,9 @@ class FidelityRun(Benchmark):
                         _PROMPT,
                         self.args.facts,
                         self._encode,
-                        np.random.default_rng([self.args.seed, i]),
+                        np.random.default_rng([self.args.seed, i % 2**31]),
                     )
-                    for i, piece in enumerate(pieces(tokens, count, length - len(first)))
+                    for i, piece in enumerate(found, start=-trial)
                 ],
             )
 
