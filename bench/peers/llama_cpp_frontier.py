@@ -97,13 +97,15 @@ def _rate(model: Any, text: np.ndarray, cache: str, slots: int, args: argparse.N
     """Tokens per second of ``slots`` answers side by side."""
     last = 64 + args.output_len
     context, batch = _context(model, cache, slots, last), llama_cpp.llama_batch_init(_BATCH, 0, 1)
-    tokens = np.resize(text, last)
+    tokens, memory = np.resize(text, last), llama_cpp.llama_get_memory(context)
     took, at = [], 0
     for length in np.linspace(64, last - _TIMED - 1, _LENGTHS).astype(int):
         for start in range(at, length, _BATCH):
             piece = tokens[None, start : min(start + _BATCH, length)]
-            for seq in range(slots):
-                _decode(context, batch, piece, start, range(seq, seq + 1), False)
+            _decode(context, batch, piece, start, range(1), False)
+        for seq in range(1, slots):  # the others have the same text
+            llama_cpp.llama_memory_seq_rm(memory, seq, -1, -1)
+            llama_cpp.llama_memory_seq_cp(memory, 0, seq, -1, -1)
         at = int(length)
         for step in range(_TIMED + 1):
             begun = time.perf_counter()

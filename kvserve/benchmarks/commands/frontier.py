@@ -212,7 +212,7 @@ def automatic(model: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], st
     if named is None and not (file and file.exists()):
         raise ConfigError(
             f"--policy auto chooses from what was measured of {model}, and nothing was: "
-            f"`kvserve bench frontier --model {model}` does, in an hour or more"
+            f"`kvserve bench frontier --model {model}` does, in an hour or so"
         )
     assert file is not None
     dtype = values.get("kv_cache_dtype")
