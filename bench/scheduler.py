@@ -25,13 +25,13 @@ from kvserve.benchmarks.reports.report import Column, Report, measure_and_publis
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import Periodic
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
+from kvserve.scheduler.triggers.trigger import AtPrefillEnd, EventKind, Never, Trigger
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}

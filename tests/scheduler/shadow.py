@@ -23,12 +23,12 @@ from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
 from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.offload.conversations import Conversations, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.triggers.trigger import NOT_LOGGING
+from kvserve.scheduler.triggers.trigger import NOT_LOGGING, EventKind
 
 Slot = tuple[int, int]
 Lane = tuple[int, int]

@@ -16,7 +16,6 @@ from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.drafts import Confirmed
-from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
@@ -29,6 +28,7 @@ from kvserve.scheduler.triggers.pruning import Pruned, Taper, prunes_prompt
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
+    EventKind,
     EveryStep,
     Never,
     Trigger,

@@ -37,7 +37,8 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.kernels.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray, ragged_arange
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.triggers.trigger import EventKind
 
 
 class Compressor:

@@ -25,8 +25,9 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.log import EngineDeadError, SequenceError
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import ScheduledEvents
+from kvserve.scheduler.triggers.trigger import EventKind
 
 
 class EventRunner:

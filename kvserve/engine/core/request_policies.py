@@ -17,8 +17,8 @@ from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.engine.runner.plan import NO_TURNS, policy_refusal
 from kvserve.log import RequestError
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.messages.sequence import Sequence
+from kvserve.scheduler.triggers.trigger import EventKind
 
 REMEMBERED = 32
 _LEAST, _MOST = 64, 512

@@ -34,9 +34,9 @@ from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.newest_group import NewestSpec
 from kvserve.scheduler.blocks.window_group import WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.speculation.ngram_index import NgramSettings
 from kvserve.scheduler.speculation.speculation import MOST_ROWS
+from kvserve.scheduler.triggers.trigger import EventKind
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""

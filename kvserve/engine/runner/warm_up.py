@@ -16,8 +16,8 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import EventKind, Events
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, RowState
 
 _CHUNKS = (1, 2, 3, 5, 9, 17, 33, 65, 256)
 """Chunk lengths for each of attention's tiles, for GQA groups of up to 64 heads."""

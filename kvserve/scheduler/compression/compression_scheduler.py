@@ -11,12 +11,12 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.trigger import EventKind, Trigger
 
 
 class OpenEvent(NamedTuple):

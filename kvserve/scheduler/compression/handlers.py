@@ -13,10 +13,10 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.messages.event import EventKind, Events
+from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned
-from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState, Trigger
+from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, RowState, Trigger
 
 Taken = tuple[Events, IntArray]
 """The first n events, with the blocks that they write, and how many blocks each gave back: [n]."""

@@ -11,9 +11,8 @@ from typing import Any
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
 from kvserve.scheduler.messages.continuation import Resumption, Turn
-from kvserve.scheduler.messages.event import EventKind
 from kvserve.scheduler.triggers.pruning import prunes_prompt
-from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
+from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, Trigger
 
 
 class SequenceStatus(enum.Enum):

@@ -7,6 +7,7 @@ policies (which need tensors) hand them out. Every method takes all rows of one 
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, cast
 
@@ -19,6 +20,27 @@ NO_EVENT = 2**31 - 1
 ONE_WINDOW = 2**31 - 1
 """``log_span`` if queries are logged for one window at a time."""
 NOT_LOGGING = 2**31 - 1
+
+
+class EventKind(enum.Enum):
+    """What decides how much an event keeps, and in which form: ``compression/handlers.py`` says
+    what each does to lengths and blocks, the engine's ``event_runner.py`` what to entries.
+
+    ``EVEN``: its trigger alone, equally many in all lanes. The others are scored in one step, which
+    answers with an array, and carried out in a later one. ``UNEVEN``: its scores, by layer or by
+    head; the answer counts entries that are kept of each lane's scored region, ``[LG, E, R]``.
+    ``BLOCKS``: as uneven, but whole blocks stay where they are; the answer ``[LG, E, R, K]`` names
+    their columns, -1 behind the last. ``CODED``: as uneven, and what is kept becomes codes; the
+    answer ``[LG, E, R, 2]`` counts entries kept, or coded in addition, and the vectors they need.
+    ``PRUNED``: a prompt's own event is part of its forward, and how much each layer keeps follows
+    from the prompt's length; later ones are uneven.
+    """
+
+    EVEN = "even"
+    UNEVEN = "uneven"
+    BLOCKS = "blocks"
+    CODED = "coded"
+    PRUNED = "pruned"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import EventKind, Events
-from kvserve.scheduler.triggers.trigger import EvictionSpec
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.triggers.trigger import EventKind, EvictionSpec
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
 
