@@ -7,38 +7,19 @@ start, does not read ahead, and cannot be recorded.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.cpu.calls import Compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 
 _WORTH_A_THREAD = 2**17  # multiplications, or numbers that are looked up
 _PIECE = 2**22  # numbers that are rearranged at a time
-
-
-class _Call(ctypes.Structure):
-    """``Linear`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "panels", "bias", "y", "ends")),
-        *((name, ctypes.c_int64) for name in ("tokens", "inputs", "outputs", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("experts", "is_bf16", "num_threads")),
-    )
-
-
-class _Take(ctypes.Structure):
-    """``TakeRows`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "places", "out", "fault")),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "units", "num_threads")),
-    )
+_LINEAR, _TAKE_ROWS = Compiled("linear"), Compiled("take_rows", "linear")
 
 
 P = TypeVar("P", bound="Panels")
@@ -152,15 +133,10 @@ def take_rows(panels: Panels, places: Tensor) -> Tensor:
     if places.dtype is not torch.int64 or not places.is_contiguous():
         raise ValueError(f"take_rows: places of {places.dtype}, or not dense")
     out = torch.empty(len(places), panels.inputs, dtype=panels.dtype)
-    units, fault = panels.shape[1], ctypes.c_int64()
     threads = max(1, min(torch.get_num_threads(), out.numel() // _WORTH_A_THREAD))
-    pointers = (*(x.data_ptr() for x in (panels, places, out)), ctypes.addressof(fault))
-    call = _Take(*pointers, len(places), panels.outputs, units, threads)
-
-    def refusal(_: int) -> IndexError:
-        return IndexError(f"take_rows: row {fault.value} of a table of {panels.outputs}")
-
-    calls.run(load_library("linear"), "take_rows", call, refusal)
+    rows = panels.outputs
+    sizes = len(places), rows, panels.shape[1], threads
+    _TAKE_ROWS(panels, places, out, *sizes, refused=f"row {{}} of a table of {rows}")
     return out
 
 
@@ -178,19 +154,6 @@ def _multiply(
     tokens, inputs, outputs = x.shape[0], panels.inputs, panels.outputs
     y = torch.empty(tokens, outputs, dtype=x.dtype)
     threads = min(torch.get_num_threads(), tokens * inputs * outputs // _WORTH_A_THREAD)
-    call = _Call(
-        x.data_ptr(),
-        panels.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        None if ends is None else ends.data_ptr(),
-        tokens,
-        inputs,
-        outputs,
-        x.stride(0),
-        experts,
-        x.dtype is torch.bfloat16,
-        max(1, threads),
-    )
-    calls.run(load_library("linear"), "linear", call)
+    sizes = tokens, inputs, outputs, x.stride(0), experts
+    _LINEAR(x, panels, bias, y, ends, *sizes, x.dtype is torch.bfloat16, max(1, threads))
     return y

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from kvserve.kernels.cpu import calls
 from kvserve.kernels.cpu.build import load_library
+from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.cpu.linear import _WORTH_A_THREAD, panel_width
 from kvserve.kernels.weight_levels import LevelForm, Levels, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE = 2**22  # weights that are rearranged at a time
-
-
-class _Call(ctypes.Structure):
-    """``LinearLevels`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "levels", "scales", "offsets", "bias", "y")),
-        *((name, ctypes.c_void_p) for name in ("ends", "order")),
-        *((name, ctypes.c_int64) for name in ("tokens", "given", "inputs", "outputs", "x_stride")),
-        *((name, ctypes.c_int64) for name in ("group", "experts", "is_bf16", "code", "lowest")),
-        *((name, ctypes.c_int64) for name in ("scale_type", "zeros", "rounds", "num_threads")),
-    )
-
-
-class _Take(ctypes.Structure):
-    """``TakeLevels`` of the C++ file, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("levels", "scales", "offsets", "places", "out")),
-        *((name, ctypes.c_void_p) for name in ("fault",)),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "inputs", "group", "is_bf16")),
-        *((name, ctypes.c_int64) for name in ("code", "lowest", "scale_type", "zeros")),
-    )
+_LINEAR, _TAKE_ROWS = (Compiled(name, "linear_levels") for name in ("linear_levels", "take_levels"))
 
 
 class LevelPanels(Levels):
@@ -92,15 +67,12 @@ class LevelPanels(Levels):
     def take_rows(self, places: Tensor) -> Tensor:
         """places: int64 [T] -> those rows, [T, inputs]; ``IndexError`` for one that is not
         there."""
-        out, fault = torch.empty(len(places), self.inputs, dtype=self.dtype), ctypes.c_int64()
-        pointers = (_address(x) for x in (self.levels, self.scales, self.offsets, places, out))
+        out = torch.empty(len(places), self.inputs, dtype=self.dtype)
         sizes = len(places), self.outputs, self.inputs, self.form.group
-        call = _Take(*pointers, ctypes.addressof(fault), *sizes, *self._kind())
-
-        def refusal(_: int) -> IndexError:
-            return IndexError(f"take_rows: row {fault.value} of a table of {self.outputs}")
-
-        calls.run(load_library("linear_levels"), "take_levels", call, refusal)
+        _TAKE_ROWS(
+            *(self.levels, self.scales, self.offsets, places, out, *sizes, *self._kind()),
+            refused=f"row {{}} of a table of {self.outputs}",
+        )
         return out
 
     def _multiply(self, x: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
@@ -112,11 +84,10 @@ class LevelPanels(Levels):
         y = torch.empty(len(x), self.outputs, dtype=x.dtype)
         threads = min(torch.get_num_threads(), y.numel() * self.inputs // _WORTH_A_THREAD)
         held = self.levels, self.scales, self.offsets
-        pointers = (_address(t) for t in (x, *held, bias, y, ends, self.order))
         sizes = len(x), self.width, self.inputs, self.outputs, x.stride(0)
         is_bf16, *kind = self._kind()
         how = self.form.group, self.experts, is_bf16, *kind, self.form.rounds, max(1, threads)
-        calls.run(load_library("linear_levels"), "linear_levels", _Call(*pointers, *sizes, *how))
+        _LINEAR(x, *held, bias, y, ends, self.order, *sizes, *how)
         return y
 
     def _kind(self) -> tuple[int, int, int, int, int]:
@@ -160,7 +131,3 @@ def _by_panel(scales: Tensor) -> Tensor:
     width, _ = panel_width()
     scales = nn.functional.pad(scales, (0, 0, 0, -scales.shape[-2] % width))
     return scales.view(-1, width, scales.shape[-1]).transpose(1, 2).contiguous()
-
-
-def _address(x: Tensor | None) -> Any:
-    return None if x is None else x.data_ptr()
