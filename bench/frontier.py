@@ -17,7 +17,6 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -107,10 +106,10 @@ def _said(name: str, *words: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     return measure_and_publish(WithPeers(args), args)
 
 

@@ -38,6 +38,7 @@ def main() -> int:
         for name in list(_BITS)[1:]:
             found = _log_probs(model, text, name)
             kl[name].append(float((np.exp(full) * (full - found)).sum(-1).mean()))
+    slots = {name: int(args.at_once * 16 / bits) for name, bits in _BITS.items()}
     rows = [
         {
             "policy": "llama.cpp",
@@ -45,8 +46,8 @@ def main() -> int:
             "of_full": bits / 16,
             "kl": float(np.mean(kl[name])),
             "kl_error": float(np.std(kl[name], ddof=1) / len(texts) ** 0.5),
-            "output_tok_s": _rate(model, texts[0], name, int(args.at_once * 16 / bits), args),
-            "slots": int(args.at_once * 16 / bits),
+            "output_tok_s": _rate(model, texts[0], name, slots[name], args.output_len),
+            "slots": slots[name],
             "n": len(texts),
         }
         for name, bits in _BITS.items()
@@ -65,13 +66,15 @@ def _context(model: Any, cache: str, slots: int, length: int) -> Any:
     return llama_cpp.llama_init_from_model(model, settings)
 
 
-def _decode(context: Any, batch: Any, tokens: np.ndarray, at: int, seqs: range, all: bool) -> None:
+def _decode(
+    context: Any, batch: Any, tokens: np.ndarray, at: int, seqs: range, every: bool
+) -> None:
     """``tokens [seqs, count]`` from position ``at`` on; logits of all of them, or of the last."""
     batch.n_tokens = tokens.size
     for i, (seq, token) in enumerate(np.ndindex(tokens.shape)):
         batch.token[i], batch.pos[i] = int(tokens[seq, token]), at + token
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, seqs[seq]
-        batch.logits[i] = all or token == tokens.shape[1] - 1
+        batch.logits[i] = every or token == tokens.shape[1] - 1
     if status := llama_cpp.llama_decode(context, batch):
         raise RuntimeError(f"llama_decode returned {status}")
 
@@ -93,9 +96,9 @@ def _log_probs(model: Any, text: np.ndarray, cache: str) -> np.ndarray:
     return np.concatenate(found)
 
 
-def _rate(model: Any, text: np.ndarray, cache: str, slots: int, args: argparse.Namespace) -> float:
+def _rate(model: Any, text: np.ndarray, cache: str, slots: int, output_len: int) -> float:
     """Tokens per second of ``slots`` answers side by side."""
-    last = 64 + args.output_len
+    last = 64 + output_len
     context, batch = _context(model, cache, slots, last), llama_cpp.llama_batch_init(_BATCH, 0, 1)
     tokens, memory = np.resize(text, last), llama_cpp.llama_get_memory(context)
     took, at = [], 0

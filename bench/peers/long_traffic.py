@@ -32,7 +32,7 @@ from kvserve.benchmarks.datasets.workload import (
 from kvserve.benchmarks.reports.report import Column, Row
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.lengths import lognormal_lengths
-from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
 from kvserve.engine.frontend.tokenizer import Tokenizer
 
 COLUMNS = (
@@ -158,8 +158,7 @@ class LongCase:
         self.notes: list[str] = []
         self._sides = [
             Side.of_kvserve(spec, held_in)
-            for spec in args.policy
-            for held_in in args.kv_cache_dtypes
+            for spec, held_in in each_as_held(args.policy, args.kv_cache_dtypes)
         ]
         if PEERS["vllm"].missing:
             self.notes.append(str(PEERS["vllm"].missing))

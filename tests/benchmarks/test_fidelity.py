@@ -137,6 +137,19 @@ def test_the_command(bench: Bench, tmp_path: Path) -> None:
     assert all(row["facts"] == 0.0 for row in result["rows"]), "random weights know nothing"
 
 
+def test_bytes_are_matched_on_a_piece_that_does_not_count(bench: Bench, tmp_path: Path) -> None:
+    """The others are the pieces of a run without."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(str(i * i) for i in range(500)))
+    flags = ["--fidelity", "--text", str(text), "--text-len", "200", "--num-samples", "2"]
+    flags += ["--policy", "kara:window=64,buffer=8"]
+    _, alone = bench("eval", *flags)
+    matched = ["--policy", "streaming_llm:period=8", "--match-bytes", "kara"]
+    _, beside = bench("eval", *flags, *matched)
+    assert beside["rows"][:2] == alone["rows"] and len(beside["rows"]) == 3
+    assert beside["rows"][1]["kl"] != 0
+
+
 def test_the_full_caches_own_answers(bench: Bench) -> None:
     flags = ["--fidelity", "--from-answers", "--tasks", "chain", "--num-samples", "2"]
     flags += ["--temperature", "0.7", "--text-len", "128", "--policy", "kara:window=32,buffer=4"]

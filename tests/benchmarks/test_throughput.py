@@ -137,6 +137,13 @@ def test_several_pools_and_limits(
     assert [path.name for path in folder.iterdir()] == ["throughput.png"]
 
 
+def test_rows_of_several_types_are_called_by_their_policy(bench: Bench) -> None:
+    flags = (*SMALL, "--pool-share", "1", "--policy", "none@int8", "--policy", "none")
+    status, saved = bench("bench throughput", *flags)
+    found = [(row["policy"], row["kv_cache_dtype"]) for row in saved["rows"]]
+    assert status == 0 and found == [("none", "int8"), ("none", "auto")]
+
+
 @pytest.mark.parametrize(
     "text",
     ["kara:window=128,ratio=0.3@k8v4", '{"name":"kara","window":128,"ratio":0.3}'],

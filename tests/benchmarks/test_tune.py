@@ -124,6 +124,7 @@ def test_it_says_what_does_not_fit_and_what_does_not_pay(
         (("--shape", "qwen3-8b", "--device", "h100", "--tensor-parallel-size", "3"), 1, "3 ranks"),
         (("--model", "8B", "--device", "l4", "--output-len", "200000"), 2, "longest context"),
         (("--model", "8B", "--device", "l4", "--policy", "snapkv"), 2, "budget"),
+        (("--model", "8B", "--device", "l4", "--policy", "kara@k8v4"), 2, "--kv-cache-dtype"),
         (
             ("--model", "8B", "--device", "h100", "--policy", "kara:preset=paper"),
             1,

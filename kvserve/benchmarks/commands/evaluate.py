@@ -52,7 +52,7 @@ from kvserve.benchmarks.setup.options import (
     chosen_policies,
     number,
 )
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
@@ -262,7 +262,7 @@ class Evaluation(Benchmark):
         }
         self._rows: dict[tuple[str, str, str], Row] = {}
         self._bytes: dict[str, float] = {}
-        self._as_held = each_as_held(policies, args)
+        self._as_held = self.as_held(policies)
         bare = [spec for spec, _ in self._as_held]
         self._target = target_of(args.match_bytes, bare)
         self._pattern = target_of(args.match_bytes_per_sequence, bare)

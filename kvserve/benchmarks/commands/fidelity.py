@@ -33,7 +33,7 @@ from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
 from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import at_least
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError, RequestError
@@ -96,7 +96,7 @@ class FidelityRun(Benchmark):
     ) -> None:
         super().__init__(args, checkpoint, policies)
         self._tokenizer = checkpoint.tokenizer()
-        self._as_held = each_as_held(self.policies, args)
+        self._as_held = self.as_held(policies)
         self._target = target_of(args.match_bytes, [spec for spec, _ in self._as_held])
         self._refused: dict[str, str] = {}
         self._found: dict[tuple[str, str, str], list[tuple[Text, Fidelity]]] = {}
@@ -105,7 +105,7 @@ class FidelityRun(Benchmark):
     # ---- texts --------------------------------------------------------------------------------
 
     def _texts(self) -> Iterator[tuple[str, list[Text]]]:
-        """The texts of each kind; with ``--match-bytes`` one more, the first, for finding budgets
+        """The texts of each kind; with ``--match-bytes`` one more, the last, for finding budgets
         alone."""
         trial = self._target is not None
         if self.args.from_answers:
@@ -132,9 +132,9 @@ class FidelityRun(Benchmark):
                         _PROMPT,
                         self.args.facts,
                         self._encode,
-                        np.random.default_rng([self.args.seed, i % 2**31]),
+                        np.random.default_rng([self.args.seed, i]),
                     )
-                    for i, piece in enumerate(found, start=-trial)
+                    for i, piece in enumerate(found)
                 ],
             )
 
@@ -175,8 +175,8 @@ class FidelityRun(Benchmark):
         rows = [each for each in self._as_held if each != (NO_COMPRESSION, "auto")]
         for kind, texts in self._texts():
             if self._target is not None:
-                rows_here = [(self._matched(spec, kind, texts[:1], d), spec, d) for spec, d in rows]
-                texts = texts[1:]
+                *texts, trial = texts
+                rows_here = [(self._matched(spec, kind, [trial], d), spec, d) for spec, d in rows]
             else:
                 rows_here = [(spec, spec, stored) for spec, stored in rows]
             longest = max(len(text.token_ids) for text in texts)

@@ -174,7 +174,8 @@ def chosen(
         fit = [
             row
             for row in document["rows"]
-            if row["policy_args"]  # none: of another program
+            if row["policy_args"]
+            and row["ratio_to_first"]  # of kvserve, and measured
             and (kl is None or row["kl"] <= kl)
             and (of_full is None or row["of_full"] <= of_full)
             and (speed is None or row["ratio_to_first"] >= speed)

@@ -33,7 +33,7 @@ from kvserve.benchmarks.setup.options import (
     chosen_policies,
     number,
 )
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, each_as_held
+from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.config import KV_CACHE_DTYPES, SchedulerConfig
 
 _COLUMNS = columns(
@@ -163,7 +163,7 @@ class Throughput(Benchmark):
         if self.args.compare_prefix_caching:
             ways = [{"prefix_caching": side} for side in ("off", "on")]
         if _several_types(self.args, self.policies):
-            held = each_as_held([spec], self.args)
+            held = self.as_held([spec])
             ways = [way | {"kv_cache_dtype": dtype} for way in ways for _, dtype in held]
             spec = held[0][0]
         if self.args.compare_speculation:

@@ -120,6 +120,9 @@ def run(args: argparse.Namespace) -> int:
     if not (args.device and (args.model or args.shape)):
         args.fail("--device and --model (or --shape) are needed, or --frontier")
     specs = args.policy or list(_ROWS)
+    for spec in specs:
+        if spec.kv_cache_dtype:
+            args.fail(f"--policy {spec.label}: each type has a row; choose with --kv-cache-dtype")
     check_complete(args, specs)
     return measure_and_publish(Arithmetic(args, [NO_COMPRESSION, *specs]), args)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
-from kvserve.benchmarks.setup.policy_spec import PolicySpec
+from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
 
 
 class Benchmark(ABC):
@@ -28,6 +28,13 @@ class Benchmark(ABC):
 
     @abstractmethod
     def report(self) -> Report: ...
+
+    def as_held(self, policies: Sequence[PolicySpec]) -> list[tuple[PolicySpec, str]]:
+        """Each policy with every type that its cache is held in, where a command compares types."""
+        args = self.args
+        return each_as_held(
+            policies, args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
+        )
 
     def settings(self, *names: str) -> dict[str, Any]:
         """The named flags and the flags that all commands have, for the JSON file."""

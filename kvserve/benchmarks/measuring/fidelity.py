@@ -211,12 +211,12 @@ CITIES = (
 
 def pieces(tokens: IntArray, count: int, length: int, *, trial: bool = False) -> Iterator[IntArray]:
     """``count`` stretches of ``length`` tokens, spread over a text; for a ``trial`` one more, the
-    first, from between the first two."""
+    last, from between the first two."""
     last = len(tokens) - length
     if last < 0:
         raise ValueError(f"the text has {len(tokens)} tokens, {length} are needed")
     starts = np.linspace(0, last, count).astype(int).tolist()
-    for start in [last // (2 * max(count - 1, 1))] * trial + starts:
+    for start in starts + [last // (2 * max(count - 1, 1))] * trial:
         yield tokens[start : start + length]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,16 +89,15 @@ def _from_json(text: str) -> PolicySpec:
     return PolicySpec(fields.pop("name"), fields)
 
 
-def each_as_held(
-    specs: Iterable[PolicySpec], args: argparse.Namespace
-) -> list[tuple[PolicySpec, str]]:
-    """Each policy with what its cache is held in: what it says itself, else what the flags say."""
-    usual = args.compare_kv_cache_dtypes or [args.kv_cache_dtype or "auto"]
-    return [
-        (replace(spec, kv_cache_dtype=None), dtype)
-        for spec in specs
-        for dtype in ([spec.kv_cache_dtype] if spec.kv_cache_dtype else usual)
-    ]
+def each_as_held(specs: Iterable[PolicySpec], usual: Sequence[str]) -> list[tuple[PolicySpec, str]]:
+    """Each policy with what its cache is held in: what it says itself, else each of ``usual``;
+    nothing twice."""
+    found = {}
+    for spec in specs:
+        bare = replace(spec, kv_cache_dtype=None)
+        for dtype in [spec.kv_cache_dtype] if spec.kv_cache_dtype else usual:
+            found[bare.label, dtype] = bare, dtype
+    return list(found.values())
 
 
 def _from_words(text: str) -> PolicySpec:
