@@ -26,8 +26,9 @@ from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer
 from kvserve.entry_format import entry_format
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats
 
 _SMOKE_SIZES = (1, 4, 8)
 _LATE = 35.0

@@ -6,16 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvserve.outputs import (
-    Compaction,
-    EngineStats,
-    KVCacheDetails,
-    KVTraceEvent,
-    Logprob,
-    PoolView,
-    SpeculationDetails,
-)
+from kvserve.outputs import Compaction, KVCacheDetails, KVTraceEvent, Logprob, SpeculationDetails
 from kvserve.sampling_params import StructuredOutput
+from kvserve.stats import EngineStats, PoolView
 
 Row = tuple[str, str, str]
 """Of the start-up table: feature, state, why."""

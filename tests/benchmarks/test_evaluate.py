@@ -15,9 +15,10 @@ from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade, Sample
 from kvserve.benchmarks.datasets.workload import NeedleGrid, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
-from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
+from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
 KARA = "kara:window=32,buffer=4,chunk_budget=2"

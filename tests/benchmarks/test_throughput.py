@@ -11,9 +11,10 @@ from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
 from kvserve.benchmarks.measuring.traffic import Traffic
 from kvserve.benchmarks.setup.policy_spec import policy_spec
-from kvserve.outputs import CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.cli.commands import run
+from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
 SPECULATION = (

@@ -11,7 +11,7 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import pool_watch
 from kvserve.engine.core.pool_watch import PoolWatch
-from kvserve.outputs import PoolView
+from kvserve.stats import PoolView
 from tests.checkpoints import random_prompts
 
 PROMPTS = random_prompts([37, 30, 44, 21], seed=5)

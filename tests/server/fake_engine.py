@@ -24,16 +24,14 @@ from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.outputs import (
     Compaction,
     CompletionOutput,
-    EngineStats,
     KVCacheDetails,
     KVTraceEvent,
     Logprob,
-    PoolView,
     RequestMetrics,
     RequestOutput,
-    RequestStats,
 )
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats, PoolView, RequestStats
 
 BOS, EOS, END, TOOL_CALL, START, CALLS = 1, 2, 3, 4, 5, 6
 _MARKS = {"</think>": END, "<tool_call>": TOOL_CALL, "<think>": START, "[TOOL_CALLS]": CALLS}

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
-from kvserve.outputs import CompactionCounts, EngineStats, RequestStats
+from kvserve.stats import CompactionCounts, EngineStats, RequestStats
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.waiting import wait_until

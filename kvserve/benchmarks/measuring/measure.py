@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvserve.benchmarks.datasets.workload import Workload
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats
 
 Figures = dict[str, Any]
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

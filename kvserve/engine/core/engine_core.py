@@ -30,10 +30,11 @@ from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.engine.sampling.sampler import NO_TOKEN
 from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
-from kvserve.outputs import Compaction, EngineStats
+from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, newest_of, start_over
+from kvserve.stats import EngineStats
 
 _STATS_INTERVAL = 0.05
 _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(

@@ -7,9 +7,9 @@ import time
 import numpy as np
 
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.outputs import PoolView
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
+from kvserve.stats import PoolView
 
 INTERVAL_S = 0.2
 MOST_CELLS = 16_384

@@ -15,8 +15,9 @@ from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, StepOutputs
 from kvserve.log import EngineDeadError, RequestError
-from kvserve.outputs import EngineStats, PoolView, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats, PoolView
 
 _Event = RequestOutput | Exception
 

@@ -22,8 +22,9 @@ from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError, shown
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats
 
 _TEMPLATES = "; what the chat template reads goes into chat_template_kwargs"
 

@@ -14,8 +14,9 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import RequestError
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
+from kvserve.stats import EngineStats
 
 
 class LLMEngine:

@@ -9,9 +9,10 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-from kvserve.outputs import STATS, CompletionOutput, EngineStats, KVCacheDetails, RequestOutput
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.server.openai.logprobs import Echo, completion_logprobs
 from kvserve.server.parsers.tool_parsers import Json
+from kvserve.stats import STATS, EngineStats
 
 
 def json_response(data: Any) -> Response:

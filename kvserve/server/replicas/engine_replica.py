@@ -17,10 +17,11 @@ from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.engine.messages import EngineInfo
 from kvserve.log import ConfigError, configure_logging, logger
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.replicas.replica_stream import OutputWriter
 from kvserve.server.replicas.routing import HeldTokenRouter
+from kvserve.stats import EngineStats
 
 DEPLOYMENT = "engine"
 MANY = 2**20

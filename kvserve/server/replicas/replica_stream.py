@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import fields, replace
 
-from kvserve.outputs import CompletionOutput, EngineStats, RequestOutput
+from kvserve.outputs import CompletionOutput, RequestOutput
+from kvserve.stats import EngineStats
 
 
 class OutputWriter:

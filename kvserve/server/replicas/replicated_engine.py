@@ -27,7 +27,7 @@ from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo
 from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
-from kvserve.outputs import EngineStats, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.http.app import create_app
 from kvserve.server.replicas.engine_replica import DEPLOYMENT, MANY, Ticket, engines
@@ -38,6 +38,7 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
 from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.stats import EngineStats
 
 _APP = "kvserve"
 _SERVES = (

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvserve.engine.messages import EngineInfo
-from kvserve.outputs import EngineStats, PoolView, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.parsers.chat_format import ChatTokenizer
+from kvserve.stats import EngineStats, PoolView
 
 
 class Tokenizer(ChatTokenizer, Protocol):

@@ -24,8 +24,8 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from kvserve.config import EngineConfig
-from kvserve.outputs import ITERATION_TOKENS, STATS, EngineStats
 from kvserve.server.state.engine_protocol import Engine
+from kvserve.stats import ITERATION_TOKENS, STATS, EngineStats
 
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(m * 10**e for e in range(7) for m in (1, 2, 5))

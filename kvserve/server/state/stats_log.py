@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvserve.log import logger
-from kvserve.outputs import EngineStats
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.metrics import Metrics
+from kvserve.stats import EngineStats
 
 LOG_INTERVAL = 10.0
 

@@ -17,10 +17,10 @@ import orjson
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvserve.outputs import EngineStats, PoolView, RequestStats
 from kvserve.server.openai.responses import kv_stats
 from kvserve.server.state.errors import too_many
 from kvserve.server.state.server_state import ServerState
+from kvserve.stats import EngineStats, PoolView, RequestStats
 
 INTERVAL_S = 0.2
 MOST_READERS = 64

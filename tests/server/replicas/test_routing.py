@@ -6,17 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.outputs import (
-    Compaction,
-    CompactionCounts,
-    CompletionOutput,
-    EngineStats,
-    Logprob,
-    RequestOutput,
-    RequestStats,
-)
+from kvserve.outputs import Compaction, CompletionOutput, Logprob, RequestOutput
 from kvserve.server.replicas.replica_stream import OutputReader, OutputWriter, held_tokens, total
 from kvserve.server.replicas.routing import HeldTokenRouter
+from kvserve.stats import CompactionCounts, EngineStats, RequestStats
 
 REPLICAS = ["a", "b", "c"]
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvserve.outputs import EngineStats, PoolView, RequestStats
 from kvserve.server.ui import event_feed
+from kvserve.stats import EngineStats, PoolView, RequestStats
 from tests.server.conftest import RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.waiting import wait_until
