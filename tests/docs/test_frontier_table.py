@@ -33,3 +33,10 @@ def test_its_numbers_are_those_of_the_file() -> None:
             assert float(speed) == round(row["ratio_to_first"], 2)
         else:
             assert row["ratio_to_first"] is None
+    others = json.loads((FILE.parent / "2026-11-26-frontier-streaming-k8v4.json").read_text())
+    rows = {row["policy"].partition(":")[0]: row for row in others["rows"]}
+    said = re.search(r"eight other pieces (\S+) ± (\S+) beside (\S+) ± ([\d.]+)", section)
+    assert said is not None
+    pair = rows["streaming_llm"], rows["kara"]
+    measured = (row[key] for row in pair for key in ("kl", "kl_error"))
+    assert list(map(float, said.groups())) == [round(value, 3) for value in measured]
