@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks, allowed_bits
+from kvserve.engine.sampling.grammar import Matcher, SequenceGrammar, TokenMasks, allowed_bits
 from tests.counting import lines_run
 
 VOCABULARY = 128_256
 
 
-class Only:
+class Only(Matcher):
     """A matcher that allows one token."""
 
     def __init__(self, token: int) -> None:
