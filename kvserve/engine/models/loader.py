@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
-from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.held import hold_levels, storage_of
-from kvserve.engine.models.linear import select_product
+from kvserve.engine.models.linear import FP8, select_product
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer

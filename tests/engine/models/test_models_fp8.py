@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.models import held, loader
-from kvserve.engine.models.fp8 import FP8, can_multiply, multiply
+from kvserve.engine.models.linear import FP8, can_multiply_fp8, multiply_fp8
 from kvserve.kernels.weight_levels import Levels
 from tests.checkpoints import random_prompts
 from tests.engine.recorder import Recorder
@@ -26,7 +26,7 @@ MATRICES = "qkv", "out", "gate_up", "down"
 @pytest.fixture
 def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine passes for one that multiplies FP8."""
-    monkeypatch.setattr(held, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(held, "can_multiply_fp8", lambda dtype, *_: dtype == torch.bfloat16)
     monkeypatch.setattr(loader, "select_product", lambda *_: ("torch", ""))
 
 
@@ -86,7 +86,7 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
         return numbers
 
     expected = np.stack([rounded(row) for row in x]) @ (weight.double() * scales.double()).T.numpy()
-    found = multiply(x, weight, scales)
+    found = multiply_fp8(x, weight, scales)
     assert found.dtype is torch.bfloat16 and not found[4].any()
     error = np.abs(found.double().numpy() - expected)
     assert (error <= 2**-8 * np.abs(expected).max(axis=1, keepdims=True)).all()
@@ -117,7 +117,7 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_does_not(dtype: torch.dtype) -> None:
-    assert not can_multiply(dtype, "cpu", 64)
+    assert not can_multiply_fp8(dtype, "cpu", 64)
 
 
 def _store_as_float(directory: Path, name: str) -> None:
