@@ -22,7 +22,7 @@ from kvserve.engine.models.feed_forward import empty
 from kvserve.engine.models.linear import Holding
 from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
-from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.models.transformer import Transformer, attend
 from kvserve.log import ConfigError
 
 NAME = "kvserve"
@@ -77,8 +77,6 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         window=window,
         windowed=windowed,
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        qkv_bias=False,
-        qk_norm=None,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
         sinks=architecture in _SINKS,
@@ -188,12 +186,7 @@ class Borrowed(Transformer):
         if scaling is not None and scaling != self.scale:
             q = q * (scaling / self.scale)
         cache.store(layer, batch, k, v)
-        shares = None
-        if batch.query_slots is not None and cache.logs_shares:
-            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attended = attention.forward(layer, q, cache, shares, self.sinks.get(layer))
-        cache.log(layer, batch, q, shares)
-        return attended[None]
+        return attend(layer, q, batch, cache, attention, self.sinks.get(layer))[None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvserve.engine.models.config_fields import Fields
@@ -24,10 +24,14 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A family's flags, as ``ModelSpec`` has them; and what its files leave out: ``head_dim``,
-    whether embeddings are ``tied``, the base of RoPE in layers with windows (``local_theta``), and
-    whether max_position_embeddings counts scaled RoPE already (``states_longest``)."""
+class Flags:
+    """What a family's layers have.
+
+    ``qk_norm``: queries and keys are normalised, by head or over all heads (``"width"``).
+    ``norms``: of what a layer's halves read (``before``), of what they add (``after``), or both;
+    ``norms_from_one``: their weights count from 1. ``sinks``: each head has a logit that takes
+    part in its softmax and carries no value.
+    """
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -36,10 +40,22 @@ class Variant:
     norms_from_one: bool = False
     activation: str = "silu"
     sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Variant(Flags):
+    """A family's flags, and what its files leave out: ``head_dim``, whether embeddings are
+    ``tied``, the base of RoPE in layers with windows (``local_theta``), and whether
+    max_position_embeddings counts scaled RoPE already (``states_longest``)."""
+
     head_dim: int | None = None
     tied: bool = False
     local_theta: float | None = None
     states_longest: bool = False
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {flag.name: getattr(self, flag.name) for flag in fields(Flags)}
 
 
 _GEMMA = Variant(

@@ -19,7 +19,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import Target, is_unused, weight_targets
-from kvserve.engine.models.wrapper import TextPart
+from kvserve.engine.models.wrapper import open_text_part
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
 from kvserve.progress import progress
@@ -38,11 +38,14 @@ def load_model(
         raise ConfigError(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
         )
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
-    if checkpoint is not None and spec.wrapper:
-        checkpoint = TextPart(checkpoint, spec.wrapper)
+    checkpoint = None
+    if config.load_format != "dummy" and not spec.wrapper:
+        checkpoint = open_checkpoint(directory)
+    elif config.load_format != "dummy":
+        checkpoint = open_text_part(directory, spec.wrapper)
         # Whether the head is tied, the wrapper's config.json may leave out and the class get wrong.
-        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not checkpoint.has_head)
+        has_head = any(name.startswith("lm_head.") for name in checkpoint.names)
+        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not has_head)
     holding = hold_levels(spec, checkpoint, dtype, device, group)
     with _default_dtype(dtype), torch.device(device):
         model = Transformer(spec, dtype, device, group, holding)
