@@ -94,9 +94,20 @@ class Policy:
     def __post_init__(self) -> None:
         check_arguments(self)
         self.check()
+        self._check_log()
 
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
+
+    def _check_log(self) -> None:
+        """Check that int4 goes with a log of all heads, and absolute attention with int4."""
+        heads = self.query_reduction == "heads"
+        if getattr(self, "query_dtype", "") == "int4":
+            allowed = "another unless query_source is log and query_reduce is heads"
+            require(heads, "query_dtype", "int4", allowed)
+        if getattr(self, "attention", "") == "absolute":
+            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+            require(heads and self.logged_dtype == "int4", "attention", "absolute", allowed)
 
     def check_bounds(self, max_model_len: int) -> None:
         """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
@@ -159,10 +170,10 @@ class Policy:
     def logged_dtype(self) -> str:
         """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice).
 
-        By default, the argument ``query_dtype``.
+        By default, the argument ``query_dtype``, where auto is int4 if absolute attention needs it.
         """
         dtype: str = getattr(self, "query_dtype", "auto")
-        return dtype
+        return "int4" if dtype == "auto" and self.sees_all else dtype
 
     @property
     def sees_all(self) -> bool:
@@ -235,8 +246,10 @@ class Policy:
         return range(num_queries)
 
     def leaders(self, num_layers: int) -> list[int]:
-        """For each layer, the layer whose scores and choice it uses."""
-        return list(range(num_layers))
+        """For each layer, the layer whose scores and choice it uses: by default, the first of as
+        many as the argument ``reuse_layers`` says."""
+        size = getattr(self, "reuse_layers", 1)
+        return [layer - layer % size for layer in range(num_layers)]
 
     # ---- what is kept ----
 

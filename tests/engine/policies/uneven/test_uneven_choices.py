@@ -339,7 +339,7 @@ class Votes:
         self.votes = self.queries = votes
         self.keys = torch.zeros(*votes.shape[:2], kv_heads, votes.shape[-1] + window, 1)
 
-    def causal_by_head(self) -> Tensor:
+    def causal(self, gqa_reduce: str) -> Tensor:
         return self.votes
 
     def all_heads(self, x: Tensor) -> Tensor:
