@@ -161,17 +161,14 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def read_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Of a directory with config.json, or of a GGUF file; ``ConfigError`` names the field that is
-    missing or unknown.
-
-    ``overrides`` replace fields of the file (``--hf-overrides``).
-    """
-    return parse_spec(*read_config(path, overrides))
+def read_spec(path: Path) -> ModelSpec:
+    """Of a directory with config.json, or of a GGUF file."""
+    return parse_spec(*read_config(path))
 
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """Build a spec from the content of a config.json; ``where`` is named in errors."""
+    """Build a spec from the content of a config.json. ``ConfigError`` names the field that is
+    missing or unknown, and ``where`` it was read."""
     config, architecture = Fields(raw, where), architecture_of(raw)
     _refuse_unbuilt(config, architecture)
     variant = VARIANTS[architecture]

@@ -15,7 +15,6 @@ DEFAULT_GAP = 128
 MOST_POOLED = 255
 MOST_LAYERS = 1024
 POOLINGS = ("none", "avg", "max")
-VOTES = ("heads", "group_mean")
 LOGGED = ("auto", "model", "fp8", "int4")
 ATTENTION = ("window", "absolute")
 REMAINDERS = ("off", "mean", "fitted")
@@ -58,11 +57,10 @@ def pooling(default: str, help: str = "how votes are pooled") -> Any:
     return argument(default, help, choices=POOLINGS)
 
 
-def query_reduce(help: str = "which queries are logged", default: str = "heads") -> Any:
+def query_reduce(help: str = "which queries are logged") -> Any:
     """``query_reduce``: in which form queries are logged."""
-    choices = VOTES if default == VOTES[0] else VOTES[::-1]
-    words = {"heads": "all heads", "group_mean": "the mean over each GQA group"}
-    return argument(default, f"{help}: {', or '.join(words[c] for c in choices)}", choices=choices)
+    help = f"{help}: all heads, or the mean over each GQA group"
+    return argument("heads", help, choices=("heads", "group_mean"))
 
 
 def query_dtype(auto: str = "") -> Any:
