@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,9 @@ def borrowed_spec(
 
 
 def _spec(config: Any, architecture: str) -> ModelSpec:
-    causal = _causal_class(config)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None or not causal._supports_attention_backend:
         raise _refused(architecture, "transformers cannot hand its attention to another program")
     _check_layers(config, architecture)
@@ -122,7 +125,7 @@ class Borrowed(Transformer):
         self._step: _Step | None = None
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
-                module.kvserve_model = _Holder(self)
+                module.kvserve_model = ref(self)
 
     @property
     def sinks_of_full_layers(self) -> Tensor | None:
@@ -195,13 +198,6 @@ class Borrowed(Transformer):
         return logits[0].float()
 
 
-class _Holder:
-    """Keeps the model out of the modules' own children."""
-
-    def __init__(self, model: Borrowed) -> None:
-        self.model = model
-
-
 class _Given(nn.Module):
     """Stands in for the layers while the head computes logits."""
 
@@ -258,8 +254,10 @@ def load_borrowed(
     AttentionInterface.register(NAME, _attend)
     config = _text_config(directory, overrides)
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    with torch.device("meta"):
-        _try_out(Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta"))
+    with torch.device("meta"):  # before any weight is read
+        trial = Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
+        with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
+            trial.try_out()
     if random:
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
@@ -285,12 +283,6 @@ def load_borrowed(
     return model
 
 
-def _try_out(model: Borrowed) -> None:
-    """Before any weight is read; experts that look at numbers are tried with these."""
-    with suppress(NotImplementedError, RuntimeError):
-        model.try_out()
-
-
 def _attend(
     module: Any,
     query: Tensor,
@@ -301,7 +293,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer."""
-    model: Borrowed = module.kvserve_model.model
+    model: Borrowed = module.kvserve_model()
     layer, spec = int(module.layer_idx), model.spec
     for name, known in (
         ("softcap", options.get("softcap") == spec.soft_cap),
@@ -327,12 +319,6 @@ def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
     except Exception as error:  # what the config's class raises
         raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
     return whole.get_text_config(decoder=True)
-
-
-def _causal_class(config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _check_layers(config: Any, architecture: str) -> None:

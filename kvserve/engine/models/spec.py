@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvserve.engine.models.config_fields import Fields
 from kvserve.engine.models.families import (
     UNDIVIDED,
     VARIANTS,
     ExpertSpec,
+    Fields,
     Flags,
     Variant,
     experts_of,

@@ -202,20 +202,14 @@ class Policy:
     def leaves(self) -> str:
         """What stands for dropped entries: off (nothing), mean or fitted.
 
-        By default, the argument ``remainder``, and mean where nothing can be fitted.
+        By default, the argument ``remainder``, and mean where nothing can be fitted: the queries of
+        an event say what dropped entries were worth if they are those of the newest entries, which
+        see all that is dropped. Where layers share a choice, those that are not scored get means.
         """
         remainder: str = getattr(self, "remainder", "off")
-        return "mean" if remainder == "fitted" and not self.fits_remainder else remainder
-
-    @property
-    def fits_remainder(self) -> bool:
-        """Whether the queries of an event say what dropped entries were worth: by default, if
-        there are queries of the newest entries, which see all that is dropped.
-
-        Where layers share a choice there is nothing to fit in those that are not scored.
-        """
         reduction = self.query_reduction or self.recomputed_reduction
-        return reduction is not None and not self.kept_scores
+        fits = reduction is not None and not self.kept_scores
+        return "mean" if remainder == "fitted" and not fits else remainder
 
     @property
     def expects_turns(self) -> bool:
