@@ -147,11 +147,6 @@ class Layer(nn.Module):
             answer = operators.norm(answer, self.after_mlp, eps)
         return hidden, operators.scaled(answer, spec.residual_scale)
 
-    def pack(self, product: str) -> None:
-        """Lay the matrices out for ``product`` (``linear.py``)."""
-        self.qkv, self.out = packed(self.qkv, product), packed(self.out, product)
-        self.mlp.pack(product)
-
 
 class Transformer(nn.Module):
     """Token ids in, hidden states out; ``logits`` is separate, since few positions need it.
@@ -212,8 +207,10 @@ class Transformer(nn.Module):
     def pack(self, product: str) -> None:
         """Lay all matrices out for ``product``. Rows are looked up in a tied head as it lies then,
         or, of oneDNN's, which cannot be looked into, in a table of its own."""
-        for layer in self.decoder_layers:
-            layer.pack(product)
+        for part in [part for layer in self.decoder_layers for part in (layer, layer.mlp)]:
+            for name in ("qkv", "out", "router", "gate_up", "down"):
+                if hasattr(part, name):
+                    setattr(part, name, packed(getattr(part, name), product))
         if self.spec.norms_from_one:
             for name, parameter in self.named_parameters():
                 if (
