@@ -90,20 +90,24 @@ class Observation:
         If the queries' ``places`` in the window are given, attention is absolute: the softmax runs
         over all entries that a query saw and over those after it, the ``later`` ones included.
         """
-        keys, seen = self._seen(places)
-        given = None
+        span = self.keys.shape[-2] - self.later
+        keys, seen, given = self.keys[..., :span, :], None, None
+        if places is not None:
+            keys = self.keys
+            seen = Seen(self.shares, span, places.start, places.step, self.later)
         if self.values is not None:  # something is fitted
-            length = keys.shape[-2] - (0 if seen is None else seen.later)
             log_sums = torch.empty(self.queries.shape[:-1], device=keys.device)
-            given = Given(log_sums, torch.empty(*keys.shape[:-2], length, device=keys.device))
+            given = Given(log_sums, torch.empty(*keys.shape[:-2], span, device=keys.device))
             self._known.append(given)
         how = self.scale, aggregate, group_aggregate, seen, given
         return window_scores(self.queries, keys, *how)
 
     def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
-        ``mass``."""
-        return self._fitted(dropped, self._given(places))
+        ``mass``, which is asked again unless it was asked before."""
+        if not self._known:
+            self.mass("sum", "mean", places)
+        return self._fitted(dropped, self._known[-1])
 
     def causal_remainder(self, dropped: Tensor, *, absolute: bool = False) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
@@ -120,19 +124,6 @@ class Observation:
         length = dropped.shape[-1]
         key, value = self.keys[..., :length, :], self.values[..., :length, :]
         return fitted_remainder(self.queries, key, value, dropped, given, self.scale)
-
-    def _given(self, places: range | None) -> Given:
-        """What ``mass`` has found on its way; it is asked again unless it was asked just before."""
-        if not self._known:
-            self.mass("sum", "mean", places)
-        return self._known[-1]
-
-    def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
-        """The keys that attention is computed over, and what its queries had seen."""
-        span = self.keys.shape[-2] - self.later
-        if places is None:
-            return self.keys[..., :span, :], None
-        return self.keys, Seen(self.shares, span, places.start, places.step, self.later)
 
     def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
         """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W]; with
