@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.models.borrowed import load_borrowed
 from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
 from kvserve.engine.models.held import hold_levels, storage_of
 from kvserve.engine.models.linear import FP8, select_product
@@ -34,6 +35,9 @@ def load_model(
     group: RankGroup = ALONE,
 ) -> Transformer:
     """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
+    if spec.borrowed:
+        random = config.load_format == "dummy"
+        return load_borrowed(directory, config.hf_overrides, spec, dtype, device, random=random)
     if spec.experts is not None and device == "cuda" and dtype is not torch.bfloat16:
         raise ConfigError(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
