@@ -311,6 +311,14 @@ for _name in ("snapkv", "keydiff", "chunkkv", "pyramidkv", "adakv"):
         ({**HELD, "trigger": "threshold", "threshold": 64}, "threshold"),
     ]
 
+for _name in ("kara", "snapkv", "rkv", "pyramidkv"):
+    CASES[_name] += [
+        ({"budget": 140, "query_dtype": "int4", "query_reduce": "group_mean"}, "query_dtype"),
+        ({"budget": 140, "attention": "absolute", "query_dtype": "model"}, "attention"),
+        ({"budget": 140, "attention": "absolute", "query_reduce": "group_mean"}, "attention"),
+    ]
+CASES["kara"].append(({"query_source": "recompute", "query_dtype": "int4"}, "query_dtype"))
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_arguments_that_do_not_go_together_are_named(name: str) -> None:
@@ -340,6 +348,12 @@ def test_ratios_and_kernels_of_every_policy(name: str) -> None:
 def test_messages_say_what_is_allowed(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         make_policy(given)
+
+
+def test_absolute_attention_chooses_int4() -> None:
+    for name in ("snapkv", "rkv"):
+        assert make_policy({"name": name, **HELD, "attention": "absolute"}).logged_dtype == "int4"
+        assert make_policy({"name": name, **HELD}).logged_dtype == "auto"
 
 
 def test_scorers_may_be_a_name_or_an_object() -> None:
