@@ -7,8 +7,8 @@ head stay theirs, so that they are right, and slower than ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,14 +169,29 @@ class Borrowed(Transformer):
 
     def attend(
         self,
-        layer: int,
+        module: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scaling: float | None,
-        sinks: Tensor | None,
+        options: Mapping[str, Any],
     ) -> Tensor:
-        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``sinks``: [Hq]."""
+        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``ConfigError`` names what of the
+        ``options`` our attention does not do."""
+        layer, spec, sinks = int(module.layer_idx), self.spec, options.get("s_aux")
+        windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
+        for name, known in (
+            ("softcap", options.get("softcap") == spec.soft_cap),
+            ("s_aux", spec.sinks),
+            ("sliding_window", windowed),
+            ("sinks", False),
+            ("position_bias", False),
+        ):
+            if options.get(name) is not None and not known:
+                raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
+        if v.shape[-1] != k.shape[-1] or k.shape[1] != spec.num_kv_heads:
+            shapes = f"{list(k.shape)} and values {list(v.shape)}"
+            raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
         step = self._step
         assert step is not None
         step.layers.append(layer)
@@ -193,8 +208,13 @@ class Borrowed(Transformer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
-        with _given(self.causal, hidden[None]):
+        name = self.causal.base_model_prefix
+        layers = getattr(self.causal, name)
+        setattr(self.causal, name, _Given(hidden[None]))
+        try:
             logits: Tensor = self.causal(inputs_embeds=hidden[None], use_cache=False).logits
+        finally:
+            setattr(self.causal, name, layers)
         return logits[0].float()
 
 
@@ -226,17 +246,6 @@ class _Answer:
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
-
-
-@contextmanager
-def _given(causal: Any, hidden: Tensor) -> Iterator[None]:
-    name = causal.base_model_prefix
-    layers = getattr(causal, name)
-    setattr(causal, name, _Given(hidden))
-    try:
-        yield
-    finally:
-        setattr(causal, name, layers)
 
 
 def load_borrowed(
@@ -294,21 +303,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer."""
     model: Borrowed = module.kvserve_model()
-    layer, spec = int(module.layer_idx), model.spec
-    for name, known in (
-        ("softcap", options.get("softcap") == spec.soft_cap),
-        ("s_aux", spec.sinks),
-        ("sliding_window", layer in spec.windowed and options.get("sliding_window") == spec.window),
-        ("sinks", False),
-        ("position_bias", False),
-    ):
-        if options.get(name) is not None and not known:
-            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
-        shapes = f"{list(key.shape)} and values {list(value.shape)}"
-        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
-    sinks = options.get("s_aux")
-    return model.attend(layer, query, key, value, scaling, sinks), None
+    return model.attend(module, query, key, value, scaling, options), None
 
 
 def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
