@@ -101,13 +101,13 @@ class Policy:
 
     def _check_log(self) -> None:
         """Check that int4 goes with a log of all heads, and absolute attention with int4."""
-        heads = self.query_reduction == "heads"
         if getattr(self, "query_dtype", "") == "int4":
             allowed = "another unless query_source is log and query_reduce is heads"
-            require(heads, "query_dtype", "int4", allowed)
+            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
         if getattr(self, "attention", "") == "absolute":
             allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
-            require(heads and self.logged_dtype == "int4", "attention", "absolute", allowed)
+            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
+            require(logged, "attention", "absolute", allowed)
 
     def check_bounds(self, max_model_len: int) -> None:
         """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
