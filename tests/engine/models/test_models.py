@@ -144,9 +144,18 @@ def with_rope(directory: Path, kind: str, **fields: Any) -> Path:
     )
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_rope_types_past_the_original_context(kind: str, tmp_path: Path) -> None:
-    directory = with_rope(tmp_path, kind)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in ROPE),
+        ("yarn", {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}),
+        ("yarn", {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}),
+    ],
+)
+def test_rope_types_past_the_original_context(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = with_rope(tmp_path, kind, **fields)
     expected = generate(directory, PROMPTS, TOKENS)
     check_parity(directory, PROMPTS, expected)
     check_parity(directory, PROMPTS, expected, **CHUNKED)
@@ -164,18 +173,6 @@ def test_positions_stay_logical_when_entries_go(kind: str, tmp_path: Path) -> No
     dense = dense_pass(load_dense(directory), prompt + answer[:-1], events)
     expected = dense.logits[len(prompt) - 1 :]
     torch.testing.assert_close(torch.stack(recorder.logits[0]), expected, atol=1e-4, rtol=0.0)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
-        {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
-    ],
-)
-def test_yarn_options(fields: dict[str, Any], tmp_path: Path) -> None:
-    directory = with_rope(tmp_path, "yarn", **fields)
-    check_parity(directory, PROMPTS, generate(directory, PROMPTS, TOKENS))
 
 
 def test_dynamic_rope_is_the_same_after_preemptions(tmp_path: Path) -> None:
