@@ -185,15 +185,12 @@ def _layers_of_type(config: Fields, layers: int) -> frozenset[int] | None:
 
 def experts_of(config: Fields, architecture: str, layers: int) -> ExpertSpec | None:
     per_token = "num_experts_per_tok"
-    if architecture == "MixtralForCausalLM":
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
         count, width = config.count("num_local_experts"), config.count("intermediate_size")
         found = ExpertSpec(count, config.count(per_token), width, normalised=True)
-    elif architecture == "GptOssForCausalLM":
-        count, width = config.count("num_local_experts"), config.count("intermediate_size")
-        limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
-        found = ExpertSpec(
-            count, config.count(per_token), width, normalised=True, limit=limit, alpha=alpha
-        )
+        if architecture == "GptOssForCausalLM":
+            limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+            found = replace(found, limit=limit, alpha=alpha)
     elif architecture == "Qwen3MoeForCausalLM":
         step, always = config.count("decoder_sparse_step", 1), config.raw.get("mlp_only_layers")
         dense = {layer for layer in range(layers) if (layer + 1) % step}.union(always or ())
