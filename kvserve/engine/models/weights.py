@@ -143,10 +143,8 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
     sources = {"embedding": [f"{names['embedding']}.weight"]}
     if not spec.tied_embeddings:
         sources["head"] = [f"{names['head']}.weight"]
-    qkv, gate_up = (
-        [names[whole]] if whole in names else [names[part] for part in parts]
-        for whole, parts in (("qkv", "qkv"), ("gate_up", ("gate", "up")))
-    )
+    qkv = [names["qkv"]] if "qkv" in names else [names["q"], names["k"], names["v"]]
+    gate_up = [names["gate_up"]] if "gate_up" in names else [names["gate"], names["up"]]
     for index in range(spec.num_layers):
         prefix, experts = f"model.layers.{index}.", spec.experts_of(index)
         own = {"qkv": qkv, "out": [names["out"]]}
@@ -209,7 +207,7 @@ def _parts(model: Transformer, matrix: str, tensor: Any, count: int) -> list[Tar
         return [Target.shared(tensor, group, total=spec.vocab_size)]
     if matrix.endswith(BY_INPUTS):
         return [Target.shared(tensor, group, dim=1)]
-    if count == 3:
+    if count == 3:  # q, k and v
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         rows = tensor.split([q_size, kv_size, kv_size])
     else:
