@@ -39,7 +39,7 @@ from bench.kernel_rows.cases import SMOKE, Setting, Sizes
 from bench.kernel_rows.model_cases import AWQ, random_levels
 from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
-from kvserve.engine.models.fp8 import multiply
+from kvserve.engine.models.linear import multiply_fp8
 from kvserve.kernels.elementwise import quantize_rows
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES, Tile
@@ -295,10 +295,10 @@ def check_choices(found: Findings) -> None:
         weight, scales = quantize_rows(plain)
         for rows in (1, 64, 256, 2048):
             x = torch.randn(rows, 4096, device="cuda").bfloat16()
-            apart = _apart(multiply(x, weight, scales), F.linear(x, plain))
+            apart = _apart(multiply_fp8(x, weight, scales), F.linear(x, plain))
             half, small = (
                 median_seconds(run)
-                for run in (partial(F.linear, x, plain), partial(multiply, x, weight, scales))
+                for run in (partial(F.linear, x, plain), partial(multiply_fp8, x, weight, scales))
             )
             words = f"bfloat16 {half * 1e6:.0f} us, FP8 {small * 1e6:.0f} us, {apart:.1e} apart"
             found.add(f"product of {rows} rows", apart < 0.06, words, choice=True)

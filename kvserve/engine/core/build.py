@@ -13,7 +13,7 @@ from kvserve.engine.core.start_up_table import start_up_table
 from kvserve.engine.core.threads import limit_threads
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import read_generation_config
-from kvserve.engine.models.implementation import load
+from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.executor import Executor
 from kvserve.engine.runner.memory import (
@@ -57,7 +57,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         group = executor.join()
         if model is None:
             weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
-            model = load(*weights, group)
+            model = load_model(*weights, group)
         profile = measure(plan, model, attention, group)
         layout, settings = _sizes(plan, executor.least_memory(profile.left))
         scheduler = Scheduler(layout, settings)

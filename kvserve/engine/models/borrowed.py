@@ -7,11 +7,12 @@ head stay theirs, so that they are right, and slower than ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from kvserve.engine.models.feed_forward import empty
 from kvserve.engine.models.linear import Holding
 from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
-from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.models.transformer import Transformer, attend
 from kvserve.log import ConfigError
 
 NAME = "kvserve"
@@ -47,7 +48,9 @@ def borrowed_spec(
 
 
 def _spec(config: Any, architecture: str) -> ModelSpec:
-    causal = _causal_class(config)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if causal is None or not causal._supports_attention_backend:
         raise _refused(architecture, "transformers cannot hand its attention to another program")
     _check_layers(config, architecture)
@@ -77,8 +80,6 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         window=window,
         windowed=windowed,
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        qkv_bias=False,
-        qk_norm=None,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
         sinks=architecture in _SINKS,
@@ -124,7 +125,7 @@ class Borrowed(Transformer):
         self._step: _Step | None = None
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
-                module.kvserve_model = _Holder(self)
+                module.kvserve_model = ref(self)
 
     @property
     def sinks_of_full_layers(self) -> Tensor | None:
@@ -168,14 +169,29 @@ class Borrowed(Transformer):
 
     def attend(
         self,
-        layer: int,
+        module: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scaling: float | None,
-        sinks: Tensor | None,
+        options: Mapping[str, Any],
     ) -> Tensor:
-        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``sinks``: [Hq]."""
+        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``ConfigError`` names what of the
+        ``options`` our attention does not do."""
+        layer, spec, sinks = int(module.layer_idx), self.spec, options.get("s_aux")
+        windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
+        for name, known in (
+            ("softcap", options.get("softcap") == spec.soft_cap),
+            ("s_aux", spec.sinks),
+            ("sliding_window", windowed),
+            ("sinks", False),
+            ("position_bias", False),
+        ):
+            if options.get(name) is not None and not known:
+                raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
+        if v.shape[-1] != k.shape[-1] or k.shape[1] != spec.num_kv_heads:
+            shapes = f"{list(k.shape)} and values {list(v.shape)}"
+            raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
         step = self._step
         assert step is not None
         step.layers.append(layer)
@@ -188,25 +204,18 @@ class Borrowed(Transformer):
         if scaling is not None and scaling != self.scale:
             q = q * (scaling / self.scale)
         cache.store(layer, batch, k, v)
-        shares = None
-        if batch.query_slots is not None and cache.logs_shares:
-            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attended = attention.forward(layer, q, cache, shares, self.sinks.get(layer))
-        cache.log(layer, batch, q, shares)
-        return attended[None]
+        return attend(layer, q, batch, cache, attention, self.sinks.get(layer))[None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
-        with _given(self.causal, hidden[None]):
+        name = self.causal.base_model_prefix
+        layers = getattr(self.causal, name)
+        setattr(self.causal, name, _Given(hidden[None]))
+        try:
             logits: Tensor = self.causal(inputs_embeds=hidden[None], use_cache=False).logits
+        finally:
+            setattr(self.causal, name, layers)
         return logits[0].float()
-
-
-class _Holder:
-    """Keeps the model out of the modules' own children."""
-
-    def __init__(self, model: Borrowed) -> None:
-        self.model = model
 
 
 class _Given(nn.Module):
@@ -239,17 +248,6 @@ class _Answer:
             raise AttributeError(name)
 
 
-@contextmanager
-def _given(causal: Any, hidden: Tensor) -> Iterator[None]:
-    name = causal.base_model_prefix
-    layers = getattr(causal, name)
-    setattr(causal, name, _Given(hidden))
-    try:
-        yield
-    finally:
-        setattr(causal, name, layers)
-
-
 def load_borrowed(
     directory: Path,
     overrides: Mapping[str, Any],
@@ -265,8 +263,10 @@ def load_borrowed(
     AttentionInterface.register(NAME, _attend)
     config = _text_config(directory, overrides)
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    with torch.device("meta"):
-        _try_out(Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta"))
+    with torch.device("meta"):  # before any weight is read
+        trial = Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
+        with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
+            trial.try_out()
     if random:
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
@@ -292,12 +292,6 @@ def load_borrowed(
     return model
 
 
-def _try_out(model: Borrowed) -> None:
-    """Before any weight is read; experts that look at numbers are tried with these."""
-    with suppress(NotImplementedError, RuntimeError):
-        model.try_out()
-
-
 def _attend(
     module: Any,
     query: Tensor,
@@ -308,22 +302,8 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls for each layer."""
-    model: Borrowed = module.kvserve_model.model
-    layer, spec = int(module.layer_idx), model.spec
-    for name, known in (
-        ("softcap", options.get("softcap") == spec.soft_cap),
-        ("s_aux", spec.sinks),
-        ("sliding_window", layer in spec.windowed and options.get("sliding_window") == spec.window),
-        ("sinks", False),
-        ("position_bias", False),
-    ):
-        if options.get(name) is not None and not known:
-            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
-        shapes = f"{list(key.shape)} and values {list(value.shape)}"
-        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
-    sinks = options.get("s_aux")
-    return model.attend(layer, query, key, value, scaling, sinks), None
+    model: Borrowed = module.kvserve_model()
+    return model.attend(module, query, key, value, scaling, options), None
 
 
 def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
@@ -334,12 +314,6 @@ def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
     except Exception as error:  # what the config's class raises
         raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
     return whole.get_text_config(decoder=True)
-
-
-def _causal_class(config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _check_layers(config: Any, architecture: str) -> None:

@@ -6,7 +6,7 @@ its file anew: loading then takes the model's own memory and that of one piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -74,35 +74,46 @@ def open_checkpoint(path: Path) -> Checkpoint:
 class SafetensorsFiles:
     """A ``Checkpoint`` in one file, or in shards with their index."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name_of: Callable[[str], str | None] = str) -> None:
+        """``name_of``: what a stored tensor is called here; those without a name are
+        ``left_out``."""
         self.path = path
-        self._file_of: dict[str, Path] = {}
+        self.left_out: list[str] = []
+        self._stored: dict[str, tuple[Path, str]] = {}
         for shard in _shards(path):
             with _opened(shard) as file:
-                self._file_of |= dict.fromkeys(file.keys(), shard)
+                stored_names = list(file.keys())
+            for stored in stored_names:
+                if (name := name_of(stored)) is None:
+                    self.left_out.append(stored)
+                else:
+                    self._stored[name] = shard, stored
 
     @property
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._stored)
 
     def file(self, name: str) -> Path:
-        return self._file_of[name]
+        return self._stored[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with _opened(self._file_of[name]) as file:
-            return tuple(file.get_slice(name).get_shape())
+        shard, stored = self._stored[name]
+        with _opened(shard) as file:
+            return tuple(file.get_slice(stored).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        with _opened(self._file_of[name]) as file:
-            return file.get_tensor(name).clone()
+        shard, stored = self._stored[name]
+        with _opened(shard) as file:
+            return file.get_tensor(stored).clone()
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]
     ) -> Iterator[tuple[slice, Tensor]]:
+        shard, stored = self._stored[name]
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
-            with _opened(self._file_of[name]) as file:
-                yield part, file.get_slice(name)[(part, *region[1:])]
+            with _opened(shard) as file:
+                yield part, file.get_slice(stored)[(part, *region[1:])]
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -1,11 +1,55 @@
-"""What is a family's own: its flags, and the fields of config.json that only it has."""
+"""A config.json read field by field, and what is a family's own: its flags, and the fields that
+only it has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvserve.engine.models.config_fields import Fields
+from kvserve.log import ConfigError
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A config.json read field by field; null counts as absent."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"--model: {self.where} {problem}")
+
+    def absent(self, name: str, why: str = "") -> ConfigError:
+        return self.error(
+            f"has no field {name!r}{why}; fetch it again, or set it by --hf-overrides"
+        )
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.absent(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(f"sets {name} to {value!r}, which is no positive integer")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float):
+            raise self.error(f"sets {name} to {value!r}, which is no number")
+        return float(value)
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A JSON object in the object, empty where it is absent."""
+        value = self.raw.get(name) or {}
+        if not isinstance(value, dict):
+            raise self.error(f"sets {name} to {value!r}, which is no JSON object")
+        return dict(value)
 
 
 @dataclass(frozen=True)
@@ -24,10 +68,14 @@ class ExpertSpec:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A family's flags, as ``ModelSpec`` has them; and what its files leave out: ``head_dim``,
-    whether embeddings are ``tied``, the base of RoPE in layers with windows (``local_theta``), and
-    whether max_position_embeddings counts scaled RoPE already (``states_longest``)."""
+class Flags:
+    """What a family's layers have.
+
+    ``qk_norm``: queries and keys are normalised, by head or over all heads (``"width"``).
+    ``norms``: of what a layer's halves read (``before``), of what they add (``after``), or both;
+    ``norms_from_one``: their weights count from 1. ``sinks``: each head has a logit that takes
+    part in its softmax and carries no value.
+    """
 
     qkv_bias: bool = False
     out_bias: bool = False
@@ -36,10 +84,22 @@ class Variant:
     norms_from_one: bool = False
     activation: str = "silu"
     sinks: bool = False
+
+
+@dataclass(frozen=True)
+class Variant(Flags):
+    """A family's flags, and what its files leave out: ``head_dim``, whether embeddings are
+    ``tied``, the base of RoPE in layers with windows (``local_theta``), and whether
+    max_position_embeddings counts scaled RoPE already (``states_longest``)."""
+
     head_dim: int | None = None
     tied: bool = False
     local_theta: float | None = None
     states_longest: bool = False
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {flag.name: getattr(self, flag.name) for flag in fields(Flags)}
 
 
 _GEMMA = Variant(
@@ -125,15 +185,12 @@ def _layers_of_type(config: Fields, layers: int) -> frozenset[int] | None:
 
 def experts_of(config: Fields, architecture: str, layers: int) -> ExpertSpec | None:
     per_token = "num_experts_per_tok"
-    if architecture == "MixtralForCausalLM":
+    if architecture in ("MixtralForCausalLM", "GptOssForCausalLM"):
         count, width = config.count("num_local_experts"), config.count("intermediate_size")
         found = ExpertSpec(count, config.count(per_token), width, normalised=True)
-    elif architecture == "GptOssForCausalLM":
-        count, width = config.count("num_local_experts"), config.count("intermediate_size")
-        limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
-        found = ExpertSpec(
-            count, config.count(per_token), width, normalised=True, limit=limit, alpha=alpha
-        )
+        if architecture == "GptOssForCausalLM":
+            limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
+            found = replace(found, limit=limit, alpha=alpha)
     elif architecture == "Qwen3MoeForCausalLM":
         step, always = config.count("decoder_sparse_step", 1), config.raw.get("mlp_only_layers")
         dense = {layer for layer in range(layers) if (layer + 1) % step}.union(always or ())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.linear import Weight, expert_linear, linear, packed
+from kvserve.engine.models.linear import Weight, expert_linear, linear
 from kvserve.engine.models.operators import Operators
 from kvserve.kernels.elementwise import clamped_swiglu
 
@@ -38,10 +38,6 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden]."""
         return linear(self._activate(linear(x, self.gate_up)), self.down)
-
-    def pack(self, product: str) -> None:
-        """Lay the matrices out for ``product`` (``linear.py``)."""
-        self.gate_up, self.down = packed(self.gate_up, product), packed(self.down, product)
 
 
 class Experts(nn.Module):
@@ -75,11 +71,6 @@ class Experts(nn.Module):
         if self.down_bias is not None:
             answers = answers + self.down_bias[routes.experts]
         return combine(answers, routes)
-
-    def pack(self, product: str) -> None:
-        """Lay the matrices out for ``product`` (``linear.py``)."""
-        for name in ("router", "gate_up", "down"):
-            setattr(self, name, packed(getattr(self, name), product))
 
 
 def empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

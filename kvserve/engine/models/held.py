@@ -15,14 +15,18 @@ from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
-from kvserve.engine.models.expert_storage import Transposed
 from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.fp8 import can_multiply
-from kvserve.engine.models.gguf_levels import FORMS, GgufLevels
-from kvserve.engine.models.linear import Hold, Holding, select_level_product
+from kvserve.engine.models.linear import Hold, Holding, can_multiply_fp8, select_level_product
 from kvserve.engine.models.quantization import Packed
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import Plain, Storage, StoredLevels
+from kvserve.engine.models.storage import (
+    GGUF_FORMS,
+    GgufLevels,
+    Plain,
+    Storage,
+    StoredLevels,
+    Transposed,
+)
 from kvserve.engine.models.weights import BY_INPUTS, TRANSPOSED, matrix_sources
 from kvserve.kernels.weight_levels import BLOCK, LevelForm
 
@@ -37,7 +41,7 @@ def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     has decide."""
     if isinstance(checkpoint, Blocks) and weight in checkpoint.names:
         is_matrix = len(checkpoint.shape(weight)) == 2
-        known = is_matrix and checkpoint.kind(weight) in FORMS
+        known = is_matrix and checkpoint.kind(weight) in GGUF_FORMS
         return GgufLevels(checkpoint) if known else Plain()
     quantized = spec.quantization
     if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
@@ -75,7 +79,7 @@ def _hold(
     """Or why not; nothing if it is plain, or not there."""
     storages = [storage_of(checkpoint, spec, name) for name in sources]
     parts = (x.parts(name) for x, name in zip(storages, sources, strict=True))
-    if not sources or not all(checkpoint.names.issuperset(each) for each in parts):
+    if not all(checkpoint.names.issuperset(each) for each in parts):
         return ""
     levels = [x for x in storages if isinstance(x, StoredLevels)]
     if not levels:
@@ -109,6 +113,8 @@ def _hold_random(spec: ModelSpec, matrix: str, group: RankGroup) -> Hold | str:
         return ""
     form, part = spec.quantization.form(None, matrix), spec.part(group.size)
     experts = _experts_of(part, matrix)
+    if experts is not None and spec.sinks:  # gpt-oss, of whose experts Packed has no form
+        return ""
     inner = part.intermediate_size if experts is None else experts.intermediate_size
     width = {"out": part.num_heads * part.head_dim, "down": inner}
     count = width.get(matrix.rpartition(".")[2], spec.hidden_size)
@@ -175,5 +181,5 @@ def _rounding(hold: Hold, spec: ModelSpec, dtype: torch.dtype, device: str) -> H
     quantized, form = spec.quantization, hold.form
     if not form.e4m3 or not isinstance(quantized, Packed) or not quantized.by_token:
         return hold
-    fits = can_multiply(dtype, device, hold.inputs) and form.group == hold.inputs
+    fits = can_multiply_fp8(dtype, device, hold.inputs) and form.group == hold.inputs
     return replace(hold, form=replace(form, rounds=True)) if fits else hold

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 
 from kvserve.config import ModelConfig
-from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.messages import Row
-from kvserve.engine.models.borrowed import borrowed_spec, knows, load_borrowed
+from kvserve.engine.models.borrowed import borrowed_spec, knows
 from kvserve.engine.models.families import VARIANTS
 from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.linear import Holding, select_product
-from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, parse_spec
-from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.wrapper import text_part
 from kvserve.log import ConfigError
 
@@ -54,22 +51,6 @@ def _of_text(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Overrides of a wrapper's config.json that may be meant for its text part."""
     whole = "architectures", "model_type", "text_config", "vision_config"
     return {name: value for name, value in overrides.items() if name not in whole}
-
-
-def load(
-    directory: Path,
-    config: ModelConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: str,
-    group: RankGroup = ALONE,
-) -> Transformer:
-    """The decoder of ``choose_spec`` with its weights (random for ``load_format="dummy"``)."""
-    if not spec.borrowed:
-        return load_model(directory, config, spec, dtype, device, group)
-    random = config.load_format == "dummy"
-    overrides = config.hf_overrides
-    return load_borrowed(directory, overrides, spec, dtype, device, random=random)
 
 
 def model_rows(

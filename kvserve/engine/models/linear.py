@@ -16,15 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.engine.models.fp8 import FP8, multiply
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.linear_levels import LevelPanels
+from kvserve.kernels.elementwise import quantize_rows, quantize_rows_triton
 from kvserve.kernels.weight_levels import LevelForm, Levels, expert_linear_levels, linear_levels
 from kvserve.kernels.weight_levels_triton import (
     expert_linear_levels_triton,
     linear_levels_triton,
 )
+
+FP8 = torch.float8_e4m3fn
+_FP8_ALIGNMENT = 16
+_HAS_TRITON = find_spec("triton") is not None
 
 Weight = nn.Parameter | Levels
 """A matrix [out, in], or [experts, out, in], of numbers or levels, maybe laid out for a product."""
@@ -62,7 +66,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return weight.linear(x, bias)
     if isinstance(weight, Levels):
         if weight.form.e4m3 and weight.form.rounds:
-            product = multiply(x, weight.levels.data.view(FP8), weight.scales)
+            product = multiply_fp8(x, weight.levels.data.view(FP8), weight.scales)
             return product if bias is None else product + bias
         return (linear_levels_triton if x.is_cuda else linear_levels)(x, weight, bias)
     if weight.is_mkldnn:
@@ -70,6 +74,22 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         # takes plain activations.
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+def can_multiply_fp8(dtype: torch.dtype, device: str, *sizes: int) -> bool:
+    """Whether this machine multiplies FP8 matrices of these sizes, with results in ``dtype``."""
+    if device != "cuda" or dtype != torch.bfloat16 or any(size % _FP8_ALIGNMENT for size in sizes):
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x: bfloat16 [T, in], each token rounded to FP8 at a scale of its own; weight: FP8 [out, in],
+    as it is stored; scales: float32 [out, 1] -> [T, out]."""
+    quantize = quantize_rows_triton if x.is_cuda and _HAS_TRITON else quantize_rows
+    rounded, by_token = quantize(x)
+    product: Tensor = torch._scaled_mm(rounded, weight.t(), by_token, scales.t(), out_dtype=x.dtype)
+    return product
 
 
 def expert_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:

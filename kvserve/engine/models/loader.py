@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
+from kvserve.engine.models.borrowed import load_borrowed
 from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
-from kvserve.engine.models.fp8 import FP8
 from kvserve.engine.models.held import hold_levels, storage_of
-from kvserve.engine.models.linear import select_product
+from kvserve.engine.models.linear import FP8, select_product
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import Target, is_unused, weight_targets
-from kvserve.engine.models.wrapper import TextPart
+from kvserve.engine.models.wrapper import open_text_part
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
 from kvserve.progress import progress
@@ -35,15 +35,21 @@ def load_model(
     group: RankGroup = ALONE,
 ) -> Transformer:
     """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
+    if spec.borrowed:
+        random = config.load_format == "dummy"
+        return load_borrowed(directory, config.hf_overrides, spec, dtype, device, random=random)
     if spec.experts is not None and device == "cuda" and dtype is not torch.bfloat16:
         raise ConfigError(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
         )
-    checkpoint = None if config.load_format == "dummy" else open_checkpoint(directory)
-    if checkpoint is not None and spec.wrapper:
-        checkpoint = TextPart(checkpoint, spec.wrapper)
+    checkpoint = None
+    if config.load_format != "dummy" and not spec.wrapper:
+        checkpoint = open_checkpoint(directory)
+    elif config.load_format != "dummy":
+        checkpoint = open_text_part(directory, spec.wrapper)
         # Whether the head is tied, the wrapper's config.json may leave out and the class get wrong.
-        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not checkpoint.has_head)
+        has_head = any(name.startswith("lm_head.") for name in checkpoint.names)
+        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not has_head)
     holding = hold_levels(spec, checkpoint, dtype, device, group)
     with _default_dtype(dtype), torch.device(device):
         model = Transformer(spec, dtype, device, group, holding)

@@ -33,6 +33,23 @@ class Operators:
     scale: Callable[[Tensor, float], Tensor] = elementwise.scale
     add: Callable[[Tensor, Tensor], Tensor] = elementwise.add
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the last dimension, in float32 throughout if the weights are float32 alone."""
+        norm = self.rms_norm if weight.dtype is x.dtype else self.wide_rms_norm
+        return norm(x, weight, eps)
+
+    def add_and_norm(
+        self, hidden: Tensor, added: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum, if anything is to be added, and its norm."""
+        if added is not None and weight.dtype is hidden.dtype:
+            return self.add_rms_norm(hidden, added, weight, eps)
+        hidden = hidden if added is None else self.add(hidden, added)
+        return hidden, self.norm(hidden, weight, eps)
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x if factor == 1.0 else self.scale(x, factor)
+
 
 def select_operators(dtype: torch.dtype, device: str) -> Operators:
     """The fastest for this type and device."""

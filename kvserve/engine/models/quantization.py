@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
-from kvserve.engine.models.expert_storage import Mxfp4
-from kvserve.engine.models.fp8 import FP8
-from kvserve.engine.models.storage import LevelPiece, Storage, StoredLevels, level_rows
+from kvserve.engine.models.storage import LevelPiece, Mxfp4, StoredLevels, level_rows
 from kvserve.kernels.weight_levels import LevelForm
 from kvserve.log import ConfigError
 
@@ -29,29 +27,6 @@ _READ = (
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _SHIFTS = {4: tuple(range(0, 32, 4)), 8: tuple(range(0, 32, 8))}
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-class Quantization(Storage, Protocol):
-    """A way to store weights in few bits."""
-
-    @property
-    def method(self) -> str:
-        """As ``quant_method`` names it."""
-        ...
-
-    @property
-    def activations(self) -> bool:
-        """Whether the checkpoint wants what is multiplied rounded too."""
-        ...
-
-    @property
-    def kv_cache(self) -> bool:
-        """Whether it wants a quantised KV cache, which it does not get."""
-        ...
-
-    def is_unused(self, name: str) -> bool:
-        """Whether the tensor is only for what is not applied."""
-        ...
 
 
 def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
@@ -202,7 +177,7 @@ class Packed(StoredLevels):
             values = values.narrow(ways.index(self.packed), first, size)
             if self.bits == 8:
                 values = (values ^ 128).view(torch.int8)
-        elif values.dtype is not (FP8 if self.e4m3 else torch.int8):
+        elif values.dtype is not (torch.float8_e4m3fn if self.e4m3 else torch.int8):
             raise ConfigError(
                 f"--model: {stored} in {checkpoint.file(stored)} is {str(values.dtype)[6:]} beside "
                 f"a scale; it should be {'float8_e4m3fn' if self.e4m3 else 'int8'}"
@@ -215,6 +190,10 @@ def _unpacked(words: Tensor, dim: int, shifts: tuple[int, ...]) -> Tensor:
     mask = 2 ** (32 // len(shifts)) - 1
     each = [(words >> shift).bitwise_and_(mask).to(torch.uint8) for shift in shifts]
     return torch.stack(each, dim + 1).flatten(dim, dim + 1)
+
+
+Quantization = Packed | Mxfp4
+"""How a checkpoint's weights are stored in few bits."""
 
 
 # ---- config.json --------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvserve.engine.models.config_fields import Fields
 from kvserve.engine.models.families import (
     UNDIVIDED,
     VARIANTS,
     ExpertSpec,
+    Fields,
+    Flags,
     Variant,
     experts_of,
     layers_without_rope,
@@ -35,19 +36,15 @@ class RopeSpec:
     parameters: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(Flags):
     """A decoder of the Llama family as numbers and flags.
 
     ``max_position`` is the longest context, scaled RoPE included. Tokens see the newest ``window``
-    in the layers ``windowed``, and all in the others. ``sinks``: each head has a logit that takes
-    part in its softmax and carries no value; ``soft_cap`` caps logits, unless it is 0.
-    ``qk_norm``: queries and keys are normalised, by head or over all heads (``"width"``).
-    ``norms``: of what a layer's halves read (``before``), of what they add (``after``), or both;
-    ``norms_from_one``: their weights count from 1. Layers in ``without_rope`` rotate nothing; those
-    with windows rotate by ``rope_of_windows``, if there is one. The scales of Granite and Gemma
-    multiply embeddings, queries, and what a layer adds; logits are divided, and capped at
-    ``logits_cap`` unless it is 0.
+    in the layers ``windowed``, and all in the others. ``soft_cap`` caps attention's logits, unless
+    it is 0. Layers in ``without_rope`` rotate nothing; those with windows rotate by
+    ``rope_of_windows``, if there is one. The scales of Granite and Gemma multiply embeddings,
+    queries, and what a layer adds; logits are divided, and capped at ``logits_cap`` unless it is 0.
     """
 
     architecture: str
@@ -64,16 +61,10 @@ class ModelSpec:
     window: int | None
     windowed: frozenset[int]
     tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: str | None
     eos_token_ids: tuple[int, ...]
     dtype: str
     quantization: Quantization | None = None
     experts: ExpertSpec | None = None
-    norms: str = "before"
-    norms_from_one: bool = False
-    out_bias: bool = False
-    activation: str = "silu"
     rope_of_windows: RopeSpec | None = None
     logits_cap: float = 0.0
     without_rope: frozenset[int] = frozenset()
@@ -81,7 +72,6 @@ class ModelSpec:
     query_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
-    sinks: bool = False
     soft_cap: float = 0.0
     stored_as: str = ""
     """How a file of GGUF has the weights."""
@@ -171,17 +161,14 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def read_spec(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelSpec:
-    """Of a directory with config.json, or of a GGUF file; ``ConfigError`` names the field that is
-    missing or unknown.
-
-    ``overrides`` replace fields of the file (``--hf-overrides``).
-    """
-    return parse_spec(*read_config(path, overrides))
+def read_spec(path: Path) -> ModelSpec:
+    """Of a directory with config.json, or of a GGUF file."""
+    return parse_spec(*read_config(path))
 
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """Build a spec from the content of a config.json; ``where`` is named in errors."""
+    """Build a spec from the content of a config.json. ``ConfigError`` names the field that is
+    missing or unknown, and ``where`` it was read."""
     config, architecture = Fields(raw, where), architecture_of(raw)
     _refuse_unbuilt(config, architecture)
     variant = VARIANTS[architecture]
@@ -206,20 +193,14 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position=_max_position(config, rope, variant),
+        **variant.flags,
         **windows_of(config, architecture, layers),
         tied_embeddings=bool(raw.get("tie_word_embeddings", variant.tied)),
-        qkv_bias=variant.qkv_bias,
-        qk_norm=variant.qk_norm,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         quantization=parse_quantization(quantized, where) if quantized else None,
         experts=experts_of(config, architecture, layers),
-        norms=variant.norms,
-        norms_from_one=variant.norms_from_one,
-        out_bias=variant.out_bias,
-        activation=variant.activation,
         rope_of_windows=rope_of_windows,
-        sinks=variant.sinks,
         without_rope=layers_without_rope(config, architecture, layers),
         stored_as=raw.get("stored_as", ""),
         wrapper=raw.get("wrapper", ""),

@@ -27,9 +27,8 @@ _PANEL = 64  # outputs of a panel, or a multiple of them, on any CPU
 class Layer(nn.Module):
     """One rank's heads and part of the MLP (``spec``); q, k and v are one matrix.
 
-    ``input_norm`` and ``post_norm`` are
-    before attention and before the MLP; with ``norms`` ``after``, behind them. With ``both`` there
-    are two more behind them.
+    ``input_norm`` and ``post_norm`` are before attention and before the MLP; with ``norms``
+    ``after``, behind them. With ``both`` there are two more behind them.
     """
 
     def __init__(
@@ -44,14 +43,18 @@ class Layer(nn.Module):
         self.spec, self.operators, self.group = spec, operators, group
         self.rotates = index not in spec.without_rope
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        self.windowed = index in spec.windowed
-        self.input_norm, self.post_norm = self._new_norm(), self._new_norm()
+        self.input_norm, self.post_norm = new_norm(spec), new_norm(spec)
         both = spec.norms == "both"
-        self.after_attention = self._new_norm() if both else None
-        self.after_mlp = self._new_norm() if both else None
+        self.after_attention = new_norm(spec) if both else None
+        self.after_mlp = new_norm(spec) if both else None
         self.qkv = matrix("qkv", width, spec.hidden_size)
         self.qkv_bias = empty(width) if spec.qkv_bias else None
-        self.q_norm, self.k_norm = self._norms_of_heads()
+        normed = spec.num_heads, spec.num_kv_heads
+        if spec.qk_norm != "width":
+            normed = (1, 1) if spec.qk_norm else (0, 0)
+        self.q_norm, self.k_norm = (
+            new_norm(spec, heads * spec.head_dim) if heads else None for heads in normed
+        )
         self.sinks = empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
         heads = spec.num_heads * spec.head_dim
         self.out = matrix("out", spec.hidden_size, heads)
@@ -62,17 +65,6 @@ class Layer(nn.Module):
             if experts is None
             else Experts(spec.hidden_size, experts, operators, matrix)
         )
-
-    def _norms_of_heads(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        spec = self.spec
-        if spec.qk_norm is None:
-            return None, None
-        heads = (1, 1) if spec.qk_norm == "head" else (spec.num_heads, spec.num_kv_heads)
-        q_heads, k_heads = heads
-        return self._new_norm(q_heads * spec.head_dim), self._new_norm(k_heads * spec.head_dim)
-
-    def _new_norm(self, size: int | None = None) -> nn.Parameter:
-        return new_norm(self.spec, size)
 
     def project(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """x: [T, hidden] -> q and k, not rotated yet, as one tensor [T, Hq + Hkv, D] or, with norms
@@ -86,7 +78,8 @@ class Layer(nn.Module):
         q, k = qk.split([heads, kv_heads], dim=1)
         if spec.qk_norm == "width":
             q, k = q.flatten(1), k.flatten(1)
-        both = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        norm, eps = self.operators.norm, spec.rms_norm_eps
+        both = norm(q, self.q_norm, eps), norm(k, self.k_norm, eps)
         return tuple(x.view(x.shape[0], -1, spec.head_dim) for x in both), v
 
     def store(
@@ -110,7 +103,7 @@ class Layer(nn.Module):
                 parts = parts[0].split([spec.num_heads, spec.num_kv_heads], dim=1)
             q, k = parts
             cache.store(index, batch, k, v)
-        return self._scaled(q, spec.query_scale)
+        return self.operators.scaled(q, spec.query_scale)
 
     def forward(
         self,
@@ -128,17 +121,13 @@ class Layer(nn.Module):
         Returns both for the next layer, so that an addition and the norm behind it are one
         operation: [T, hidden], or [W, hidden] of the tokens at ``wanted`` [W].
         """
-        spec = self.spec
+        spec, operators, eps = self.spec, self.operators, self.spec.rms_norm_eps
         if spec.norms == "after":
-            hidden = x = hidden if added is None else self.operators.add(hidden, added)
+            hidden = x = hidden if added is None else operators.add(hidden, added)
         else:
-            hidden, x = self._add_and_norm(hidden, added, self.input_norm)
+            hidden, x = operators.add_and_norm(hidden, added, self.input_norm, eps)
         q = self.store(*self.project(x), rope, batch, cache, index)
-        shares = None
-        if batch.query_slots is not None and cache.logs_shares:
-            shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        attended = attention.forward(index, q, cache, shares, self.sinks).flatten(1)
-        cache.log(index, batch, q, shares)
+        attended = attend(index, q, batch, cache, attention, self.sinks).flatten(1)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(hidden):
@@ -147,32 +136,16 @@ class Layer(nn.Module):
         if self.out_bias is not None:
             attended = attended + self.out_bias
         if spec.norms == "after":
-            hidden = self.operators.add(hidden, self._norm(attended, self.input_norm))
-            return hidden, self._norm(self.group.sum(self.mlp(hidden)), self.post_norm)
+            hidden = operators.add(hidden, operators.norm(attended, self.input_norm, eps))
+            return hidden, operators.norm(self.group.sum(self.mlp(hidden)), self.post_norm, eps)
         if self.after_attention is not None:
-            attended = self._norm(attended, self.after_attention)
-        attended = self._scaled(attended, spec.residual_scale)
-        hidden, x = self._add_and_norm(hidden, attended, self.post_norm)
+            attended = operators.norm(attended, self.after_attention, eps)
+        attended = operators.scaled(attended, spec.residual_scale)
+        hidden, x = operators.add_and_norm(hidden, attended, self.post_norm, eps)
         answer = self.group.sum(self.mlp(x))
         if self.after_mlp is not None:
-            answer = self._norm(answer, self.after_mlp)
-        return hidden, self._scaled(answer, spec.residual_scale)
-
-    def pack(self, product: str) -> None:
-        """Lay the matrices out for ``product`` (``linear.py``)."""
-        self.qkv, self.out = packed(self.qkv, product), packed(self.out, product)
-        self.mlp.pack(product)
-
-    def _scaled(self, x: Tensor, factor: float) -> Tensor:
-        return x if factor == 1.0 else self.operators.scale(x, factor)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return normed(x, weight, self.spec, self.operators)
-
-    def _add_and_norm(
-        self, hidden: Tensor, added: Tensor | None, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return add_and_norm(hidden, added, weight, self.spec, self.operators)
+            answer = operators.norm(answer, self.after_mlp, eps)
+        return hidden, operators.scaled(answer, spec.residual_scale)
 
 
 class Transformer(nn.Module):
@@ -234,8 +207,10 @@ class Transformer(nn.Module):
     def pack(self, product: str) -> None:
         """Lay all matrices out for ``product``. Rows are looked up in a tied head as it lies then,
         or, of oneDNN's, which cannot be looked into, in a table of its own."""
-        for layer in self.decoder_layers:
-            layer.pack(product)
+        for part in [part for layer in self.decoder_layers for part in (layer, layer.mlp)]:
+            for name in ("qkv", "out", "router", "gate_up", "down"):
+                if hasattr(part, name):
+                    setattr(part, name, packed(getattr(part, name), product))
         if self.spec.norms_from_one:
             for name, parameter in self.named_parameters():
                 if (
@@ -280,12 +255,14 @@ class Transformer(nn.Module):
 
     def finish(self, hidden: Tensor, added: Tensor | None) -> Tensor:
         """What the last layer has returned, added and behind the last norm."""
-        return add_and_norm(hidden, added, self.norm, self.spec, self.operators)[1]
+        return self.operators.add_and_norm(hidden, added, self.norm, self.spec.rms_norm_eps)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden], as of ``forward`` -> float32 [S, vocab]."""
         logits = self.group.gather(linear(hidden, self.head), dim=1)
-        logits = _scaled(logits[:, : self.spec.vocab_size].float(), 1 / self.spec.logits_divisor)
+        logits = logits[:, : self.spec.vocab_size].float()
+        if self.spec.logits_divisor != 1.0:
+            logits = logits * (1 / self.spec.logits_divisor)
         return capped(logits, self.spec.logits_cap) if self.spec.logits_cap else logits
 
     def tabulate(self, max_len: int) -> None:
@@ -298,15 +275,14 @@ class Transformer(nn.Module):
         """[T] -> [T, hidden]: each token from the rank that has it, zeros from the others."""
         if self.group.size == 1:
             found = take_rows(self.embedding, input_ids, self.operators.take_rows)
-            scale = self.embedding_scale
-            return found if scale == 1.0 else self.operators.scale(found, scale)
+            return self.operators.scaled(found, self.embedding_scale)
         rows = self.rows
         place = input_ids - self.group.rank * rows
         nearest = place.clamp(0, rows - 1)
         found = take_rows(self.embedding, nearest, self.operators.take_rows)
         elsewhere = (place < 0) | (place >= rows)
         whole = self.group.sum(found.masked_fill(elsewhere[:, None], 0))
-        return _scaled(whole, self.embedding_scale)
+        return self.operators.scaled(whole, self.embedding_scale)
 
 
 def new_norm(spec: ModelSpec, size: int | None = None) -> nn.Parameter:
@@ -315,22 +291,19 @@ def new_norm(spec: ModelSpec, size: int | None = None) -> nn.Parameter:
     return empty(size or spec.hidden_size, dtype=held)
 
 
-def normed(x: Tensor, weight: Tensor, spec: ModelSpec, operators: Operators) -> Tensor:
-    """RMSNorm of the last dimension, in float32 throughout if the weights are float32 alone."""
-    if weight.dtype is x.dtype:
-        return operators.rms_norm(x, weight, spec.rms_norm_eps)
-    return operators.wide_rms_norm(x, weight, spec.rms_norm_eps)
-
-
-def add_and_norm(
-    hidden: Tensor, added: Tensor | None, weight: Tensor, spec: ModelSpec, operators: Operators
-) -> tuple[Tensor, Tensor]:
-    """The sum, if anything is to be added, and its norm."""
-    if added is not None and weight.dtype is hidden.dtype:
-        return operators.add_rms_norm(hidden, added, weight, spec.rms_norm_eps)
-    hidden = hidden if added is None else operators.add(hidden, added)
-    return hidden, normed(hidden, weight, spec, operators)
-
-
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1.0 else x * scale
+def attend(
+    index: int,
+    q: Tensor,
+    batch: ForwardBatch,
+    cache: LayerCache,
+    attention: BatchAttention,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q: [T, Hq, D] of a layer whose keys and values are stored -> [T, Hq, D]; logs the queries
+    that the batch wants."""
+    shares = None
+    if batch.query_slots is not None and cache.logs_shares:
+        shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    attended = attention.forward(index, q, cache, shares, sinks)
+    cache.log(index, batch, q, shares)
+    return attended

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
-from kvserve.engine.models.feed_forward import Experts, Mlp
+from kvserve.engine.models.feed_forward import Experts
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import LevelPiece, Region
-from kvserve.engine.models.transformer import Layer, Transformer
+from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.weight_levels import Levels
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
     "head": "lm_head",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
     "out": "self_attn.o_proj",
     "input_norm": "input_layernorm",
     "post_norm": "post_attention_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "router": "mlp.gate",
+    "expert": "mlp.experts.{}.",
+    "expert_gate": "gate_proj",
+    "expert_up": "up_proj",
+    "expert_down": "down_proj",
 }
 _INTERNLM2 = {
     "embedding": "model.tok_embeddings",
     "head": "output",
+    "qkv": "attention.wqkv",
     "out": "attention.wo",
     "input_norm": "attention_norm",
     "post_norm": "ffn_norm",
@@ -34,38 +44,38 @@ _INTERNLM2 = {
     "up": "feed_forward.w3",
     "down": "feed_forward.w2",
 }
-_OLMO2 = {
-    **_LLAMA,
-    "input_norm": "post_attention_layernorm",
-    "post_norm": "post_feedforward_layernorm",
-}
-_PHI3 = {**_LLAMA, "gate_up": "mlp.gate_up_proj"}
 _GEMMA = {
     **_LLAMA,
     "after_attention": "post_attention_layernorm",
     "post_norm": "pre_feedforward_layernorm",
     "after_mlp": "post_feedforward_layernorm",
 }
+_MIXTRAL = {
+    **_LLAMA,
+    "router": "block_sparse_moe.gate",
+    "expert": "block_sparse_moe.experts.{}.",
+    "expert_gate": "w1",
+    "expert_up": "w3",
+    "expert_down": "w2",
+}
+_OLMO2 = {
+    **_LLAMA,
+    "input_norm": "post_attention_layernorm",
+    "post_norm": "post_feedforward_layernorm",
+}
 _NAMES = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "GptOssForCausalLM": {**_LLAMA, "router": "mlp.router"},
     "InternLM2ForCausalLM": _INTERNLM2,
+    "MixtralForCausalLM": _MIXTRAL,
     "Olmo2ForCausalLM": _OLMO2,
-    "Phi3ForCausalLM": _PHI3,
+    "Phi3ForCausalLM": {**_LLAMA, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
 }
-_EXPERTS = {"router": "mlp.gate", "experts": "mlp.experts", "gate": "gate_proj", "up": "up_proj"}
-_EXPERTS["down"] = "down_proj"
 TRANSPOSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """How names end that gpt-oss gives to all experts at once."""
 BY_INPUTS = ("out", "down")
 """How matrices end of which ranks have parts of the inputs; of others, of the outputs."""
-_MIXTRAL = {"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts"}
-_MIXTRAL |= {"gate": "w1", "up": "w3", "down": "w2"}
-_SEPARATE_QKV = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-_FUSED_QKV = {
-    "InternLM2ForCausalLM": ("attention.wqkv",),
-    "Phi3ForCausalLM": ("self_attn.qkv_proj",),
-}
 
 
 @dataclass(frozen=True)
@@ -128,59 +138,92 @@ class Target:
 
 def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
     """The checkpoint's weights that each matrix of the decoder is made of, in the order of its
-    rows; none for a matrix that is never quantised."""
+    rows, and of its experts."""
     names = _NAMES.get(spec.architecture, _LLAMA)
-    qkv = _FUSED_QKV.get(spec.architecture, _SEPARATE_QKV)
-    halves = ("gate_up",) if "gate_up" in names else ("gate", "up")
     sources = {"embedding": [f"{names['embedding']}.weight"]}
     if not spec.tied_embeddings:
         sources["head"] = [f"{names['head']}.weight"]
+    qkv = [names["qkv"]] if "qkv" in names else [names["q"], names["k"], names["v"]]
+    gate_up = [names["gate_up"]] if "gate_up" in names else [names["gate"], names["up"]]
     for index in range(spec.num_layers):
         prefix, experts = f"model.layers.{index}.", spec.experts_of(index)
-        own = {"qkv": list(qkv), "out": [names["out"]]}
+        own = {"qkv": qkv, "out": [names["out"]]}
         if experts is None:
-            own |= {"mlp.gate_up": [names[half] for half in halves], "mlp.down": [names["down"]]}
-        elif not spec.sinks:  # gpt-oss has all experts in one tensor
-            of = _MIXTRAL if spec.architecture == "MixtralForCausalLM" else _EXPERTS
-            each = [f"{of['experts']}.{expert}." for expert in range(experts.count)]
-            own["mlp.gate_up"] = [name + of[half] for name in each for half in ("gate", "up")]
-            own["mlp.down"] = [name + of["down"] for name in each]
+            own |= {"mlp.gate_up": gate_up, "mlp.down": [names["down"]]}
+        elif not spec.sinks:
+            each = [names["expert"].format(expert) for expert in range(experts.count)]
+            halves = names["expert_gate"], names["expert_up"]
+            own["mlp.gate_up"] = [name + half for name in each for half in halves]
+            own["mlp.down"] = [name + names["expert_down"] for name in each]
         for matrix, parts in own.items():
             sources[f"layers.{index}.{matrix}"] = [f"{prefix}{part}.weight" for part in parts]
+        if experts is not None and spec.sinks:
+            for matrix, name in zip(("mlp.gate_up", "mlp.down"), TRANSPOSED, strict=True):
+                sources[f"layers.{index}.{matrix}"] = [prefix + name]
     return sources
 
 
 def weight_targets(model: Transformer) -> dict[str, Target]:
     """Every tensor that the checkpoint must have, by its name there."""
-    spec, group, vocab = model.spec, model.group, model.spec.vocab_size
-    names, qkv = _NAMES.get(spec.architecture, _LLAMA), _QKV.get(spec.architecture, _separate_qkv)
-    targets = {
-        f"{names['embedding']}.weight": Target.shared(model.embedding, group, total=vocab),
-        "model.norm.weight": Target.whole(model.norm),
-    }
-    if not spec.tied_embeddings:
-        targets[f"{names['head']}.weight"] = Target.shared(model.head, group, total=vocab)
+    targets = {"model.norm.weight": Target.whole(model.norm)}
+    held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
+    for matrix, sources in matrix_sources(model.spec).items():
+        targets |= zip(sources, _parts(model, matrix, held[matrix], len(sources)), strict=True)
+        if matrix.endswith("qkv") and model.spec.qkv_bias:
+            biases = [name.removesuffix("weight") + "bias" for name in sources]
+            parts = _parts(model, matrix, held[f"{matrix}_bias"], len(biases))
+            targets |= zip(biases, parts, strict=True)
+    names = _NAMES.get(model.spec.architecture, _LLAMA)
     for index, layer in enumerate(model.decoder_layers):
-        prefix = f"model.layers.{index}."
-        targets |= qkv(layer, prefix)
-        parts = {
-            "out": Target.shared(layer.out, group, dim=1),
-            "input_norm": Target.whole(layer.input_norm),
-            "post_norm": Target.whole(layer.post_norm),
+        others = {
+            f"{names['input_norm']}.weight": layer.input_norm,
+            f"{names['post_norm']}.weight": layer.post_norm,
+            f"{names.get('after_attention')}.weight": layer.after_attention,
+            f"{names.get('after_mlp')}.weight": layer.after_mlp,
+            "self_attn.q_norm.weight": layer.q_norm,
+            "self_attn.k_norm.weight": layer.k_norm,
+            "self_attn.sinks": layer.sinks,
+            f"{names['out']}.bias": layer.out_bias,
         }
-        if layer.after_attention is not None and layer.after_mlp is not None:
-            parts["after_attention"] = Target.whole(layer.after_attention)
-            parts["after_mlp"] = Target.whole(layer.after_mlp)
-        if layer.sinks is not None:
-            targets[f"{prefix}self_attn.sinks"] = Target.whole(layer.sinks)
-        if layer.out_bias is not None:
-            targets[f"{prefix}{names['out']}.bias"] = Target.whole(layer.out_bias)
         if isinstance(layer.mlp, Experts):
-            targets |= _experts(layer.mlp, group, prefix, spec.architecture)
-        else:
-            parts |= _mlp(layer.mlp, group, names)
-        targets |= {f"{prefix}{names[part]}.weight": target for part, target in parts.items()}
+            others[f"{names['router']}.weight"] = layer.mlp.router
+            others[f"{names['router']}.bias"] = layer.mlp.router_bias
+            of_gate_up, of_down = (f"{name}_bias" for name in TRANSPOSED)
+            others |= {of_gate_up: layer.mlp.gate_up_bias, of_down: layer.mlp.down_bias}
+        for name, tensor in others.items():
+            if tensor is not None:
+                targets[f"model.layers.{index}.{name}"] = Target.whole(tensor)
     return targets
+
+
+def _parts(model: Transformer, matrix: str, tensor: Any, count: int) -> list[Target]:
+    """Where each of ``count`` weights of the checkpoint goes in a matrix, or in its bias."""
+    spec, group = model.part, model.group
+    if len(tensor.shape) == 3 and not spec.sinks:  # gpt-oss has all experts in one tensor
+        experts = tensor.shape[0]
+        own = [_parts(model, matrix, tensor[i], count // experts) for i in range(experts)]
+        return [part for parts in own for part in parts]
+    if matrix in ("embedding", "head"):
+        return [Target.shared(tensor, group, total=spec.vocab_size)]
+    if matrix.endswith(BY_INPUTS):
+        return [Target.shared(tensor, group, dim=1)]
+    if count == 3:  # q, k and v
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        rows = tensor.split([q_size, kv_size, kv_size])
+    else:
+        rows = tensor.chunk(count)
+    order = None
+    if spec.architecture == "InternLM2ForCausalLM" and matrix.endswith("qkv"):
+        order = _by_kv_head(spec).to(tensor.device)
+    return [replace(Target.shared(part, group), order=order) for part in rows]
+
+
+def _by_kv_head(spec: ModelSpec) -> Tensor:
+    """InternLM2's matrix has, for each KV head, its query heads, its key and its value."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    rows = torch.arange((heads + 2 * kv_heads) * spec.head_dim).view(-1, spec.head_dim)
+    q, k, v = rows.split([heads, kv_heads, kv_heads])
+    return torch.cat([q.unflatten(0, (kv_heads, -1)), k[:, None], v[:, None]], dim=1).flatten()
 
 
 def is_unused(name: str, model: Transformer) -> bool:
@@ -190,72 +233,3 @@ def is_unused(name: str, model: Transformer) -> bool:
         return True
     heads = (f"{_LLAMA['head']}.weight", f"{_INTERNLM2['head']}.weight")
     return name.endswith("rotary_emb.inv_freq") or (model.spec.tied_embeddings and name in heads)
-
-
-def _mlp(mlp: Mlp, group: RankGroup, names: dict[str, str]) -> dict[str, Target]:
-    down = {"down": Target.shared(mlp.down, group, dim=1)}
-    if "gate_up" in names:
-        return {"gate_up": Target.whole(mlp.gate_up), **down}
-    gate, up = mlp.gate_up.chunk(2)
-    return {"gate": Target.shared(gate, group), "up": Target.shared(up, group), **down}
-
-
-def _experts(mlp: Experts, group: RankGroup, prefix: str, architecture: str) -> dict[str, Target]:
-    if mlp.router_bias is not None:
-        return _experts_with_biases(mlp, f"{prefix}mlp.")
-    names = _MIXTRAL if architecture == "MixtralForCausalLM" else _EXPERTS
-    targets = {f"{prefix}{names['router']}.weight": Target.whole(mlp.router)}
-    for expert in range(mlp.spec.count):
-        gate, up = mlp.gate_up[expert].chunk(2)
-        own = f"{prefix}{names['experts']}.{expert}."
-        targets[f"{own}{names['gate']}.weight"] = Target.shared(gate, group)
-        targets[f"{own}{names['up']}.weight"] = Target.shared(up, group)
-        targets[f"{own}{names['down']}.weight"] = Target.shared(mlp.down[expert], group, dim=1)
-    return targets
-
-
-def _experts_with_biases(mlp: Experts, prefix: str) -> dict[str, Target]:
-    """gpt-oss: all experts in one tensor, on one rank."""
-    assert mlp.router_bias is not None
-    assert mlp.gate_up_bias is not None and mlp.down_bias is not None
-    parts = {
-        "router.weight": mlp.router,
-        "router.bias": mlp.router_bias,
-        "experts.gate_up_proj": mlp.gate_up,
-        "experts.gate_up_proj_bias": mlp.gate_up_bias,
-        "experts.down_proj": mlp.down,
-        "experts.down_proj_bias": mlp.down_bias,
-    }
-    return {f"{prefix}{name}": Target.whole(tensor) for name, tensor in parts.items()}
-
-
-def _separate_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
-    spec, attention = layer.spec, prefix + "self_attn."
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    targets = {}
-    for kind, fused in {"weight": layer.qkv, "bias": layer.qkv_bias}.items():
-        if fused is not None:
-            for part, rows in zip("qkv", fused.split([q_size, kv_size, kv_size]), strict=True):
-                targets[f"{attention}{part}_proj.{kind}"] = Target.shared(rows, layer.group)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        targets[attention + "q_norm.weight"] = Target.whole(layer.q_norm)
-        targets[attention + "k_norm.weight"] = Target.whole(layer.k_norm)
-    return targets
-
-
-def _fused_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
-    """Phi-3: as the decoder has it, on one rank."""
-    return {f"{prefix}self_attn.qkv_proj.weight": Target.whole(layer.qkv)}
-
-
-def _grouped_qkv(layer: Layer, prefix: str) -> dict[str, Target]:
-    """InternLM2: for each KV head, its query heads, its key and its value, in one matrix."""
-    spec = layer.spec
-    rows = torch.arange(layer.qkv.shape[0], device=layer.qkv.device).view(-1, spec.head_dim)
-    q, k, v = rows.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads])
-    order = torch.cat([q.unflatten(0, (spec.num_kv_heads, -1)), k[:, None], v[:, None]], dim=1)
-    whole = Target.shared(layer.qkv, layer.group)
-    return {f"{prefix}attention.wqkv.weight": replace(whole, order=order.flatten())}
-
-
-_QKV = {"InternLM2ForCausalLM": _grouped_qkv, "Phi3ForCausalLM": _fused_qkv}

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.checkpoint import Checkpoint, SafetensorsFiles
 from kvserve.engine.models.families import VARIANTS
 from kvserve.log import ConfigError, logger
 
@@ -58,46 +56,18 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     }
 
 
-class TextPart:
+def open_text_part(path: Path, wrapper: str) -> Checkpoint:
     """A checkpoint of a wrapper as one of its decoder, under the decoder's names."""
-
-    def __init__(self, whole: Checkpoint, wrapper: str) -> None:
-        self.path = whole.path
-        self._whole = whole
-        self._stored = {}
-        others: Counter[str] = Counter()
-        for name in sorted(whole.names):
-            if (own := _own_name(name)) is None:
-                others[name.removeprefix("model.").partition(".")[0]] += 1
-            else:
-                self._stored[own] = name
-        if others:
-            logger.info(
-                "%s: the text part alone is served; %d tensors are not read (%s)",
-                *(wrapper, others.total(), ", ".join(others)),
-            )
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._stored)
-
-    @property
-    def has_head(self) -> bool:
-        return any(name.startswith("lm_head.") for name in self._stored)
-
-    def file(self, name: str) -> Path:
-        return self._whole.file(self._stored[name])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._whole.shape(self._stored[name])
-
-    def tensor(self, name: str) -> Tensor:
-        return self._whole.tensor(self._stored[name])
-
-    def pieces(
-        self, name: str, rows: int, region: tuple[slice, ...]
-    ) -> Iterator[tuple[slice, Tensor]]:
-        return self._whole.pieces(self._stored[name], rows, region)
+    checkpoint = SafetensorsFiles(path, _own_name)
+    others = Counter(
+        name.removeprefix("model.").partition(".")[0] for name in sorted(checkpoint.left_out)
+    )
+    if others:
+        logger.info(
+            "%s: the text part alone is served; %d tensors are not read (%s)",
+            *(wrapper, others.total(), ", ".join(others)),
+        )
+    return checkpoint
 
 
 def _own_name(name: str) -> str | None:

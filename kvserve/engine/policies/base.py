@@ -94,9 +94,20 @@ class Policy:
     def __post_init__(self) -> None:
         check_arguments(self)
         self.check()
+        self._check_log()
 
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
+
+    def _check_log(self) -> None:
+        """Check that int4 goes with a log of all heads, and absolute attention with int4."""
+        if getattr(self, "query_dtype", "") == "int4":
+            allowed = "another unless query_source is log and query_reduce is heads"
+            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
+        if getattr(self, "attention", "") == "absolute":
+            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
+            require(logged, "attention", "absolute", allowed)
 
     def check_bounds(self, max_model_len: int) -> None:
         """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
@@ -159,10 +170,10 @@ class Policy:
     def logged_dtype(self) -> str:
         """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice).
 
-        By default, the argument ``query_dtype``.
+        By default, the argument ``query_dtype``, where auto is int4 if absolute attention needs it.
         """
         dtype: str = getattr(self, "query_dtype", "auto")
-        return dtype
+        return "int4" if dtype == "auto" and self.sees_all else dtype
 
     @property
     def sees_all(self) -> bool:
@@ -191,20 +202,14 @@ class Policy:
     def leaves(self) -> str:
         """What stands for dropped entries: off (nothing), mean or fitted.
 
-        By default, the argument ``remainder``, and mean where nothing can be fitted.
+        By default, the argument ``remainder``, and mean where nothing can be fitted: the queries of
+        an event say what dropped entries were worth if they are those of the newest entries, which
+        see all that is dropped. Where layers share a choice, those that are not scored get means.
         """
         remainder: str = getattr(self, "remainder", "off")
-        return "mean" if remainder == "fitted" and not self.fits_remainder else remainder
-
-    @property
-    def fits_remainder(self) -> bool:
-        """Whether the queries of an event say what dropped entries were worth: by default, if
-        there are queries of the newest entries, which see all that is dropped.
-
-        Where layers share a choice there is nothing to fit in those that are not scored.
-        """
         reduction = self.query_reduction or self.recomputed_reduction
-        return reduction is not None and not self.kept_scores
+        fits = reduction is not None and not self.kept_scores
+        return "mean" if remainder == "fitted" and not fits else remainder
 
     @property
     def expects_turns(self) -> bool:
@@ -235,8 +240,10 @@ class Policy:
         return range(num_queries)
 
     def leaders(self, num_layers: int) -> list[int]:
-        """For each layer, the layer whose scores and choice it uses."""
-        return list(range(num_layers))
+        """For each layer, the layer whose scores and choice it uses: by default, the first of as
+        many as the argument ``reuse_layers`` says."""
+        size = getattr(self, "reuse_layers", 1)
+        return [layer - layer % size for layer in range(num_layers)]
 
     # ---- what is kept ----
 

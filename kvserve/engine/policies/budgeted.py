@@ -71,9 +71,10 @@ class PromptPolicy(Policy):
     def check_budget(self, allowed: str) -> None:
         """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
         if self.ratio is None:
-            check_budget(self.budget, self.least, f"{allowed} (or give ratio)")
-            return
-        require(self.budget is None, "budget", self.budget, "left out where ratio is given")
+            enough = number_wanted(self.budget, int, self.least) is None
+            require(enough, "budget", self.budget, f"an integer {allowed} (or give ratio)")
+        else:
+            require(self.budget is None, "budget", self.budget, "left out where ratio is given")
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,12 @@ class BudgetedPolicy(PromptPolicy):
     )
 
     @property
-    def bound(self) -> Bound:
-        """What trigger threshold bounds a row to."""
-        return Bound.of(self.budget, self.threshold)
-
-    @property
     def event_trigger(self) -> Trigger:
         if self.trigger == "prefill":
             return super().event_trigger
-        bound = self.bound
-        return WhenOver(bound.limit, bound.keep, self.num_queries, self.protect_prompt)
+        assert self.budget is not None
+        limit = common.limit(self.budget, self.threshold)
+        return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
 
     def check_budget(self, allowed: str) -> None:
         super().check_budget(allowed)
@@ -109,30 +106,3 @@ class BudgetedPolicy(PromptPolicy):
             require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")
         else:
             require(self.ratio is None, "ratio", self.ratio, "left out where trigger is threshold")
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """An event is due when ``limit`` entries are held, and leaves ``keep``."""
-
-    keep: int
-    limit: int
-
-    @classmethod
-    def of(cls, budget: int | None, threshold: int | None) -> Bound:
-        """The bound of two arguments; the threshold may be left out."""
-        assert budget is not None
-        return cls(budget, budget + common.DEFAULT_GAP if threshold is None else threshold)
-
-
-def check_budget(budget: int | None, least: int, allowed: str) -> None:
-    """Check a number of entries; ``allowed`` words the bound."""
-    ok = number_wanted(budget, int, least) is None
-    require(ok, "budget", budget, f"an integer {allowed}")
-
-
-def check_gap(threshold: int | None, budget: int, gap: int) -> None:
-    """Check that an event has at least ``gap`` entries to evict."""
-    if threshold is not None:
-        allowed = f"an integer of at least {budget + gap} (budget + {gap})"
-        require(threshold >= budget + gap, "threshold", threshold, allowed)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, require
-from kvserve.engine.policies.budgeted import BudgetedPolicy, check_gap
+from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import chunks_and_newest, stable_order
@@ -83,8 +83,10 @@ class ChunkKV(BudgetedPolicy):
         once = not aligned or self.trigger == "prefill"
         require(once, "align", self.align, "token where trigger is threshold")
         super().check()
-        if self.budget is not None:
-            check_gap(self.threshold, self.budget, self.chunk_size)
+        if self.budget is not None and self.threshold is not None:
+            least = self.budget + self.chunk_size
+            allowed = f"an integer of at least {least} (budget + {self.chunk_size})"
+            require(self.threshold >= least, "threshold", self.threshold, allowed)
 
     def for_model(self, num_layers: int, block_size: int) -> Policy:
         if self.align == "token":
@@ -101,10 +103,6 @@ class ChunkKV(BudgetedPolicy):
     @property
     def least_in_words(self) -> str:
         return f"of at least {self.least} (window + chunk_size)"
-
-    def leaders(self, num_layers: int) -> list[int]:
-        """The first layer of each group of ``reuse_layers``."""
-        return [layer - layer % self.reuse_layers for layer in range(num_layers)]
 
     @property
     def couples_heads(self) -> bool:

@@ -161,7 +161,6 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
-        common.check_log(self, logs=self.query_source == "log")
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
         if self.chunk_budget is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvserve.engine.policies.base import argument, require
 from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import Bounded, Trigger
 
@@ -60,9 +61,9 @@ class KeyDiff(BudgetedPolicy):
     def event_trigger(self) -> Trigger:
         if self.mode == "once":
             return super().event_trigger
-        bound = self.bound
-        limit = bound.limit if self.trigger == "threshold" else None
-        return Bounded(bound.keep, limit, num_queries=0, block=self.block)
+        assert self.budget is not None
+        limit = common.limit(self.budget, self.threshold) if self.trigger == "threshold" else None
+        return Bounded(self.budget, limit, num_queries=0, block=self.block)
 
     def score(self, obs: Observation) -> Tensor:
         """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""

@@ -14,7 +14,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument
-from kvserve.engine.policies.budgeted import Bound
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.scheduler.triggers.trigger import Bounded, Trigger, WhenOver
@@ -61,18 +60,12 @@ class RKV(Policy):
     attention: str = common.attention("window", "the entries before the window")
 
     @property
-    def logged_dtype(self) -> str:
-        return common.logged_dtype(self)
-
-    def check(self) -> None:
-        common.check_log(self)
-
-    @property
     def event_trigger(self) -> Trigger:
-        bound = Bound.of(self.budget, self.threshold)
+        assert self.budget is not None
+        limit = common.limit(self.budget, self.threshold)
         if self.protect_prompt:
-            return WhenOver(bound.limit, bound.keep, self.window, protect_prompt=True)
-        return Bounded(bound.keep, bound.limit, self.window)
+            return WhenOver(limit, self.budget, self.window, protect_prompt=True)
+        return Bounded(self.budget, limit, self.window)
 
     def score(self, obs: Observation) -> Tensor:
         """Z = lambda I - (1 - lambda) R of the entries before the window: [E, L, Hkv, n - window].

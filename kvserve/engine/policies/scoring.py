@@ -37,14 +37,6 @@ __all__ = [
 ]
 
 
-def _alone(x: Tensor) -> Tensor:
-    return x
-
-
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A batch of E equal-shaped events: ``queries [E, L, Hlog, W, D]``, ``keys [E, L, Hkv, n, D]``.
@@ -70,10 +62,10 @@ class Observation:
     scale: float
     earlier: Tensor | None = None
     missing: Tensor | None = None
-    gather: Callable[[Tensor], Tensor] = _alone
+    gather: Callable[[Tensor], Tensor] = lambda x: x
     later: int = 0
     values: Tensor | None = None
-    left: Callable[[], Remainder | None] = _nothing
+    left: Callable[[], Remainder | None] = lambda: None
     sinks: Tensor | None = None
     centres: Centres | None = None
     positions: Tensor | None = None
@@ -98,18 +90,24 @@ class Observation:
         If the queries' ``places`` in the window are given, attention is absolute: the softmax runs
         over all entries that a query saw and over those after it, the ``later`` ones included.
         """
-        keys, seen = self._seen(places)
-        given = None
+        span = self.keys.shape[-2] - self.later
+        keys, seen, given = self.keys[..., :span, :], None, None
+        if places is not None:
+            keys = self.keys
+            seen = Seen(self.shares, span, places.start, places.step, self.later)
         if self.values is not None:  # something is fitted
-            given = self._nothing_given(keys.shape[-2] - (0 if seen is None else seen.later))
+            log_sums = torch.empty(self.queries.shape[:-1], device=keys.device)
+            given = Given(log_sums, torch.empty(*keys.shape[:-2], span, device=keys.device))
             self._known.append(given)
         how = self.scale, aggregate, group_aggregate, seen, given
         return window_scores(self.queries, keys, *how)
 
     def fitted_remainder(self, dropped: Tensor, places: range | None = None) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
-        ``mass``."""
-        return self._fitted(dropped, self._given(places))
+        ``mass``, which is asked again unless it was asked before."""
+        if not self._known:
+            self.mass("sum", "mean", places)
+        return self._fitted(dropped, self._known[-1])
 
     def causal_remainder(self, dropped: Tensor, *, absolute: bool = False) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
@@ -127,37 +125,15 @@ class Observation:
         key, value = self.keys[..., :length, :], self.values[..., :length, :]
         return fitted_remainder(self.queries, key, value, dropped, given, self.scale)
 
-    def _given(self, places: range | None) -> Given:
-        """What ``mass`` has found on its way; it is asked again unless it was asked just before."""
-        if not self._known:
-            self.mass("sum", "mean", places)
-        return self._known[-1]
-
-    def _nothing_given(self, length: int) -> Given:
-        lead, heads = self.keys.shape[:-3], self.keys.shape[-3]
-        log_sums = torch.empty(self.queries.shape[:-1], device=self.keys.device)
-        return Given(log_sums, torch.empty(*lead, heads, length, device=self.keys.device))
-
-    def _seen(self, places: range | None) -> tuple[Tensor, Seen | None]:
-        """The keys that attention is computed over, and what its queries had seen."""
-        span = self.keys.shape[-2] - self.later
-        if places is None:
-            return self.keys[..., :span, :], None
-        return self.keys, Seen(self.shares, span, places.start, places.step, self.later)
-
     def causal(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
-        """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W].
+        """Mean probability that earlier keys get from the last W: float32 [E, L, Hkv, n - W]; with
+        ``gqa_reduce`` none, that of every query head by itself, [E, L, Hlog, n - W].
 
         ``absolute``: the softmax runs over all that a query saw, evicted or unobserved entries too.
         """
         shares = self.shares if absolute else None
         beside = self.missing, shares, self.remainder, self.sinks
         return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
-
-    def causal_by_head(self) -> Tensor:
-        """As ``causal``, for every query head by itself: float32 [E, L, Hlog, n - W]."""
-        beside = self.missing, None, self.remainder, self.sinks
-        return causal_scores(self.queries, self.keys, self.scale, "none", *beside)
 
     def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
         """As ``causal``, but logits are reduced first, and the softmax runs over earlier keys only.

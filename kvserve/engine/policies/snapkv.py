@@ -58,14 +58,6 @@ class SnapKV(BudgetedPolicy):
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "what scope says")
 
-    @property
-    def logged_dtype(self) -> str:
-        return common.logged_dtype(self)
-
-    def check(self) -> None:
-        super().check()
-        common.check_log(self)
-
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""
         absolute = self.attention == "absolute"

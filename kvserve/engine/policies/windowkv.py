@@ -132,11 +132,6 @@ class WindowKV(Policy):
         """Once the prompt is in, if any layer has something to drop."""
         return AtPrefillEnd(Budget(min(self.group_budgets(2)) + self.protected), self.protected)
 
-    def leaders(self, num_layers: int) -> list[int]:
-        """The first layer of each group of ``reuse_layers``."""
-        assert self.reuse_layers is not None, "for_model fills it in"
-        return [layer - layer % self.reuse_layers for layer in range(num_layers)]
-
     def group_budgets(self, num_groups: int) -> list[int]:
         """Entries before the window that the layers of each group may keep."""
         assert self.reuse_layers is not None, "for_model fills it in"
@@ -153,7 +148,7 @@ class WindowKV(Policy):
 
         That is the mean of the window's ``best`` entries in each query head, then over the heads.
         """
-        votes = obs.all_heads(obs.causal_by_head())
+        votes = obs.all_heads(obs.causal("none"))
         kv_heads = votes.shape[2] * obs.keys.shape[2] // obs.queries.shape[2]
         scored, size = votes.shape[-1], self.chunk_size
         votes = torch.nn.functional.pad(votes, (0, -scored % size))

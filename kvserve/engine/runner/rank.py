@@ -32,7 +32,7 @@ from kvserve.engine.compression.observer import event_bytes
 from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
-from kvserve.engine.models.implementation import load
+from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
@@ -244,7 +244,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
     connection.send(JOINING)
     group = RankGroup.join(start.rank, start.size, start.store, plan.device)
     weights = plan.directory, plan.config.model, plan.spec, plan.dtype, plan.device
-    model = load(*weights, group)
+    model = load_model(*weights, group)
     connection.send(measure(plan, model, attention, group).left)
     return ready_runner(plan, model, attention, inbox.get(), group)
 

@@ -21,11 +21,11 @@ from kvserve.engine.messages import EngineInfo
 from kvserve.engine.sampling.grammar_backends import (
     BackendSource,
     Compile,
-    MakeMatcher,
     Matcher,
-    compiled_safely,
+    compile_and_try,
     is_backends,
     load_backend,
+    refused,
 )
 from kvserve.engine.sampling.grammar_trial import GrammarTrial
 from kvserve.log import RequestError, logger
@@ -128,7 +128,7 @@ class GrammarCompiler:
         self._has_tokenizer = not model.skip_tokenizer_init and bool(info.eos_token_ids)
         self._trial = GrammarTrial(self._source)
         self._make: Compile | None = None
-        self._compiled: OrderedDict[tuple[str, str], tuple[MakeMatcher, int]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], tuple[Matcher, int]] = OrderedDict()
         self._ended = 0
         """Sequences with grammars that have ended since memory was last given back."""
 
@@ -137,7 +137,7 @@ class GrammarCompiler:
         key = wanted.kind, wanted.value
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            return self._compiled[key][0]()
+            return self._compiled[key][0].copy()
         if not self._has_tokenizer:
             raise RequestError(
                 f"{wanted.field} needs a tokenizer with an end-of-sequence token",
@@ -146,24 +146,27 @@ class GrammarCompiler:
         self._trial.check(wanted)
         if self._make is None:
             self._make = load_backend(self._source)
-        before = resident_bytes()
+        before, refusal = resident_bytes(), None
         try:
-            make = compiled_safely(self._make, wanted, self._source.words)
-        except RequestError as error:
-            # The frames of its traceback hold what the backend had built, 80 MiB now and then.
-            error.__context__ = None
-            refusal = error.with_traceback(None)
+            first = compile_and_try(self._make, wanted, self._source.words)
+        except BaseException as error:
+            if not is_backends(error):
+                raise
+            refusal = refused(wanted, str(error))
+        if refusal is not None:
+            # By now the error's frames are gone, which held what the library had built: 80 MiB now
+            # and then.
             if resident_bytes() - before > _CACHED_BYTES:
                 trim_memory()
-            raise refusal from None
+            raise refusal
         # Memory that other threads take meanwhile counts too, so the cache is never larger.
         weight = max(resident_bytes() - before, len(wanted.value))
         if weight > _CACHED_BYTES // 4:
-            return make()
-        self._compiled[key] = make, weight
+            return first
+        self._compiled[key] = first, weight
         while sum(weight for _, weight in self._compiled.values()) > _CACHED_BYTES:
             self._compiled.popitem(last=False)
-        return make()
+        return first.copy()
 
     def ended(self) -> None:
         """Count an ended sequence that had a grammar; every ``_TIDY_EVERY``, give memory back."""

@@ -1,8 +1,7 @@
 """llguidance, which compiles grammars.
 
-A ``Compile`` takes what is wanted, and returns a function that makes matchers at the grammar's
-start. A client's grammar is a program, so its size, its compilation and its steps are bounded. A
-failure in the library, panics included, is that client's error.
+A client's grammar is a program, so its size, its compilation and its steps are bounded. A failure
+in the library, panics included, is that client's error.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -21,9 +20,6 @@ from tokenizers import Tokenizer
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
-
-MakeMatcher = Callable[[], "Matcher"]
-Compile = Callable[[StructuredOutput], MakeMatcher]
 
 _LIMITS: Any = {
     "initial_lexer_fuel": 500_000,
@@ -45,16 +41,54 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
 
 
-class Matcher(Protocol):
-    """A grammar and a place in it."""
+class _Meter:
+    """How many masks of one grammar were slow in a row, for whatever sequences."""
+
+    in_a_row = 0
+
+    def add(self, seconds: float) -> None:
+        self.in_a_row = self.in_a_row + 1 if seconds > _SLOW else 0
+        self.check()
+
+    def check(self) -> None:
+        if self.in_a_row >= _SLOW_IN_A_ROW:
+            raise ValueError(f"it takes more than {1000 * _SLOW:g} ms for each token; shorten it")
+
+
+class Matcher:
+    """A grammar and a place in it; fails where the grammar is too slow, or over its limits."""
+
+    def __init__(self, matcher: Any, meter: _Meter | None = None) -> None:
+        """``matcher`` is llguidance's."""
+        self._matcher, self._meter = matcher, meter or _Meter()
+
+    def copy(self) -> Matcher:
+        """Another one at the same place, whose masks count as this one's."""
+        return Matcher(self._matcher.deep_copy(), self._meter)
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
         """Write the bits [W] of the tokens that may come next: int32, 32 tokens each."""
-        ...
+        self._meter.check()
+        started = thread_time()
+        # The tokenizer may know more tokens than the model, in which case its mask is longer.
+        mask[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
+        self._check()
+        self._meter.add(thread_time() - started)
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; ``False`` if the grammar does not allow it here."""
-        ...
+        accepted = bool(self._matcher.consume_token(token_id))
+        self._check()
+        return accepted
+
+    def _check(self) -> None:
+        """Raise the matcher's error: over its limits it raises nothing, and allows no token."""
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
+
+
+Compile = Callable[[StructuredOutput], Matcher]
+"""Compiles a grammar: a matcher at its start."""
 
 
 @dataclass(frozen=True)
@@ -115,92 +149,26 @@ def is_backends(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def compiled_safely(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
-    """``compile_and_try``, whose failures are the client's: ``RequestError``."""
-    try:
-        return compile_and_try(compile, wanted, words)
-    except BaseException as error:
-        if not is_backends(error):
-            raise
-        raise refused(wanted, str(error)) from None
-
-
-def compile_and_try(compile: Compile, wanted: StructuredOutput, words: int) -> MakeMatcher:
-    """Compile a grammar and follow it for a few tokens, with masks of ``words`` numbers.
+def compile_and_try(compile: Compile, wanted: StructuredOutput, words: int) -> Matcher:
+    """Compile a grammar and follow a copy for a few tokens, with masks of ``words`` numbers.
 
     So a grammar that would fail or take long in a step, which all sequences share, fails here. One
     whose masks become slow later fails then.
     """
-    make, meter = compile(wanted), _Meter()
-    _walk(_Metered(make(), meter), words)
-    return lambda: _Metered(make(), meter)
-
-
-class _Meter:
-    """How many masks of one grammar were slow in a row, for whatever sequences."""
-
-    in_a_row = 0
-
-    def add(self, seconds: float) -> None:
-        self.in_a_row = self.in_a_row + 1 if seconds > _SLOW else 0
-        self.check()
-
-    def check(self) -> None:
-        if self.in_a_row >= _SLOW_IN_A_ROW:
-            raise ValueError(f"it takes more than {1000 * _SLOW:g} ms for each token; shorten it")
-
-
-class _Metered:
-    """A matcher that fails where its grammar is too slow."""
-
-    def __init__(self, matcher: Matcher, meter: _Meter) -> None:
-        self._matcher, self._meter = matcher, meter
-        self.accept = matcher.accept
-
-    def fill(self, mask: np.ndarray[Any, Any]) -> None:
-        self._meter.check()
-        started = thread_time()
-        self._matcher.fill(mask)
-        self._meter.add(thread_time() - started)
-
-
-def _walk(matcher: Matcher, words: int) -> None:
-    """Accept the first allowed token, ``_TRIAL_TOKENS`` times."""
-    mask = np.zeros(words, np.int32)
+    first = compile(wanted)
+    tried, mask = first.copy(), np.zeros(words, np.int32)
     for _ in range(_TRIAL_TOKENS):
-        matcher.fill(mask)
+        tried.fill(mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if not len(allowed) or not matcher.accept(int(allowed[0])):
-            return
+        if not len(allowed) or not tried.accept(int(allowed[0])):
+            break
+    return first
 
 
 def _pattern(text: str) -> str:
     """A regular expression that matches ``text`` alone."""
     escaped = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
     return "".join(escaped.get(c) or ("\\" + c if c in _SPECIAL else c) for c in text)
-
-
-# ---- llguidance -------------------------------------------------------------------------------
-
-
-class _GuidanceMatcher:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
-
-    def fill(self, mask: np.ndarray[Any, Any]) -> None:
-        # The tokenizer may know more tokens than the model, in which case its mask is longer.
-        mask[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(mask)]
-        self._check()
-
-    def accept(self, token_id: int) -> bool:
-        accepted = bool(self._matcher.consume_token(token_id))
-        self._check()
-        return accepted
-
-    def _check(self) -> None:
-        """Raise the matcher's error: over its limits it raises nothing, and allows no token."""
-        if self._matcher.is_error():
-            raise ValueError(self._matcher.get_error())
 
 
 def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
@@ -233,10 +201,10 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
             return str(LLMatcher.grammar_from_regex(either))
         return str(LLMatcher.grammar_from_lark(lark(wanted.value)))
 
-    def compile(wanted: StructuredOutput) -> MakeMatcher:
+    def compile(wanted: StructuredOutput) -> Matcher:
         first = LLMatcher(vocabulary, grammar(wanted), log_level=0, limits=limits)
         if first.is_error():
             raise ValueError(first.get_error())
-        return lambda: _GuidanceMatcher(first.deep_copy())
+        return Matcher(first)
 
     return compile

@@ -96,15 +96,10 @@ class SamplingRows:
     def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
         # Temperature (0: greedy), top_p, top_k, min_p.
         self._settings = torch.zeros(max_rows, 4, dtype=torch.float32, device=device)
-        self._seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._min_len = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # Seed, min_len, the token that ends a row's reasoning (-1: no limit, or it has ended), the
+        # position where it is forced, and the token that begins it (-1: none), with its position.
+        self._numbers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
         self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        # The token that ends a row's reasoning (-1: no limit, or it has ended), where it is forced,
-        # and the token that begins it (-1: it has begun), with its place.
-        self._think_end = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self._think_start = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self._think_from = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._think_limit = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._rules = LogitRules(max_rows, vocab_size, device)
         # Host: random, filtered, has min_len, log-probabilities wanted (-1: none), has rules,
         # limits its reasoning, has a grammar.
@@ -119,9 +114,6 @@ class SamplingRows:
             temperature = max(s.temperature, 1e-5) if s.temperature > 0.0 else 0.0
             settings = temperature, s.top_p, float(s.top_k), s.min_p
             self._settings[seq.row] = to_device(settings, self._settings.device, torch.float32)
-            # Not `self._seeds[row] = number`, which torch copies to CUDA and waits for.
-            self._seeds[seq.row].fill_(s.seed)
-            self._min_len[seq.row].fill_(s.min_len)
             filtered = s.top_p < 1.0 or s.top_k > 0 or s.min_p > 0.0
             self._host[seq.row] = (
                 s.temperature > 0.0,
@@ -138,10 +130,9 @@ class SamplingRows:
             output = seq.token_ids[seq.num_prompt_tokens :]
             plain = s.think_start >= 0 and len(output) > 0 and output[0] != s.think_start
             ended = plain or s.think_end in output
-            self._think_end[seq.row].fill_(-1 if ended else s.think_end)
-            self._think_start[seq.row].fill_(s.think_start)
-            self._think_from[seq.row].fill_(seq.num_prompt_tokens)
-            self._think_limit[seq.row].fill_(s.think_limit)
+            reasoning = -1 if ended else s.think_end, s.think_limit, s.think_start
+            numbers = s.seed, s.min_len, *reasoning, seq.num_prompt_tokens
+            self._numbers[seq.row] = to_device(numbers, self._settings.device)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
         self._host[to] = self._host[source]
@@ -150,10 +141,7 @@ class SamplingRows:
         device = self._settings.device
         dst, src = (to_device(x, device) for x in (to, source))
         self._rules.move_rows(to, source)
-        for tensor in (
-            *(self._settings, self._seeds, self._min_len, self._stop_ids),
-            *(self._think_end, self._think_limit, self._think_start, self._think_from),
-        ):
+        for tensor in (self._settings, self._numbers, self._stop_ids):
             tensor[dst] = tensor[src]
 
     def sample(
@@ -206,21 +194,22 @@ class SamplingRows:
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
         """A token for each row; ``filtered``: some rows ask for top-k, top-p or min-p."""
-        return sample_tokens(logits, self._settings[rows], self._seeds[rows], positions, filtered)
+        seeds = self._numbers[rows, 0]
+        return sample_tokens(logits, self._settings[rows], seeds, positions, filtered)
 
     def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Force the token that ends the reasoning in rows that have used up their budget."""
-        end, start = self._think_end[rows], self._think_start[rows]
-        undecided = (start >= 0) & (positions == self._think_from[rows])
-        late = (end >= 0) & (positions >= self._think_limit[rows]) & ~undecided
+        end, limit, start, first = self._numbers[rows, 2:].unbind(1)
+        undecided = (start >= 0) & (positions == first)
+        late = (end >= 0) & (positions >= limit) & ~undecided
         tokens = torch.where(late, end, tokens)
         over = (tokens == end) | (undecided & (tokens != start))
-        self._think_end[rows] = torch.where(over, -1, end)
+        self._numbers[rows, 2] = torch.where(over, -1, end)
         return tokens
 
     def _hold_back_stops(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         ids = self._stop_ids[rows]
-        held = (positions < self._min_len[rows])[:, None] & (ids >= 0)
+        held = (positions < self._numbers[rows, 1])[:, None] & (ids >= 0)
         return logits.scatter_add(1, ids.clamp(min=0), torch.where(held, -torch.inf, 0.0))
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.generation import read_generation_config
@@ -20,10 +19,11 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
-from tests.checkpoints import generate, write_checkpoint
-from tests.engine.models.test_models import PROMPTS, TOKENS, check_parity
+from tests.checkpoints import generate, random_prompts, write_checkpoint
+from tests.engine.models.decoding import check_parity, make, row_of
 from tests.gguf_files import Kind, dequantised, llama3_factors, write_gguf
 
+PROMPTS, TOKENS = random_prompts([5, 90, 1, 33]), 40
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "num_key_value_heads": 8},
     "qwen2": {},
@@ -44,7 +44,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_families(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(family, tmp_path / "model", **FAMILIES[family])
     file = write_gguf(directory, tmp_path / "model.gguf", family)
-    check_parity(file, generate(directory, PROMPTS, TOKENS))
+    check_parity(file, PROMPTS, generate(directory, PROMPTS, TOKENS))
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=[family for family, _ in VARIANTS])
@@ -67,8 +67,8 @@ def test_stored_types_are_widened(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path / "model")
     file = write_gguf(directory, tmp_path / "model.gguf", "llama", kinds)
     save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
-    llm = check_parity(file, generate(directory, PROMPTS, TOKENS))
-    row = next(row for row in llm.engine.core.info.summary if row[0] == "weights")
+    llm = check_parity(file, PROMPTS, generate(directory, PROMPTS, TOKENS))
+    row = row_of(llm, "weights")
     assert (
         row[1] == "8 bits, else float32, from GGUF (BF16, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0)"
     )
@@ -93,18 +93,11 @@ def test_stored_types_are_held(kind: Kind, ranks: int, tmp_path: Path) -> None:
     file = write_gguf(directory, tmp_path / "model.gguf", "llama", kinds)
     save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
     expected = generate(directory, PROMPTS, TOKENS)
-    if ranks == 2:
-        settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
-        llm = LLM(str(file), tensor_parallel_size=2, **settings)
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        found = [output.outputs[0].token_ids for output in outputs]
-        assert found == [one.token_ids for one in expected]
-    else:
-        llm = check_parity(file, expected)
+    llm = check_parity(file, PROMPTS, expected, tensor_parallel_size=ranks)
+    if ranks == 1:
         model = llm.engine.core.runner.model
         assert model.embedding is model.head and isinstance(model.head, Levels)
-    row = next(row for row in llm.engine.core.info.summary if row[0] == "weights")
+    row = row_of(llm, "weights")
     assert row[2] == "as stored" and "float32" in row[1]
     llm.engine.core.close()
 
@@ -131,19 +124,19 @@ def test_a_directory_with_one_file_stands_for_it(tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
     write_gguf(directory, alone / "model.gguf", "llama")
-    check_parity(alone, expected)
+    check_parity(alone, PROMPTS, expected)
     with pytest.raises(ConfigError, match="--load-format safetensors"):
-        check_parity(alone / "model.gguf", expected, load_format="safetensors")
+        make(alone / "model.gguf", load_format="safetensors")
     shutil.copy(alone / "model.gguf", directory)
-    check_parity(directory, expected)  # safetensors first
-    llm = check_parity(directory, expected, load_format="gguf")
+    check_parity(directory, PROMPTS, expected)  # safetensors first
+    llm = check_parity(directory, PROMPTS, expected, load_format="gguf")
     assert llm.engine.core.info.model_path == str(directory / "model.gguf")
     shutil.copy(alone / "model.gguf", alone / "again.gguf")
     with pytest.raises(ConfigError, match=r"several GGUF files; name one of again\.gguf, model"):
-        check_parity(alone, expected)
+        make(alone)
     (directory / "model.gguf").unlink()
     with pytest.raises(ConfigError, match=r"--load-format gguf: .* is no GGUF file"):
-        check_parity(directory, expected, load_format="gguf")
+        make(directory, load_format="gguf")
 
 
 def test_ranks_read_their_parts(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_grammars_read_it_too(tmp_path: Path) -> None:
     size = len(ours.backend.get_vocab())
     matcher = load_backend(BackendSource(str(file), False, size, [2]))(
         StructuredOutput("regex", "[0-9]+")
-    )()
+    )
     mask = np.zeros(-(-size // 32), np.int32)
     matcher.fill(mask)
     allowed = [n for n in range(size) if mask[n // 32] >> n % 32 & 1]

@@ -1,14 +1,16 @@
-"""Random checkpoints of any architecture of transformers, and greedy tokens of them."""
+"""Random checkpoints of any architecture of transformers, and what engines and it make of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvserve import LLM, SamplingParams
-from tests.checkpoints import random_prompts
+from tests.checkpoints import Generated, random_prompts
+from tests.engine.recorder import Recorder
 
 PROMPTS = random_prompts([5, 60, 1, 33])
 TOKENS = 32
@@ -42,12 +44,43 @@ def expected(kind: Any, directory: Path) -> list[list[int]]:
     return found
 
 
-def make(directory: Path, **settings: Any) -> LLM:
-    how: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
-    return LLM(str(directory), num_gpu_blocks_override=200, **how)
+def make(directory: Path | str, **settings: Any) -> LLM:
+    """An engine of a checkpoint without a tokenizer, by default in float32."""
+    return LLM(str(directory), **{"dtype": "float32", "skip_tokenizer_init": True, **settings})
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+def tokens(
+    llm: LLM, prompts: Sequence[Any] = PROMPTS, count: int = TOKENS, **changes: Any
+) -> list[list[int]]:
+    """Greedy answers of ``count`` tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **changes)
+    outputs = llm.generate(list(prompts), params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check_parity(
+    directory: Path,
+    prompts: list[list[int]],
+    expected: list[Generated],
+    within: float = 2e-4,
+    **settings: Any,
+) -> LLM:
+    """The same tokens, and nearly the logits they came from, for the prompts as a batch.
+
+    Random weights amplify the last bit of a norm: the closest case differs by 1.4e-4. Of several
+    ranks the tokens alone are compared.
+    """
+    llm = make(directory, **settings)
+    recorder = Recorder(llm) if settings.get("tensor_parallel_size", 1) == 1 else None
+    assert tokens(llm, prompts, len(expected[0].token_ids)) == [one.token_ids for one in expected]
+    if recorder is not None:
+        for i, one in enumerate(expected):
+            logits = torch.stack(recorder.logits[i])
+            torch.testing.assert_close(logits, one.logits, atol=within, rtol=0.0)
+    return llm
+
+
+def row_of(llm: LLM, name: str) -> tuple[str, ...]:
+    """The start-up table's row of this name."""
+    (row,) = [row for row in llm.engine.core.info.summary if row[0] == name]
+    return row

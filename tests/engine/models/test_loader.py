@@ -15,18 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.engine.models import storage
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.engine.models.decoding import make, row_of, tokens
 from tests.gguf_files import Kind, write_gguf
 from tests.waiting import WAIT
 
 
-def generate(directory: Path, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+def generate(directory: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    return tokens(make(directory), prompts, count)
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -132,7 +131,7 @@ def test_broken_checkpoints(break_it: Callable[[Path], Any], message: str, tmp_p
     directory = write_checkpoint("llama", tmp_path)
     break_it(directory)
     with pytest.raises(ConfigError, match=message) as refused:
-        LLM(str(directory), skip_tokenizer_init=True)
+        make(directory)
     message = str(refused.value)
     assert str(directory) in message and "\n" not in message
 
@@ -157,11 +156,9 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
         if file.name != "config.json":
             file.unlink()
     edit_config(directory, quantization_config={"quant_method": "awq", "bits": 4})
-    llm = LLM(str(directory), load_format="dummy", skip_tokenizer_init=True)
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-    (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 5
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    llm = make(directory, load_format="dummy")
+    assert len(tokens(llm, [[3, 4, 5]], 5)[0]) == 5
+    row = row_of(llm, "weights")
     assert row == ("weights", "random, 4 bits, else float32", "--load-format dummy")
 
 
@@ -174,7 +171,7 @@ def test_dtype_that_cannot_hold_a_weight(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     set_tensor(directory, "model.norm.weight", torch.full([64], 1e6))
     with pytest.raises(ConfigError, match=r"infinite values as float16; .*--dtype"):
-        LLM(str(directory), dtype="float16", skip_tokenizer_init=True)
+        make(directory, dtype="float16")
 
 
 def test_tied_heads_may_be_stored(tmp_path: Path) -> None:
@@ -199,13 +196,11 @@ def test_pieces_make_the_whole(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_overrides_replace_fields(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    llm = LLM(str(directory), hf_overrides={"rope_parameters": rope}, skip_tokenizer_init=True)
+    llm = make(directory, hf_overrides={"rope_parameters": rope})
     assert llm.engine.core.info.max_model_len == 1024
     edit_config(directory, rope_parameters=rope)
     prompts = random_prompts([7])
-    params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    (output,) = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids] == greedy(directory, prompts, 10)
+    assert tokens(llm, prompts, 10) == greedy(directory, prompts, 10)
 
 
 SIZES = {

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvserve import LLM, SamplingParams
+from kvserve import SamplingParams
 from kvserve.log import ConfigError, RequestError
-from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
+from tests.checkpoints import generate, random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.recorder import Recorder
 from tests.thinning import slow
 
@@ -31,25 +32,6 @@ ROPE: dict[str, dict[str, Any]] = {
     },
     "yarn": {"factor": 4.0},
 }
-
-
-def check_parity(
-    directory: Path, expected: list[Generated], policy: Any = "none", **settings: Any
-) -> LLM:
-    """The same tokens, and the logits they came from within 2e-4, for ``PROMPTS`` as a batch.
-
-    Random weights amplify the last bit of a norm: the closest case differs by 1.4e-4.
-    """
-    llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
-    recorder = Recorder(llm)
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    for i, (output, reference) in enumerate(zip(outputs, expected, strict=True)):
-        assert output.outputs[0].token_ids == reference.token_ids
-        torch.testing.assert_close(
-            torch.stack(recorder.logits[i]), reference.logits, atol=2e-4, rtol=0.0
-        )
-    return llm
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -92,12 +74,6 @@ def kind_of(family: str) -> tuple[str, str]:
     return (kind, varied) if varied in ("window", "scaled", "yarn") else (family, "")
 
 
-BF16 = [
-    "llama",
-    *slow("mistral", "qwen2", "qwen3"),
-]
-
-
 FEW = ("gemma3-scaled", "gpt-oss-yarn", "internlm2", "mixtral", "olmo2", "phi3", "smollm3-window")
 """Those that share least with one another."""
 
@@ -106,18 +82,17 @@ FEW = ("gemma3-scaled", "gpt-oss-yarn", "internlm2", "mixtral", "olmo2", "phi3",
 def test_families(family: str, tmp_path: Path) -> None:
     directory = write_checkpoint(kind_of(family)[0], tmp_path, **FAMILIES[family])
     expected = generate(directory, PROMPTS, TOKENS)
-    check_parity(directory, expected)
-    check_parity(directory, expected, **CHUNKED)
+    check_parity(directory, PROMPTS, expected)
+    check_parity(directory, PROMPTS, expected, **CHUNKED)
 
 
-@pytest.mark.parametrize("family", BF16)
+@pytest.mark.parametrize("family", ["llama", *slow("mistral", "qwen2", "qwen3")])
 def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path: Path) -> None:
     """Its eager and sdpa attention round differently; so may ours, but no more than that."""
     directory = write_checkpoint(family, tmp_path)
     sequences = random_prompts([len(prompt) + TOKENS for prompt in PROMPTS], seed=5)
-    llm = LLM(str(directory), dtype="bfloat16", skip_tokenizer_init=True)
+    llm = make(directory, dtype="bfloat16")
     recorder, runner = Recorder(llm), llm.engine.core.runner
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS + 1, ignore_eos=True)
     logits: dict[str, list[Tensor]] = {"ours": [], "eager": [], "sdpa": []}
     models = {
         name: AutoModelForCausalLM.from_pretrained(
@@ -125,11 +100,11 @@ def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path
         )
         for name in ("eager", "sdpa")
     }
-    for i, tokens in enumerate(sequences):
-        start = len(tokens) - TOKENS
-        given = torch.tensor([*tokens, 0])
+    for i, sequence in enumerate(sequences):
+        start = len(sequence) - TOKENS
+        given = torch.tensor([*sequence, 0])
         runner.force = given.__getitem__
-        llm.generate([tokens[:start]], params, use_tqdm=False)
+        tokens(llm, [sequence[:start]], TOKENS + 1)
         logits["ours"] += recorder.logits[i]
         for name, model in models.items():
             with torch.no_grad():
@@ -142,14 +117,13 @@ def test_bfloat16_is_as_close_as_transformers_is_to_itself(family: str, tmp_path
 
 @pytest.mark.compiler
 def test_the_last_layer_finishes_only_tokens_that_are_sampled_from(tmp_path: Path) -> None:
-    directory = str(write_checkpoint("llama", tmp_path))
-    settings: dict[str, Any] = {**CHUNKED, "max_num_batched_tokens": 64}
-    llm = LLM(directory, skip_tokenizer_init=True, **settings)
+    directory = write_checkpoint("llama", tmp_path)
+    llm = make(directory, **{**CHUNKED, "max_num_batched_tokens": 64})
     first, *_, last = llm.engine.core.runner.model.layers
     finished: dict[Any, list[int]] = {first: [], last: []}
     for layer in (first, last):
         layer.register_forward_hook(lambda layer, _, out: finished[layer].append(len(out[0])))
-    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    tokens(llm, PROMPTS[:2], 3)
     # The second prompt takes two steps, and the first one decodes beside its second half. The last
     # step, of one row, plays the tape that was recorded at the start and calls no layer.
     assert finished == {first: [64, 32, 2], last: [1, 2, 2]}
@@ -164,12 +138,21 @@ def with_rope(directory: Path, kind: str, **fields: Any) -> Path:
     )
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_rope_types_past_the_original_context(kind: str, tmp_path: Path) -> None:
-    directory = with_rope(tmp_path, kind)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in ROPE),
+        ("yarn", {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}),
+        ("yarn", {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False}),
+    ],
+)
+def test_rope_types_past_the_original_context(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = with_rope(tmp_path, kind, **fields)
     expected = generate(directory, PROMPTS, TOKENS)
-    check_parity(directory, expected)
-    check_parity(directory, expected, **CHUNKED)
+    check_parity(directory, PROMPTS, expected)
+    check_parity(directory, PROMPTS, expected, **CHUNKED)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
@@ -177,44 +160,27 @@ def test_positions_stay_logical_when_entries_go(kind: str, tmp_path: Path) -> No
     """After evictions, logits are those of dense attention over what is held, at its positions."""
     directory = with_rope(tmp_path, kind)
     policy = {"name": "streaming_llm", "budget": 24, "sinks": 4, "period": 8}
-    llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True)
-    recorder, (prompt,) = Recorder(llm), random_prompts([60])
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    recorder, (prompt,) = Recorder(make(directory, policy=policy)), random_prompts([60])
+    (answer,) = tokens(recorder.llm, [prompt], TOKENS)
     events = recorder.records[0].events
     assert len(events) > 3
-    tokens = prompt + output.outputs[0].token_ids[:-1]
-    expected = dense_pass(load_dense(directory), tokens, events).logits[len(prompt) - 1 :]
+    dense = dense_pass(load_dense(directory), prompt + answer[:-1], events)
+    expected = dense.logits[len(prompt) - 1 :]
     torch.testing.assert_close(torch.stack(recorder.logits[0]), expected, atol=1e-4, rtol=0.0)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
-        {"mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
-    ],
-)
-def test_yarn_options(fields: dict[str, Any], tmp_path: Path) -> None:
-    directory = with_rope(tmp_path, "yarn", **fields)
-    check_parity(directory, generate(directory, PROMPTS, TOKENS))
 
 
 def test_dynamic_rope_is_the_same_after_preemptions(tmp_path: Path) -> None:
     directory = with_rope(tmp_path, "dynamic")
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=14)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    expected = generate(directory, PROMPTS, TOKENS)
+    llm = check_parity(directory, PROMPTS, expected, num_gpu_blocks_override=14)
     assert llm.stats().preemptions_total > 0
-    expected = [done.token_ids for done in generate(directory, PROMPTS, TOKENS)]
-    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 def test_dynamic_rope_shares_only_what_any_prompt_would_compute(tmp_path: Path) -> None:
     """Blocks of prompts beyond the original context hold keys rotated for that length."""
     directory = with_rope(tmp_path, "dynamic")
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
-    (tokens,) = random_prompts([100], seed=1)
+    llm = make(directory)
+    (text,) = random_prompts([100], seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
     def run(prompt: list[int]) -> tuple[list[int], int]:
@@ -223,11 +189,11 @@ def test_dynamic_rope_shares_only_what_any_prompt_would_compute(tmp_path: Path) 
         assert output.outputs[0].token_ids == expected.token_ids
         return expected.token_ids, output.num_cached_tokens
 
-    assert run(tokens[:80])[1] == 0
-    answer, cached = run(tokens[:60])  # the prompt before it was too long to share
+    assert run(text[:80])[1] == 0
+    answer, cached = run(text[:60])  # the prompt before it was too long to share
     assert cached == 0
-    assert run(tokens[:60] + answer)[1] == 0  # and this one is too long to take
-    assert run(tokens[:60] + answer[:3])[1] == 48
+    assert run(text[:60] + answer)[1] == 0  # and this one is too long to take
+    assert run(text[:60] + answer[:3])[1] == 48
 
 
 def test_dynamic_rope_under_recomputed_queries(tmp_path: Path) -> None:
@@ -235,23 +201,20 @@ def test_dynamic_rope_under_recomputed_queries(tmp_path: Path) -> None:
     directory = with_rope(tmp_path, "dynamic")
     kara = {"name": "kara", "window": 40, "buffer": 4, "chunk_budget": 2, "protect_prompt": False}
     kara |= {"query_dtype": "model"}  # recomputed queries are not rounded
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    tokens = []
+    found = []
     for source in ("log", "recompute"):
-        policy = {**kara, "query_source": source}
-        llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm = make(directory, policy={**kara, "query_source": source})
+        found.append(tokens(llm, PROMPTS, 20))
         assert llm.stats().compactions_total > 0
-        tokens.append([output.outputs[0].token_ids for output in outputs])
-    assert tokens[0] == tokens[1]
+    assert found[0] == found[1]
 
 
 def test_policies_need_a_layer_that_sees_all_tokens(tmp_path: Path) -> None:
-    directory = str(write_checkpoint("mistral", tmp_path, sliding_window=160))
+    directory = write_checkpoint("mistral", tmp_path, sliding_window=160)
     with pytest.raises(ConfigError, match=r"--policy: every layer .*sliding window .160 tokens."):
-        LLM(directory, policy="kara", skip_tokenizer_init=True)
-    llm = LLM(directory, skip_tokenizer_init=True)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "sliding window"]
+        make(directory, policy="kara")
+    llm = make(directory)
+    row = row_of(llm, "sliding window")
     assert row[1] == "160 tokens in 3 of 3 layers" and "policies" not in row[2]
     with pytest.raises(RequestError, match="sliding window") as refused:
         llm.generate([3, 4], SamplingParams(kv_policy="kara"), use_tqdm=False)

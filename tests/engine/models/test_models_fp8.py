@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
 from kvserve.engine.models import held, loader
-from kvserve.engine.models.fp8 import FP8, can_multiply, multiply
+from kvserve.engine.models.linear import FP8, can_multiply_fp8, multiply_fp8
 from kvserve.kernels.weight_levels import Levels
 from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make, row_of, tokens
 from tests.engine.recorder import Recorder
 from tests.quantized_checkpoints import fp8_config, quantize
 
@@ -26,18 +26,8 @@ MATRICES = "qkv", "out", "gate_up", "down"
 @pytest.fixture
 def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine passes for one that multiplies FP8."""
-    monkeypatch.setattr(held, "can_multiply", lambda dtype, *_: dtype == torch.bfloat16)
+    monkeypatch.setattr(held, "can_multiply_fp8", lambda dtype, *_: dtype == torch.bfloat16)
     monkeypatch.setattr(loader, "select_product", lambda *_: ("torch", ""))
-
-
-def make_llm(path: Path, **settings: Any) -> LLM:
-    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, **settings}
-    return LLM(str(path), **settings)
-
-
-def weights_row(llm: LLM) -> tuple[str, ...]:
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
-    return row
 
 
 @pytest.mark.compiler
@@ -50,8 +40,8 @@ def test_weights_are_held_as_they_are_stored(
     kind: str, per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = fp8_config("channel" if per_channel else "tensor")
-    plain = make_llm(quantize(kind, tmp_path, config, per_channel), dtype="float32")
-    fp8 = make_llm(tmp_path)
+    plain = make(quantize(kind, tmp_path, config, per_channel))
+    fp8 = make(tmp_path, dtype="bfloat16")
     of_levels, of_numbers = (llm.engine.core.runner.model.layers for llm in (fp8, plain))
     meant = dict(of_numbers.named_parameters())
     matrices = {n: m for n, m in of_levels.named_modules() if isinstance(m, Levels)}
@@ -61,12 +51,11 @@ def test_weights_are_held_as_they_are_stored(
         assert name.endswith(MATRICES) and scales.shape == (len(values), 1)
         torch.testing.assert_close(values.float() * scales, meant[name].data, atol=0.0, rtol=1e-6)
     recorders = [Recorder(llm) for llm in (fp8, plain)]
-    params = SamplingParams(temperature=0.0, max_tokens=1)
     for recorder in recorders:
-        recorder.llm.generate(random_prompts([40]), params, use_tqdm=False)
+        tokens(recorder.llm, random_prompts([40]), 1)
     found, expected = (recorder.logits[0][0] for recorder in recorders)
     assert F.cosine_similarity(found, expected, dim=0) > 0.9  # random weights amplify what is lost
-    assert weights_row(fp8)[1:] == (
+    assert row_of(fp8, "weights")[1:] == (
         "FP8, else bfloat16, from compressed-tensors",
         "as stored; x is rounded to 8 bits too, at a scale per token",
     )
@@ -86,7 +75,7 @@ def test_products_are_those_of_the_rounded_numbers() -> None:
         return numbers
 
     expected = np.stack([rounded(row) for row in x]) @ (weight.double() * scales.double()).T.numpy()
-    found = multiply(x, weight, scales)
+    found = multiply_fp8(x, weight, scales)
     assert found.dtype is torch.bfloat16 and not found[4].any()
     error = np.abs(found.double().numpy() - expected)
     assert (error <= 2**-8 * np.abs(expected).max(axis=1, keepdims=True)).all()
@@ -104,11 +93,11 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
     quantize("llama", tmp_path, config)
     if change == "mixed":
         _store_as_float(tmp_path, "model.layers.0.mlp.up_proj.weight")
-    llm = make_llm(tmp_path, dtype="float32" if change == "float32" else "bfloat16")
+    llm = make(tmp_path, dtype="float32" if change == "float32" else "bfloat16")
     forms = [hold.form for hold in llm.engine.core.runner.model.holding.matrices.values()]
     assert len(forms) == (11 if change == "mixed" else 12)
     assert all(form.rounds == (change == "mixed") for form in forms)
-    said = weights_row(llm)[2]
+    said = row_of(llm, "weights")[2]
     assert ("not applied: the quantisation of activations" in said) == (
         change in ("static", "float32")
     )
@@ -117,7 +106,7 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_does_not(dtype: torch.dtype) -> None:
-    assert not can_multiply(dtype, "cpu", 64)
+    assert not can_multiply_fp8(dtype, "cpu", 64)
 
 
 def _store_as_float(directory: Path, name: str) -> None:

@@ -12,6 +12,7 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy, random_prompts, write_checkpoint, write_tokenizer
+from tests.engine.models.decoding import make, row_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -31,7 +32,7 @@ def test_any_of_several_ending_tokens_ends(where: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": eos}))
     if where == "config.json":
         (directory / "generation_config.json").unlink()
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
+    llm = make(directory)
     for output, tokens in zip(llm.generate(prompts, GREEDY, use_tqdm=False), expected, strict=True):
         choice = output.outputs[0]
         end = min(tokens.index(token) for token in eos if token in tokens)
@@ -46,17 +47,16 @@ def test_sampling_defaults_are_the_checkpoints(tmp_path: Path) -> None:
     write_generation_config(
         directory, temperature=0.7, top_k=1, repetition_penalty=-1.0, do_sample=True
     )
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True)
-    info = llm.engine.core.info
-    assert info.default_sampling == {"temperature": 0.7, "top_k": 1}
-    (row,) = [row for row in info.summary if row[0] == "sampling defaults"]
+    llm = make(directory)
+    assert llm.engine.core.info.default_sampling == {"temperature": 0.7, "top_k": 1}
+    row = row_of(llm, "sampling defaults")
     assert row[1] == "temperature 0.7, top_k 1"
     assert "repetition_penalty -1.0 is out of range" in row[2]
     # With top_k 1 sampling is greedy: the defaults were used.
     (output,) = llm.generate(prompts, use_tqdm=False)
     assert [output.outputs[0].token_ids] == expected
 
-    llm = LLM(str(directory), generation_config="none", skip_tokenizer_init=True)
+    llm = make(directory, generation_config="none")
     assert llm.engine.core.info.default_sampling == {}
 
 
@@ -64,7 +64,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     write_generation_config(directory, eos_token_id="</s>")
     with pytest.raises(ConfigError, match=r"generation_config.json sets eos_token_id to .'</s>'"):
-        LLM(str(directory), skip_tokenizer_init=True)
+        make(directory)
     write_generation_config(directory)
     write_tokenizer(directory)
     (directory / "tokenizer.json").write_text('{"model": ')

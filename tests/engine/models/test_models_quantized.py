@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
-from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.models import held, storage
 from kvserve.engine.models.linear import linear
@@ -23,7 +22,7 @@ from kvserve.kernels.cpu import linear_levels
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
 from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
-from tests.engine.recorder import Recorder
+from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.quantized_checkpoints import (
     AWQ,
     GROUP,
@@ -42,18 +41,10 @@ PROMPTS = random_prompts([5, 40, 1])
 
 
 def check(directory: Path, expected: list[Generated], **settings: Any) -> tuple[str, ...]:
-    """Tokens, and logits within 1e-3 of the largest; returns the start-up table's row."""
-    llm = LLM(str(directory), dtype="float32", skip_tokenizer_init=True, **settings)
-    recorder = Recorder(llm) if settings.get("tensor_parallel_size", 1) == 1 else None
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    for i, output in enumerate(llm.generate(PROMPTS, params, use_tqdm=False)):
-        assert output.outputs[0].token_ids == expected[i].token_ids
-        if recorder is not None:
-            logits = torch.stack(recorder.logits[i])
-            torch.testing.assert_close(logits, expected[i].logits, atol=1e-4, rtol=0.0)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    """Tokens and logits; returns the start-up table's row."""
+    llm = check_parity(directory, PROMPTS, expected, 1e-4, **settings)
     llm.engine.core.close()
-    return row
+    return row_of(llm, "weights")
 
 
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -156,10 +147,9 @@ def test_activations_in_8_bits(tmp_path: Path) -> None:
     for held_so, meant in zip(*(model.decoder_layers for model in models), strict=True):
         found, expected = linear(x, held_so.qkv), linear(rounded, meant.qkv)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-    llm = LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True)
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0), use_tqdm=False)
-    assert all(output.outputs[0].token_ids for output in outputs)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    llm = make(tmp_path)
+    assert all(tokens(llm, PROMPTS, 16))
+    row = row_of(llm, "weights")
     assert row[2] == "as stored; x is rounded to 8 bits too, at a scale per token"
 
 
@@ -246,12 +236,9 @@ def loaded_in_pieces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Transf
 @pytest.mark.compiler
 def test_random_weights_are_levels_too(tmp_path: Path) -> None:
     quantize("llama", tmp_path, AWQ)
-    llm = LLM(str(tmp_path), load_format="dummy", dtype="float32", skip_tokenizer_init=True)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
-    assert row[1] == "random, 4 bits, else float32"
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    (output,) = llm.generate(random_prompts([12]), params, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 8
+    llm = make(tmp_path, load_format="dummy")
+    assert row_of(llm, "weights")[1] == "random, 4 bits, else float32"
+    assert len(tokens(llm, random_prompts([12]), 8)[0]) == 8
 
 
 def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
@@ -261,7 +248,7 @@ def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
     tensors[name] = tensors[name][..., :-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"down_proj_scales in .*a scale for each 32 numbers"):
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        make(tmp_path)
 
 
 @pytest.mark.compiler
@@ -270,12 +257,11 @@ def test_what_is_not_applied_is_said(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
-    llm = LLM(str(tmp_path), quantization="compressed-tensors", skip_tokenizer_init=True)
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == "weights"]
+    row = row_of(make(tmp_path, quantization="compressed-tensors"), "weights")
     assert row[1] == "FP8, else float32, from compressed-tensors"
     assert "the quantisation of activations and the quantised KV cache" in row[2]
     with pytest.raises(ConfigError, match=r"--quantization: awq .*says compressed-tensors"):
-        LLM(str(tmp_path), quantization="awq", skip_tokenizer_init=True)
+        make(tmp_path, quantization="awq")
 
 
 def without(part: str) -> Callable[[Path], None]:
@@ -355,5 +341,5 @@ def test_what_is_not_read_is_named(
         quantize("llama", tmp_path, config)
         break_it(tmp_path)
     with pytest.raises(ConfigError, match=message) as refused:
-        LLM(str(tmp_path), skip_tokenizer_init=True)
+        make(tmp_path)
     assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)

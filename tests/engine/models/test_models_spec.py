@@ -129,7 +129,10 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
             {**QWEN25, "use_sliding_window": True, "layer_types": ["full_attention"] * 28},
             {"window": None},
         ),
-        ({**QWEN25, "rope_scaling": YARN}, {"max_position": 131072}),
+        (
+            {**QWEN25, "rope_scaling": YARN},
+            {"max_position": 131072, "rope": RopeSpec(1000000.0, "yarn", 32768, {"factor": 4.0})},
+        ),
         (QWEN3, {"qk_norm": "head", "head_dim": 128, "tied_embeddings": True}),
         ({**QWEN3, "rope_scaling": YARN}, {"max_position": 131072}),
         (QWEN3_MOE, {"experts": ExpertSpec(128, 8, 768, True), "qk_norm": "head", "window": None}),
@@ -163,6 +166,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
             {
                 **{"window": 512, "windowed": frozenset(n for n in range(26) if n % 6 != 5)},
                 **{"soft_cap": 0.0, "logits_cap": 0.0, "qk_norm": "head", "query_scale": 1.0},
+                "rope": RopeSpec(1000000.0, "default", 32768),
                 "rope_of_windows": RopeSpec(10000.0, "default", 32768),
             },
         ),
@@ -172,55 +176,39 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
                 **{"window": 128, "windowed": frozenset(range(0, 24, 2)), "sinks": True},
                 **{"experts": ExpertSpec(32, 4, 2880, True, limit=7.0, alpha=1.702)},
                 **{"max_position": 131072, "qkv_bias": True, "out_bias": True},
+                "rope": RopeSpec(
+                    *(150000.0, "yarn", 4096),
+                    {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": 0.0},
+                ),
             },
         ),
         (INTERNLM25, {"max_position": 65536, "num_kv_heads": 8}),
         ({**LLAMA2, "num_key_value_heads": None}, {"num_kv_heads": 32}),
         ({**LLAMA2, "rope_scaling": {"type": "linear", "factor": 4}}, {"max_position": 16384}),
+        (LLAMA2, {"rope": RopeSpec(10000.0, "default", 4096)}),
+        (
+            LLAMA31,
+            {
+                "rope": RopeSpec(
+                    *(500000.0, "llama3", 8192),
+                    {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                )
+            },
+        ),
+        (INTERNLM25, {"rope": RopeSpec(1000000.0, "dynamic", 32768, {"factor": 2.0})}),
+        (
+            {**QWEN25, "rope_theta": None, "rope_parameters": {"rope_theta": 5.0, **YARN}},
+            {"rope": RopeSpec(5.0, "yarn", 32768, {"factor": 4.0})},
+        ),
+        (
+            {**QWEN25, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+            {"rope": RopeSpec(1000000.0, "yarn", 32768, {"factor": 2.0})},
+        ),
     ],
 )
 def test_fields(raw: dict[str, Any], expected: dict[str, Any]) -> None:
     spec = parse_spec(raw, "config.json")
     assert {name: getattr(spec, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (LLAMA2, RopeSpec(10000.0, "default", 4096)),
-        (
-            LLAMA31,
-            RopeSpec(
-                500000.0,
-                "llama3",
-                8192,
-                {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            ),
-        ),
-        (INTERNLM25, RopeSpec(1000000.0, "dynamic", 32768, {"factor": 2.0})),
-        (GEMMA3, RopeSpec(1000000.0, "default", 32768)),
-        (
-            GPT_OSS,
-            RopeSpec(
-                150000.0,
-                "yarn",
-                4096,
-                {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": 0.0},
-            ),
-        ),
-        ({**QWEN25, "rope_scaling": YARN}, RopeSpec(1000000.0, "yarn", 32768, {"factor": 4.0})),
-        (
-            {**QWEN25, "rope_theta": None, "rope_parameters": {"rope_theta": 5.0, **YARN}},
-            RopeSpec(5.0, "yarn", 32768, {"factor": 4.0}),
-        ),
-        (
-            {**QWEN25, "rope_scaling": {"type": "yarn", "factor": 2.0}},
-            RopeSpec(1000000.0, "yarn", 32768, {"factor": 2.0}),
-        ),
-    ],
-)
-def test_rope(raw: dict[str, Any], expected: RopeSpec) -> None:
-    assert parse_spec(raw, "config.json").rope == expected
 
 
 @pytest.mark.parametrize(("prompt", "shareable"), [(1, 32768), (32768, 32768), (32769, 0)])

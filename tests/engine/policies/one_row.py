@@ -1,4 +1,4 @@
-"""A policy on one head of one row, without an engine."""
+"""A policy on one row, without an engine; choices as lists."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.policies.base import Policy
+from kvserve.engine.policies.base import Policy, Selection
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import RowState
+
+Places = list[list[list[int]]]
 
 
 def observe(
@@ -53,3 +55,31 @@ def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], li
         held = [*held, position]
         history.append(held)
     return events, history
+
+
+def places(selection: Selection, event: int = 0) -> Places:
+    """Kept places of each layer and head; checks that they ascend."""
+    indices, counts = selection.indices[event].tolist(), selection.counts[event].tolist()
+    kept = [
+        [row[:count] for row, count in zip(heads, ns, strict=True)]
+        for heads, ns in zip(indices, counts, strict=True)
+    ]
+    assert all(row == sorted(set(row)) for heads in kept for row in heads)
+    return kept
+
+
+def choose_unevenly(policy: Policy, scores: Tensor, length: int, keep: int) -> Places:
+    """Kept places of each layer and head, for scores [L, H, n] of one event."""
+    return places(policy.choose(scores[None], length, keep))
+
+
+def best(scores: list[float], count: int, length: int) -> list[int]:
+    """The ``count`` best places, the first of equals first, and those without a score."""
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
+    return sorted(order[:count]) + list(range(len(scores), length))
+
+
+def tied(*shape: int, seed: int) -> Tensor:
+    """Random scores, most of them equal to some other."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 12, shape, generator=generator) / 16

@@ -303,11 +303,11 @@ def labs(
         kind, layout, form = spec
         # Every run of a lab is compared with what the full cache gives.
         cases = [by_label[label] for label in dict.fromkeys(("none-0", *labels))]
-        directory = tmp_path_factory.mktemp(kind)
-        if form == "k4v4":
-            # Heads of 64 channels have two groups.
-            return Lab(write_checkpoint(kind, directory, head_dim=64), layout, form, cases)
-        return Lab(write_checkpoint(kind, directory), layout, form, cases)
+        # Heads of 64 channels have two groups.
+        sizes = {"head_dim": 64} if form == "k4v4" and kind != "gemma3" else {}
+        directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind), **sizes)
+        # gpt-oss multiplies two projections that grow as they like: so do float32's last bits.
+        return Lab(directory, layout, form, cases, slack=3.0 if kind == "gpt-oss" else 1.0)
 
     return made
 

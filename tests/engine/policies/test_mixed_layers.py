@@ -1,16 +1,14 @@
 """Policies on models some of whose layers have sliding windows: the conformance matrix over them.
 
-gpt-oss has sinks too, which take part in every softmax; both run on transformers' modules.
+gpt-oss has sinks too, which take part in every softmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 
-from tests.checkpoints import write_checkpoint
 from tests.engine.policies import test_conformance as matrix
 from tests.engine.policies.cases import CASES, Case
 from tests.thinning import slow
@@ -24,25 +22,7 @@ GPT_OSS, GEMMA = ("gpt-oss", "model", "auto"), ("gemma3", "head", "auto")
 OTHERS = [("gpt-oss", "layer", "k8v4"), ("gemma3", "layer", "k4v4"), ("gemma3", "model", "int8")]
 
 
-@pytest.fixture(scope="module")
-def labs(tmp_path_factory: pytest.TempPathFactory, few_newest: None) -> Callable[..., matrix.Lab]:
-    by_label = {case.label: case for case in HERE}
-
-    @cache
-    def made(spec: matrix.Spec, labels: tuple[str, ...]) -> matrix.Lab:
-        kind, layout, form = spec
-        directory = write_checkpoint(kind, tmp_path_factory.mktemp(kind))
-        # gpt-oss multiplies two projections that grow as they like: so do float32's last bits.
-        slack = 3.0 if kind == "gpt-oss" else 1.0
-        cases = [by_label[label] for label in dict.fromkeys(("none-0", *labels))]
-        return matrix.Lab(directory, layout, form, cases, slack=slack)
-
-    return made
-
-
-@pytest.fixture
-def lab(request: pytest.FixtureRequest, labs: Callable[..., matrix.Lab]) -> matrix.Lab:
-    return labs(*request.param)
+lab, labs = matrix.lab, matrix.labs  # its fixtures
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from kvserve.engine.policies.parts.budgets import linear_budgets
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.spindlekv import SpindleKV
-from tests.engine.policies.uneven.choices import choose
+from tests.engine.policies.one_row import choose_unevenly
 
 BETA = Fraction(1, 20)
 
@@ -54,7 +54,7 @@ def test_the_mean_of_query_heads_chooses_for_their_kv_head() -> None:
     heads = torch.tensor([[0.40, 0.30, 0.08, 0.05], [0.05, 0.30, 0.35, 0.10]])
     policy = SpindleKV(ratio="2/3", window=2)
     assert policy.layer_budgets(1, 6) == [2]
-    assert choose(policy, heads.mean(dim=0)[None, None], 6, 4) == [[[0, 1, 4, 5]]]
+    assert choose_unevenly(policy, heads.mean(dim=0)[None, None], 6, 4) == [[[0, 1, 4, 5]]]
 
 
 def test_votes_are_plain_or_by_age() -> None:

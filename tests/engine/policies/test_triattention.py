@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM
 from kvserve.engine.compression.query_statistics import (
     FILE,
     QueryStatistics,
@@ -24,6 +23,7 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import SamplingParams
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
+from tests.engine.models.decoding import make
 from tests.engine.policies.test_conformance import IDS, PROMPT, generate
 from tests.engine.recorder import Recorder
 
@@ -113,7 +113,7 @@ def test_kept_sets_are_those_of_the_specification(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
     directory = write_checkpoint(kind, tmp_path, **changes)
-    recorder = Recorder(LLM(str(directory), skip_tokenizer_init=True, dtype="float32"))
+    recorder = Recorder(make(directory))
     runs = generate(recorder, [(IDS, {"name": "triattention", **each}) for each in SETTINGS])
     model = load_dense(directory)
     rotary: Any = model.model.rotary_emb
@@ -192,17 +192,16 @@ def test_the_two_forms_agree_in_float64(aggregation: str) -> None:
 def test_a_model_without_statistics_says_which_command_makes_them(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     (directory / FILE).unlink()
-    how: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
     with pytest.raises(ConfigError, match=r"--policy.stats: there is no .*kvserve calibrate"):
-        LLM(str(directory), policy="triattention", **how)
-    llm = LLM(str(directory), **how)
+        make(directory, policy="triattention")
+    llm = make(directory)
     with pytest.raises(RequestError, match="wants statistics"):
         llm.generate(random_prompts([4], 0), SamplingParams(kv_policy="triattention"))
 
 
 def test_a_request_names_no_file(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
-    llm = LLM(str(directory), skip_tokenizer_init=True, dtype="float32")
+    llm = make(directory)
     policy = {"name": "triattention", "budget": 40, "stats": "/etc/passwd"}
     with pytest.raises(RequestError, match="stats are the server's") as error:
         llm.generate(random_prompts([4], 0), SamplingParams(kv_policy=policy))
@@ -214,4 +213,4 @@ def test_statistics_of_another_model_are_refused_by_name(tmp_path: Path) -> None
     other = write_checkpoint("llama", tmp_path / "b", num_hidden_layers=2)
     policy = {"name": "triattention", "stats": str(directory / FILE)}
     with pytest.raises(ConfigError, match=r"triattention.stats has statistics of another"):
-        LLM(str(other), skip_tokenizer_init=True, policy=policy)
+        make(other, policy=policy)

@@ -189,7 +189,8 @@ def test_nothing_is_asked_of_a_grammar_that_has_ended() -> None:
             self.ended = token_id == 2
             return True
 
-    grammar = SequenceGrammar(Once(), (None, None), [2])
+    once: Any = Once()
+    grammar = SequenceGrammar(once, (None, None), [2])
     for token in (5, 2, 7):
         grammar.fill(np.zeros(1, np.int32))
         grammar.accept(token)

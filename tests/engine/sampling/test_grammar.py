@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import traceback
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import EngineConfig
+from kvserve.engine.core.core_loop import GrammarQueue
+from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling import grammar
-from kvserve.engine.sampling.grammar import GrammarCompiler
+from kvserve.engine.sampling.grammar import (
+    GrammarCompiler,
+    Matcher,
+    SequenceGrammar,
+    TokenMasks,
+    allowed_bits,
+)
 from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.counting import lines_run
+from tests.waiting import WAIT
 
 SCHEMA = {
     "type": "object",
@@ -105,7 +118,7 @@ def compiler(llm: LLM, **settings: Any) -> GrammarCompiler:
 def test_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = compiler(llm)
     wanted = StructuredOutput.parse({"regex": "ab*"})
-    first, second = grammars.compile(wanted), grammars.compile(wanted)
+    _, first, second = (grammars.compile(wanted) for _ in range(3))
     assert len(grammars._compiled) == 1
     [a, b, eos] = [llm.engine.core.info.eos_token_ids[0]] * 3
     assert llm.tokenizer is not None
@@ -159,3 +172,82 @@ def test_other_libraries_are_refused(llm: LLM) -> None:
         ConfigError, match="--grammar-backend: 'xgrammar' is not one of auto, llguidance"
     ):
         compiler(llm, grammar_backend="xgrammar")
+
+
+# ---- masks: bits on the host, unpacked for their own rows on the device ------------------------
+
+VOCABULARY = 128_256
+
+
+class Only(Matcher):
+    """A matcher that allows one token."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+        mask[:] = 0
+        mask.view(np.uint8)[self._token // 8] = 1 << self._token % 8
+
+    def accept(self, token: int) -> bool:
+        return token == self._token
+
+
+def test_rows_without_a_grammar_stay_as_they_are() -> None:
+    logits = torch.randn(4, 75)
+    before = logits.clone()
+    none = (None, None)
+    grammars = [(at, SequenceGrammar(Only(token), none, ())) for at, token in ((3, 74), (0, 9))]
+    bits = allowed_bits(grammars, 75)
+    assert bits.shape == (2, 3) and bits.dtype == np.int32
+    masked = TokenMasks.of([3, 0], bits, logits.device).apply(logits)
+    expected = torch.full_like(logits, -torch.inf)
+    expected[3, 74], expected[0, 9] = logits[3, 74], logits[0, 9]
+    expected[1:3] = logits[1:3]
+    assert torch.equal(masked, expected) and torch.equal(logits, before)
+
+
+def test_the_host_makes_and_sends_a_bit_per_token_of_a_grammar() -> None:
+    """However many other rows there are, and in no loop over the tokens."""
+    grammars = [(200, SequenceGrammar(Only(5), (None, None), ()))]
+
+    def make(vocabulary: int) -> None:
+        bits = allowed_bits(grammars, vocabulary)
+        masks = TokenMasks.of([200], bits, torch.device("cpu"))
+        assert masks.bits.nbytes == bits.nbytes == vocabulary // 8
+
+    make(VOCABULARY)
+    assert lines_run(lambda: make(VOCABULARY)) == lines_run(lambda: make(64))
+
+
+# ---- the queue: clients' grammars are compiled in turn -----------------------------------------
+
+
+class NotingCompiler:
+    """Notes the order; the first grammar waits until all are queued."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.queued = threading.Event()
+
+    def compile(self, wanted: StructuredOutput) -> Any:
+        assert self.queued.wait(WAIT)
+        self.order.append(wanted.value)
+        return object()
+
+
+def test_one_client_with_many_makes_others_wait_for_one() -> None:
+    compiler = NotingCompiler()
+    queue = GrammarQueue(cast(GrammarCompiler, compiler))
+    sent = [(f"a{i}", "a") for i in range(50)] + [("b0", "b"), ("c0", "c"), ("b1", "b")]
+    new = NewSequence(0, "r", [1], 1, [], 1.0, 1.0, 0, 0.0, None, 0, 0, None, None)
+    for seq_id, (value, client) in enumerate(sent):
+        queue.add(replace(new, seq_id=seq_id, client=client), StructuredOutput("regex", value))
+    queue.drop([1])  # who leaves costs nothing
+    compiler.queued.set()
+    while queue:
+        queue.take(1.0)
+    queue.close()
+    assert len(compiler.order) == len(sent) - 1 and "a1" not in compiler.order
+    assert max(compiler.order.index(value) for value in ("b0", "c0")) <= 3
+    assert compiler.order.index("b1") <= 6

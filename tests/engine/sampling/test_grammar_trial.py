@@ -17,9 +17,8 @@ from bench.soak.bombs import CHAINS, nested, references, rules
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.sampling import grammar_backends, grammar_trial
 from kvserve.engine.sampling.grammar import SequenceGrammar
-from kvserve.engine.sampling.grammar_backends import BackendSource, compile_and_try
-from kvserve.engine.sampling.grammar_helper import WALL_SECONDS
-from kvserve.engine.sampling.grammar_trial import GrammarTrial
+from kvserve.engine.sampling.grammar_backends import BackendSource, Matcher, compile_and_try
+from kvserve.engine.sampling.grammar_trial import WALL_SECONDS, GrammarTrial
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.waiting import WAIT
@@ -78,7 +77,7 @@ def test_limits_of_time_and_memory() -> None:
     """In a process like the helper's: one that ran tests keeps freed memory to hand out again."""
     program = textwrap.dedent("""
         import os, signal
-        from kvserve.engine.sampling.grammar_helper import MEMORY_BYTES, tried
+        from kvserve.engine.sampling.grammar_trial import MEMORY_BYTES, tried
 
         def spin():
             while True:
@@ -134,28 +133,37 @@ def test_a_helper_that_stands_still_is_replaced(
 
 
 class Slow:
-    """A matcher that is quick for some masks; the clock is ours."""
+    """A matcher of llguidance's that is quick for some masks; the clock is ours."""
 
     now, masks = 0.0, 0
 
-    def fill(self, mask: np.ndarray[Any, Any]) -> None:
+    def deep_copy(self) -> Slow:
+        return Slow()
+
+    def compute_bitmask(self) -> bytes:
         Slow.masks += 1
         Slow.now += 0.09 if Slow.masks > 20 or Slow.masks == 3 else 0.001
-        mask[:] = -1
+        return b"\xff" * 4
 
-    def accept(self, token_id: int) -> bool:
+    def consume_token(self, token_id: int) -> bool:
         return True
+
+    def is_error(self) -> bool:
+        return False
 
 
 def test_a_grammar_whose_masks_become_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern of 125 KB took .1 s a row: 64 rows stopped everybody for 6 s in each step."""
     monkeypatch.setattr(grammar_backends, "thread_time", lambda: Slow.now)
-    make = compile_and_try(lambda wanted: Slow, StructuredOutput("regex", "a"), 1)
-    rows, mask = [make() for _ in range(64)], np.zeros(1, np.int32)
-    grammars = [SequenceGrammar(row, (None, None), ()) for row in rows]
+
+    def compiled() -> Matcher:
+        return compile_and_try(lambda _: Matcher(Slow()), StructuredOutput("regex", "a"), 1)
+
+    first, mask = compiled(), np.zeros(1, np.int32)
+    grammars = [SequenceGrammar(first.copy(), (None, None), ()) for _ in range(64)]
     for _ in range(3):
         for grammar in grammars:
             grammar.fill(mask)
     assert Slow.now < 1 and all(grammar.failure is not None for grammar in grammars)
     with pytest.raises(ValueError, match="10 ms for each token"):
-        compile_and_try(lambda wanted: Slow, StructuredOutput("regex", "a"), 1)
+        compiled()

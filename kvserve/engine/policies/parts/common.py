@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserve.engine.policies.parts.arguments import argument, require
+from kvserve.engine.policies.parts.arguments import argument
 
 DEFAULT_GAP = 128
 """Entries between a budget and its threshold."""
 MOST_POOLED = 255
 MOST_LAYERS = 1024
 POOLINGS = ("none", "avg", "max")
-VOTES = ("heads", "group_mean")
 LOGGED = ("auto", "model", "fp8", "int4")
 ATTENTION = ("window", "absolute")
 REMAINDERS = ("off", "mean", "fitted")
@@ -36,6 +35,11 @@ def threshold(help: str) -> Any:
     return argument(None, f"{help} (default budget + {DEFAULT_GAP})", least=1, above="budget")
 
 
+def limit(budget: int, threshold: int | None) -> int:
+    """Entries held when an event is due, by these two arguments."""
+    return budget + DEFAULT_GAP if threshold is None else threshold
+
+
 def window(default: int, role: str = "vote", **facts: Any) -> Any:
     """``window``: the newest entries, which are kept and whose queries score the others."""
     help = f"newest entries: always kept, and their queries {role}"
@@ -53,11 +57,10 @@ def pooling(default: str, help: str = "how votes are pooled") -> Any:
     return argument(default, help, choices=POOLINGS)
 
 
-def query_reduce(help: str = "which queries are logged", default: str = "heads") -> Any:
+def query_reduce(help: str = "which queries are logged") -> Any:
     """``query_reduce``: in which form queries are logged."""
-    choices = VOTES if default == VOTES[0] else VOTES[::-1]
-    words = {"heads": "all heads", "group_mean": "the mean over each GQA group"}
-    return argument(default, f"{help}: {', or '.join(words[c] for c in choices)}", choices=choices)
+    help = f"{help}: all heads, or the mean over each GQA group"
+    return argument("heads", help, choices=("heads", "group_mean"))
 
 
 def query_dtype(auto: str = "") -> Any:
@@ -77,23 +80,6 @@ def attention(default: str | None, window: str, more: str = "") -> Any:
         f"with query_dtype int4), so that one that looks elsewhere does not vote{more}"
     )
     return argument(default, help, choices=ATTENTION)
-
-
-def logged_dtype(policy: Any) -> str:
-    """``query_dtype``; with absolute attention ``auto`` is int4, which that needs."""
-    needed = policy.query_dtype == "auto" and policy.attention == "absolute"
-    return "int4" if needed else str(policy.query_dtype)
-
-
-def check_log(policy: Any, *, logs: bool = True) -> None:
-    """Check that int4 goes with a log of all heads, and absolute attention with int4."""
-    if policy.query_dtype == "int4":
-        allowed = "another unless query_source is log and query_reduce is heads"
-        require(logs and policy.query_reduce == "heads", "query_dtype", "int4", allowed)
-    if policy.attention == "absolute":
-        allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
-        beside = logs and policy.logged_dtype == "int4" and policy.query_reduce == "heads"
-        require(beside, "attention", "absolute", allowed)
 
 
 def remainder(default: str = "off") -> Any:

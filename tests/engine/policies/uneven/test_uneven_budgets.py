@@ -18,7 +18,7 @@ from kvserve.engine.policies.parts.budgets import (
 from kvserve.engine.policies.pyramidkv import PyramidKV
 from kvserve.engine.policies.registry import make_policy
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
-from tests.engine.policies.uneven.choices import tied
+from tests.engine.policies.one_row import tied
 
 # ---- PyramidKV ----------------------------------------------------------------------------------
 

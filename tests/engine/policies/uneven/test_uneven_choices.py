@@ -21,7 +21,7 @@ from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
 from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
-from tests.engine.policies.uneven.choices import best, choose, places, tied
+from tests.engine.policies.one_row import best, choose_unevenly, places, tied
 
 
 def random_observation(
@@ -99,10 +99,10 @@ def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
     policy = PyramidKV(budget=10, window=2, trigger="threshold", threshold=14)
     scores = tied(2, 2, 16, seed=0)
     scores[1, :, :12] = -torch.inf
-    kept = choose(policy, scores, 18, 10)
+    kept = choose_unevenly(policy, scores, 18, 10)
     assert [len(heads[0]) for heads in kept] == [18, 2]
     scores[1, :, :9] = -torch.inf
-    assert choose(policy, scores, 18, 10) == [
+    assert choose_unevenly(policy, scores, 18, 10) == [
         [list(range(18))] * 2,
         [best(row, 0, 18)[-2:] for row in scores[1].tolist()],
     ]
@@ -144,7 +144,7 @@ def test_adakv(
 ) -> None:
     policy = AdaKV(budget=base + 3, window=3, **fields)
     length = len(heads[0]) + 3
-    kept = choose(policy, torch.tensor([heads, heads[::-1]]), length, base + 3)
+    kept = choose_unevenly(policy, torch.tensor([heads, heads[::-1]]), length, base + 3)
     expected = [best(row, count, length) for row, count in zip(heads, counts, strict=True)]
     assert kept[0] == expected
     if base != 4:  # there the first head wins a tie
@@ -252,11 +252,11 @@ D2 = [
 
 def test_dynamickv_examples() -> None:
     policy = DynamicKV(budget=3, window=1, interval=1, max_ratio=3)
-    assert choose(policy, torch.tensor(D1), 7, 3) == [[[0, 1 + 1, 5, 6]], [[1, 6]]]
+    assert choose_unevenly(policy, torch.tensor(D1), 7, 3) == [[[0, 1 + 1, 5, 6]], [[1, 6]]]
     # What the first round took of layer 1 does not come back, so 7 of 8 are used.
     policy = DynamicKV(budget=3, window=1, interval=2, max_ratio=2)
     kept = [[[0, 1, 2, 3, 6]], [[6]], [[0, 2, 6]], [[1, 6]]]
-    assert choose(policy, torch.tensor(D2), 7, 3) == kept
+    assert choose_unevenly(policy, torch.tensor(D2), 7, 3) == kept
     once = DynamicKV(budget=3, window=1, interval=4, max_ratio=2)
     assert once.layer_budgets(torch.tensor([D2]), 2).tolist() == [[4, 1, 2, 1]]
 
@@ -339,7 +339,7 @@ class Votes:
         self.votes = self.queries = votes
         self.keys = torch.zeros(*votes.shape[:2], kv_heads, votes.shape[-1] + window, 1)
 
-    def causal_by_head(self) -> Tensor:
+    def causal(self, gqa_reduce: str) -> Tensor:
         return self.votes
 
     def all_heads(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
 from tests.engine.policies.cases import UNEVEN_CASES
 from tests.scheduler.traffic import preempt_now_and_then
@@ -34,15 +36,11 @@ TOKENS = 40
 EACH = pytest.mark.parametrize("label", UNEVEN_CASES)
 
 
+generate = partial(tokens_of, count=TOKENS)
+
+
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
-    settings = {"block_size": BLOCK, "max_num_seqs": 16, **settings}
-    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
-
-
-def generate(llm: LLM, prompts: list[list[int]], **params: Any) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, **params)
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return make(directory, policy=policy, **{"block_size": BLOCK, "max_num_seqs": 16, **settings})
 
 
 Alone = tuple[list[int], list[Event], torch.Tensor, LLM]
