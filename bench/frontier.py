@@ -17,6 +17,7 @@ import argparse
 import json
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -28,7 +29,7 @@ from bench.peers.peer import PEERS, ROOT, PeerProcess
 from kvserve.benchmarks.commands.frontier import Frontier, add_arguments
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.fidelity import pieces
-from kvserve.benchmarks.reports.report import Row, measure_and_publish
+from kvserve.benchmarks.reports.report import Report, Row, measure_and_publish
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 
@@ -52,6 +53,9 @@ class WithPeers(Frontier):
                     self.notes.append(str(PEERS[name].missing))
                 else:
                     self.rows += map(self._row, rows(files[0], texts))
+
+    def report(self) -> Report:
+        return replace(super().report(), program="python -m bench.frontier")
 
     def _texts(self, model: Path) -> list[list[int]]:
         source = "\n\n".join(topics[name] for name in sorted(topics))

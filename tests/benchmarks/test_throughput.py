@@ -154,6 +154,8 @@ def test_policy_specs_are_read(text: str) -> None:
     assert spec.as_dict == {"name": "kara", "window": 128, "ratio": 0.3}
     assert spec.kv_cache_dtype == ("k8v4" if "@" in text else None)
     assert spec.label == "kara:window=128,ratio=0.3" + ("@k8v4" if "@" in text else "")
+    yes = policy_spec("rkv:protect_prompt=true,budget=64")
+    assert policy_spec(yes.label) == yes and yes.fields["protect_prompt"] is True
 
 
 @pytest.mark.parametrize(

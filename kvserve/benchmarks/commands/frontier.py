@@ -31,7 +31,7 @@ from kvserve.log import ConfigError
 
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
-FULL = ("none", "none@k8v4", "none@k4v4")
+FULL = ("none", "none@int8", "none@k8v4", "none@k4v4")
 DROPPING = ("kara@k8v4", "kara", "kara:ratio=0.1@k8v4", "kara:ratio=0.5@k8v4")
 OTHERS = (
     "streaming_llm:period=32@k8v4",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", metavar="M", help=words)
     words = "a text file (default: Python's own documentation)"
     parser.add_argument("--text", type=Path, metavar="FILE", help=words)
-    words = f"beside none, none@k8v4 and none@k4v4 (default: {' '.join(DROPPING)})"
+    words = f"beside {', '.join(FULL)} (default: {' '.join(DROPPING)})"
     parser.add_argument("--policy", type=policy_spec, action="append", metavar="SPEC", help=words)
     words = f"at as many bytes as --policy's first (default: {' '.join(OTHERS)})"
     parser.add_argument("--other", type=policy_spec, action="append", metavar="SPEC", help=words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,9 @@ class PolicySpec:
 
     @property
     def label(self) -> str:
-        settings = ",".join(f"{name}={value}" for name, value in self.fields.items())
+        """As the command line reads it."""
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in self.fields.items()}
+        settings = ",".join(f"{name}={text}" for name, text in texts.items())
         label = f"{self.name}:{settings}" if settings else self.name
         return label if self.kv_cache_dtype is None else f"{label}@{self.kv_cache_dtype}"
 
