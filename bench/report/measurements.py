@@ -90,9 +90,10 @@ LONG = (
     Measurement(
         "graded-peers",
         "The same prompts on vLLM's CPU build",
-        "As many bytes for keys and values, float32, one thread on the same core, in turns. Every "
+        "48 of them, as many bytes for keys and values, as computed (float32) and in fewer "
+        "bits, one thread on the same core, in turns. Every "
         "answer is as long as the right one, so that all engines do the same work.",
-        16,
+        10,
     ),
     Measurement(
         "remainders-3000",
