@@ -7,8 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import INTERNAL_ERROR, Abort, ResetPrefixCache, WatchPool
-from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
+from kvserve.engine.core.core_loop import (
+    INTERNAL_ERROR,
+    Abort,
+    EngineClient,
+    ResetPrefixCache,
+    ThreadClient,
+    WatchPool,
+)
 from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
@@ -42,9 +48,11 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.pool: PoolView | None = None
         """The newest view while ``watch_pool`` is on."""
-        self._client: EngineClient = (
-            ProcessClient(config) if mode == "process" else ThreadClient(config)
-        )
+        self._client: EngineClient = ThreadClient(config)
+        if mode == "process":
+            from kvserve.engine.core.core_process import ProcessClient
+
+            self._client = ProcessClient(config)
         self._info: EngineInfo | None = None
         self._tasks = TaskResolver(config.compression)
         self._processor = OutputProcessor(None, [], self._tasks)
