@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.entry_store import block_bytes
@@ -38,8 +36,6 @@ class BuiltEngine:
     scheduler: Scheduler
     executor: Executor
     info: EngineInfo
-    new_scheduler: Callable[[], Scheduler]
-    """Builds another scheduler with the same settings and no sequences."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -79,7 +75,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=start_up_table(plan, pool, executor.runner, profile, attention, defaults, threads),
     )
-    return BuiltEngine(plan, scheduler, executor, info, partial(Scheduler, layout, settings))
+    return BuiltEngine(plan, scheduler, executor, info)
 
 
 def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:

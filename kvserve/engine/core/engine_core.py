@@ -63,7 +63,6 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         built = build_engine(config, model)
         self.scheduler = built.scheduler
-        self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
         self.grammars = GrammarCompiler(config.model, built.info)
@@ -95,7 +94,7 @@ class EngineCore:
         sequence = self._intake.sequence(new, self._sequences, matcher)
         self.scheduler.add(sequence)
         self._sequences.add(sequence, new)
-        self._counts.prompt_tokens += sequence.num_prompt_tokens
+        self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -169,7 +168,7 @@ class EngineCore:
             self._in_flight = None
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
-        self._counts.compaction_seconds += result.compaction_seconds
+        self.scheduler.totals.compaction_seconds_total += result.compaction_seconds
         traced = self._tracer.read(step.traced) if step.traced else []
         sampled, token_ids = list(output.sampled), result.token_ids
         confirmed = None if output.drafts is None else self.scheduler.confirm(output, token_ids)
@@ -196,7 +195,7 @@ class EngineCore:
     ) -> StepOutputs:
         """A step's tokens, each of the one of ``sampled``, where ``gets`` is true."""
         token_ids = list(compress(result.token_ids.tolist(), gets))
-        self._counts.generation_tokens += len(token_ids)
+        self.scheduler.totals.generation_tokens_total += len(token_ids)
         return StepOutputs(
             seq_ids=[seq.seq_id for seq in compress(sampled, gets)],
             token_ids=token_ids,
@@ -244,8 +243,7 @@ class EngineCore:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
             outputs = self._tokens_of(known.sampled, result, gets)
         tokens = None if result is None else result.token_ids
-        fresh = self._new_scheduler()
-        ended, finished = start_over(self.scheduler, fresh, blamed, known, tokens, aside)
+        ended, finished = start_over(self.scheduler, blamed, known, tokens, aside)
         if blamed:
             self._suspects.clear(self.scheduler)
         names = ", ".join(self._sequences.request_id(seq) for seq in ended)
@@ -276,7 +274,7 @@ class EngineCore:
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
         newest = newest_of(self.scheduler, output, among)
         blamed = set() if newest is None else {newest.seq_id}
-        _, finished = start_over(self.scheduler, self._new_scheduler(), blamed)
+        _, finished = start_over(self.scheduler, blamed)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(

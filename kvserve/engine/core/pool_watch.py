@@ -57,7 +57,7 @@ class PoolWatch:
         """Counts that tell whether an idle engine's pool has changed: one of them has, then."""
         scheduler = self._core.scheduler
         pool = scheduler.pool.num_free, scheduler.blocks.num_cached
-        return scheduler.num_steps, len(scheduler.waiting), *pool, int(self._core.has_work)
+        return scheduler.totals.steps_total, len(scheduler.waiting), *pool, int(self._core.has_work)
 
 
 FREE, CACHED, LOGGED, OTHER, FIRST_ROW = range(5)

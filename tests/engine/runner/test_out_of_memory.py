@@ -120,7 +120,7 @@ def preempt_in_step(llm: LLM, steps: int) -> None:
 
     def and_one() -> None:
         promote()
-        if scheduler.num_steps == steps:
+        if scheduler.totals.steps_total == steps:
             scheduler.departures.preempt()
 
     scheduler.rows.promote_ready = and_one  # type: ignore[method-assign]
