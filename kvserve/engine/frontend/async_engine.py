@@ -8,7 +8,6 @@ from typing import Literal
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import (
-    INTERNAL_ERROR,
     Abort,
     EngineClient,
     ResetPrefixCache,
@@ -155,19 +154,11 @@ class AsyncEngine:
             self.stats = outputs.stats
         if outputs.pool is not None:
             self.pool, self.stats = outputs.pool, outputs.pool.stats
-        for refused in outputs.refused:
-            request_id = self._processor.request_of(refused.seq_id)
+        changed, abort, errors = self._processor.process(outputs)
+        news = [*errors.items(), *((output.request_id, output) for output in changed)]
+        for request_id, event in news:
             if request_id in self._queues:
-                error = RequestError(refused.message, param=refused.param, code=refused.code)
-                self._queues[request_id].put_nowait(error)
-        changed, abort = self._processor.process(outputs)
-        for request_id in self._processor.take_failed():
-            if request_id in self._queues:
-                error = RequestError(INTERNAL_ERROR, code="internal_error")
-                self._queues[request_id].put_nowait(error)
-        for output in changed:
-            if output.request_id in self._queues:
-                self._queues[output.request_id].put_nowait(output)
+                self._queues[request_id].put_nowait(event)
         if abort:
             self._client.send(Abort(abort))
 

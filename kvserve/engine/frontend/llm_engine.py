@@ -62,7 +62,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests it changed."""
-        changed, abort = self._outputs.process(self.core.step())
+        changed, abort, _ = self._outputs.process(self.core.step())
         if abort:
             ended = StepOutputs(finished=self.core.abort(abort))
             changed += [out for out in self._outputs.process(ended)[0] if out not in changed]

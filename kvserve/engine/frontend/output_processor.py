@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvserve.engine.core.engine_core import INTERNAL_ERROR
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
@@ -55,7 +56,6 @@ class OutputProcessor:
         self._branches: dict[int, _Branch] = {}
         self._by_request: dict[str, list[int]] = {}
         self._next_id = 0
-        self._failed: list[str] = []
 
     def add(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
@@ -90,14 +90,14 @@ class OutputProcessor:
         seq_ids = self._by_request.pop(request_id, [])
         return [seq_id for seq_id in seq_ids if self._branches.pop(seq_id, None) is not None]
 
-    def request_of(self, seq_id: int) -> str | None:
-        branch = self._branches.get(seq_id)
-        return None if branch is None else branch.request.request_id
-
-    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[int]]:
-        """Fold in one step; returns the requests it changed, and sequences to abort."""
+    def process(
+        self, outputs: StepOutputs
+    ) -> tuple[list[RequestOutput], list[int], dict[str, RequestError]]:
+        """Fold in one step; returns the requests it changed, sequences to abort, and by request
+        why one was refused or its text could not be made."""
         ended = {finished.seq_id: finished for finished in outputs.finished}
         changed: dict[str, RequestOutput] = {}
+        errors: dict[str, RequestError] = {}
         abort = []
         logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
         now = time.time()
@@ -122,7 +122,7 @@ class OutputProcessor:
             try:
                 self._take(branch, token, entry, ended.get(seq_id))
             except Exception as error:
-                self._fail(seq_id, error)
+                errors |= self._fail(seq_id, error)
                 abort.append(seq_id)
                 continue
             if branch.metrics.first_token_time is None:
@@ -136,6 +136,8 @@ class OutputProcessor:
         for refused in outputs.refused:
             branch = self._branches.pop(refused.seq_id, None)
             if branch is not None:
+                why = RequestError(refused.message, param=refused.param, code=refused.code)
+                errors.setdefault(branch.request.request_id, why)
                 branch.choice.finish_reason = "error"
                 self._close(branch)
                 changed[branch.request.request_id] = branch.request
@@ -146,23 +148,18 @@ class OutputProcessor:
                     self._end(branch, finished)
                 except Exception as error:
                     self._branches[seq_id] = branch
-                    self._fail(seq_id, error)
+                    errors |= self._fail(seq_id, error)
                 changed[branch.request.request_id] = branch.request
-        return list(changed.values()), abort
+        return list(changed.values()), abort, errors
 
-    def take_failed(self) -> list[str]:
-        """Requests whose text could not be made since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _fail(self, seq_id: int, error: Exception) -> None:
+    def _fail(self, seq_id: int, error: Exception) -> dict[str, RequestError]:
         """End a sequence whose text cannot be made; the others go on."""
         branch = self._branches.pop(seq_id)
         request_id = branch.request.request_id
         logger.error("the text of request %s could not be made", request_id, exc_info=error)
         branch.choice.finish_reason = "error"
-        self._failed.append(request_id)
         self._close(branch)
+        return {request_id: RequestError(INTERNAL_ERROR, code="internal_error")}
 
     def _take(
         self,
