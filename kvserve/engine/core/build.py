@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.core.start_up_table import start_up_table
-from kvserve.engine.core.threads import limit_threads
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.implementation import load
@@ -20,6 +19,7 @@ from kvserve.engine.runner.memory import (
     count_blocks,
     count_host_blocks,
     free_memory,
+    limit_threads,
 )
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.engine.runner.rank import Pool, measure, ready_runner

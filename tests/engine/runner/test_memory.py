@@ -1,4 +1,5 @@
-"""What a largest step takes is tried before the pool is sized; without a GPU, that it is tried."""
+"""What the machine has left. What a largest step takes is tried before the pool is sized; without a
+GPU, that it is tried."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import mmap
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,50 @@ def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
     pages.use_large_pages(numbers.data_ptr(), numbers.nbytes)
     assert torch.equal(numbers, torch.arange(2**22))
     pages.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, list[int]]]]:
+    """Four cores, of which torch would take all; yields what /proc/stat is to say."""
+    samples: list[dict[int, list[int]]] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(memory, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(memory, "_quota", lambda: 4)
+    monkeypatch.setattr(memory, "_core_times", lambda: samples.pop(0))
+    monkeypatch.setattr(memory, "_SECONDS", 0.0)
+    torch.set_num_threads(4)
+    yield samples
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("idle", "expected"), [(4.0, 4), (2.6, 3), (1.2, 1), (0.1, 1)])
+def test_idle_cores_count(machine: list[dict[int, list[int]]], idle: float, expected: int) -> None:
+    ticks = int(idle * 25)
+    machine += [{core: [50, 0, 0, 900, 7] for core in range(4)}]
+    machine += [{core: [150 - ticks, 0, 0, 900 + ticks, 7] for core in range(4)}]
+    assert memory.limit_threads() == (
+        str(expected),
+        f"{idle:.1f} of 4 cores were idle at start-up; OMP_NUM_THREADS",
+    )
+    assert torch.get_num_threads() == expected
+
+
+def test_what_the_environment_says_is_left_alone(
+    machine: list[dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert memory.limit_threads() == ("4", "OMP_NUM_THREADS")
+
+
+def test_one_thread_stays_one(machine: list[dict[int, list[int]]]) -> None:
+    torch.set_num_threads(1)
+    assert memory.limit_threads() == ("1", "as torch was set; OMP_NUM_THREADS")
+
+
+def test_this_machine_is_read() -> None:
+    times = memory._core_times()
+    assert not Path("/proc/stat").exists() or set(times) >= memory._cores()
+    assert memory._quota() >= 1
