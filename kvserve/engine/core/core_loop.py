@@ -141,18 +141,8 @@ def run_core(
 
     ``receive`` returns all queued commands; if its argument is true, it waits a while for one.
     """
-    with closing(GrammarQueue(core.grammars)) as grammars:
-        _serve(core, receive, send, grammars)
-
-
-def _serve(
-    core: EngineCore,
-    receive: Callable[[bool], Iterable[Command]],
-    send: Callable[[StepOutputs], None],
-    grammars: GrammarQueue,
-) -> None:
     send(StepOutputs(stats=core.stats()))  # the pool, before the first step
-    pool, kept = PoolWatch(core), KeptMemory()
+    pool, kept, grammars = PoolWatch(core), KeptMemory(), GrammarQueue(core.grammars)
     refused: list[RefusedSequence] = []
 
     def add(new: NewSequence, compiled: Future[Matcher] | None = None) -> None:
@@ -164,46 +154,47 @@ def _serve(
             logger.error("request %s could not be admitted", new.request_id, exc_info=error)
             refused.append(RefusedSequence(new.seq_id, INTERNAL_ERROR, None, "internal_error"))
 
-    while True:
-        core.check()
-        ended: list[FinishedSequence] = []
-        reset = False
-        refused.clear()
-        if not core.has_work:
-            core.grammars.tidy()
-        busy = core.has_work or bool(grammars)
-        commands = list(receive(not busy))
-        if not (busy or commands):
-            kept.give_back()
-        for command in commands:
-            if isinstance(command, Stop):
-                return
-            if isinstance(command, Abort):
-                grammars.drop(command.seq_ids)
-                ended += core.abort(command.seq_ids)
-            elif isinstance(command, ResetPrefixCache):
-                core.reset_prefix_cache()
-                reset = True
-            elif isinstance(command, WatchPool):
-                pool.on = command.on
-            elif isinstance(command, Unreadable):
-                message = f"the engine could not read the request: {command.reason}"
-                for seq_id in command.seq_ids:
-                    refused.append(RefusedSequence(seq_id, message, None, "internal_error"))
-            else:
-                for new in command.each():
-                    if new.structured_output is not None:
-                        grammars.add(new, new.structured_output)
-                    else:
-                        add(new)
-        for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
-            add(new, compiled)
-        if refused or ended or reset:
-            send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
-        if core.has_work:
-            send(core.step())
-        if pool.due:
-            send(StepOutputs(pool=pool.view()))
+    with closing(grammars):
+        while True:
+            core.check()
+            ended: list[FinishedSequence] = []
+            reset = False
+            refused.clear()
+            if not core.has_work:
+                core.grammars.tidy()
+            busy = core.has_work or bool(grammars)
+            commands = list(receive(not busy))
+            if not (busy or commands):
+                kept.give_back()
+            for command in commands:
+                if isinstance(command, Stop):
+                    return
+                if isinstance(command, Abort):
+                    grammars.drop(command.seq_ids)
+                    ended += core.abort(command.seq_ids)
+                elif isinstance(command, ResetPrefixCache):
+                    core.reset_prefix_cache()
+                    reset = True
+                elif isinstance(command, WatchPool):
+                    pool.on = command.on
+                elif isinstance(command, Unreadable):
+                    message = f"the engine could not read the request: {command.reason}"
+                    for seq_id in command.seq_ids:
+                        refused.append(RefusedSequence(seq_id, message, None, "internal_error"))
+                else:
+                    for new in command.each():
+                        if new.structured_output is not None:
+                            grammars.add(new, new.structured_output)
+                        else:
+                            add(new)
+            for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
+                add(new, compiled)
+            if refused or ended or reset:
+                send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
+            if core.has_work:
+                send(core.step())
+            if pool.due:
+                send(StepOutputs(pool=pool.view()))
 
 
 class GrammarQueue:

@@ -25,7 +25,7 @@ from kvserve.engine.messages import (
     StepOutputs,
 )
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.engine.sampling.sampler import NO_TOKEN
 from kvserve.log import EngineDeadError, RequestError, SequenceError, logger

@@ -155,7 +155,8 @@ class AsyncEngine:
         if outputs.pool is not None:
             self.pool, self.stats = outputs.pool, outputs.pool.stats
         changed, abort, errors = self._processor.process(outputs)
-        news = [*errors.items(), *((output.request_id, output) for output in changed)]
+        news: list[tuple[str, _Event]] = [*errors.items()]
+        news += [(output.request_id, output) for output in changed]
         for request_id, event in news:
             if request_id in self._queues:
                 self._queues[request_id].put_nowait(event)
