@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvserve import absent
 from kvserve.entry_format import FORMATS
@@ -71,10 +70,6 @@ def _wrong(key: str, what: str) -> ConfigError:
 
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
-
-
-Checks: TypeAlias = Sequence[tuple[bool, str]]
-"""What must hold, each with the message if it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +191,6 @@ class CacheConfig:
         choices=KV_CACHE_DTYPES,
     )
 
-    def checks(self) -> Checks:
-        kept = self.continuation_memory
-        return (
-            (
-                kept is None or (self.continuations == "on" and kept > 0),
-                "--continuation-memory must be above 0, and goes with --continuations on",
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -260,19 +246,6 @@ class SchedulerConfig:
         """``speculative_config``, read."""
         return SpeculativeConfig.of(self.speculative_config)
 
-    def checks(self) -> Checks:
-        return (
-            (
-                self.max_prefill_tokens is None or self.enable_chunked_prefill,
-                "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
-            ),
-            (
-                self.max_num_batched_tokens >= self.max_num_seqs,
-                "--max-num-batched-tokens must be at least --max-num-seqs "
-                "(every running sequence decodes one token a step)",
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -293,14 +266,6 @@ class ParallelConfig:
         "Ray Serve's autoscaling settings as JSON, as in '{\"max_replicas\": 4}'; "
         "--data-parallel-size replicas start",
     )
-
-    def checks(self) -> Checks:
-        return (
-            (
-                self.data_parallel_size > 1 or not self.autoscaling_config,
-                "--autoscaling-config needs --data-parallel-size 2 or more",
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,15 +296,6 @@ class CompressionConfig:
     )
     policy_reason: str = ""
     """Why it is this policy, for the start-up table."""
-
-    def checks(self) -> Checks:
-        listed = self.allow_request_policy == "listed"
-        return (
-            (
-                listed == bool(self.request_policies),
-                "--allow-request-policy listed and --request-policies go together",
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,16 +337,37 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for settings in (self, *(getattr(self, name) for name in SECTIONS)):
             check_limits(settings)
-        sections = self.cache, self.scheduler, self.parallel, self.compression
-        sizes = self.cudagraph_capture_sizes
-        own: Checks = (
+        cache, scheduler, compression = self.cache, self.scheduler, self.compression
+        kept, sizes = cache.continuation_memory, self.cudagraph_capture_sizes
+        listed = compression.allow_request_policy == "listed"
+        for ok, message in (
+            (
+                kept is None or (cache.continuations == "on" and kept > 0),
+                "--continuation-memory must be above 0, and goes with --continuations on",
+            ),
+            (
+                scheduler.max_prefill_tokens is None or scheduler.enable_chunked_prefill,
+                "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
+            ),
+            (
+                scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+                "--max-num-batched-tokens must be at least --max-num-seqs "
+                "(every running sequence decodes one token a step)",
+            ),
+            (
+                self.parallel.data_parallel_size > 1 or not self.parallel.autoscaling_config,
+                "--autoscaling-config needs --data-parallel-size 2 or more",
+            ),
+            (
+                listed == bool(compression.request_policies),
+                "--allow-request-policy listed and --request-policies go together",
+            ),
             (all(size >= 1 for size in sizes), "--cudagraph-capture-sizes must be >= 1"),
             (
                 not (self.enforce_eager and sizes),
                 "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
             ),
-        )
-        for ok, message in chain(*(section.checks() for section in sections), own):
+        ):
             if not ok:
                 raise ConfigError(message)
 

@@ -20,6 +20,8 @@ from kvserve.engine.runner.plan import continuation_refusal
 from kvserve.engine.sampling.sampler import SampledTokens
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.swap_memory import SwapMemory
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -336,6 +338,34 @@ def test_who_shares_what(llama_dir: Path) -> None:
     for salt in ("", 3):
         with pytest.raises(RequestError, match="cache_salt"):
             params(4, cache_salt=salt)
+
+
+def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of hundreds that leave the pool for host memory, and then that too. Each block that was freed
+    looked at all of them: a step took 4 s at 2,500."""
+    llm = LLM(
+        "kvserve/tiny",
+        num_gpu_blocks_override=200,
+        max_num_batched_tokens=1024,
+        continuations="on",
+        swap_space=0.0002,
+        policy={"name": "kara", "window": 64, "buffer": 8},
+    )
+    looks: list[int] = []
+    held = SwapMemory.held
+
+    def look(rows: SwapMemory) -> IntArray:
+        looks.append(len(rows))
+        return held(rows)
+
+    monkeypatch.setattr(SwapMemory, "held", look)
+    prompts = [[*[7] * 20, 3 + i % 60, 3 + i // 60] for i in range(300)]
+    llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.generate([[5] * 2500], SamplingParams(max_tokens=4), use_tqdm=False)
+    stats = llm.stats()
+    known = stats.continuations + stats.hosted_continuations
+    assert stats.hosted_continuations > 0 and known < 300, "some are gone: host memory is full"
+    assert looks == []
 
 
 def test_flags(llama_dir: Path) -> None:

@@ -20,12 +20,11 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
-from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
+from tests.engine.runner.test_cuda_graph import KARA, generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 
 pytestmark = pytest.mark.device
-KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
 GRAPHS: dict[str, Any] = {
     "num_gpu_blocks_override": 1000,
