@@ -24,35 +24,26 @@ _MOST_TOKENS, _MOST_LOOKUP = 32, 32
 _DEFAULT_LOOKUP = 5
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """Guess at most ``num_speculative_tokens``: what followed the newest ``prompt_lookup_max`` to
-    ``prompt_lookup_min`` tokens before."""
-
-    num_speculative_tokens: int
-    prompt_lookup_min: int = _DEFAULT_LOOKUP
-    prompt_lookup_max: int = _DEFAULT_LOOKUP
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig | None:
-        """Read the setting; ``None`` if it is empty. ``ConfigError`` names the key."""
-        if not given:
-            return None
-        method = given.get("method")
-        if method != NGRAM:
-            why = "kvserve guesses by n-grams of the sequence itself, without a second model"
-            raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
-        for key in given:
-            if key not in _KEYS:
-                raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
-        tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
-        least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-        default = _DEFAULT_LOOKUP if least is None and most is None else None
-        shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
-        longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
-        if shortest > longest:
-            raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
-        return cls(tokens, shortest, longest)
+def read_speculation(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Of ``speculative_config``: the most tokens to guess, and the fewest and most of the newest
+    that are looked up; ``None`` if it is empty. ``ConfigError`` names the key."""
+    if not given:
+        return None
+    method = given.get("method")
+    if method != NGRAM:
+        why = "kvserve guesses by n-grams of the sequence itself, without a second model"
+        raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
+    for key in given:
+        if key not in _KEYS:
+            raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
+    tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
+    least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    default = _DEFAULT_LOOKUP if least is None and most is None else None
+    shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
+    longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
+    if shortest > longest:
+        raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
+    return tokens, shortest, longest
 
 
 def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
@@ -240,11 +231,6 @@ class SchedulerConfig:
         '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, '
         '"prompt_lookup_min": 2}\' (default: off)',
     )
-
-    @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """``speculative_config``, read."""
-        return SpeculativeConfig.of(self.speculative_config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ def run_core(
                     core.reset_prefix_cache()
                     reset = True
                 elif isinstance(command, WatchPool):
-                    pool.on = command.on
+                    pool.switch(command.on)
                 elif isinstance(command, Unreadable):
                     message = f"the engine could not read the request: {command.reason}"
                     for seq_id in command.seq_ids:

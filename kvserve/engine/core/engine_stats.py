@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.continuation import MISSES
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.stats import ITERATION_TOKENS, CompactionCounts, EngineStats, RequestStats
@@ -53,12 +50,6 @@ class EngineCounts:
             for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True):
                 found.append((seq_id, Compaction(reason, now, *counts)))
         return found
-
-    def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
-        """Count what a step has verified."""
-        self._totals.drafts_total += int(np.count_nonzero(drafts.lengths > 1))
-        self._totals.draft_tokens_total += drafts.num_guessed
-        self._totals.accepted_tokens_total += int(confirmed.counts.sum()) - len(confirmed.counts)
 
     def stats(self, request_ids: Mapping[int, str]) -> EngineStats:
         """Counters and the state of every running request; ``request_ids`` are by sequence id."""

@@ -25,13 +25,9 @@ class PoolWatch:
         self._next = 0.0
         self._shown: tuple[int, ...] = ()
 
-    @property
-    def on(self) -> bool:
-        return self._on
-
-    @on.setter
-    def on(self, wanted: bool) -> None:
-        self._on, self._next, self._shown = wanted, 0.0, ()
+    def switch(self, on: bool) -> None:
+        """Begin or end to watch."""
+        self._on, self._next, self._shown = on, 0.0, ()
 
     @property
     def due(self) -> bool:

@@ -14,7 +14,7 @@ from kvserve.engine.core.core_loop import (
     ThreadClient,
     WatchPool,
 )
-from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
+from kvserve.engine.frontend.llm_engine import load_tokenizer
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
@@ -103,11 +103,10 @@ class AsyncEngine:
             raise EngineDeadError(str(self.dead_error))
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        text, token_ids = tokenize(self.tokenizer, prompt)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         self._queues[request_id] = events
         try:
-            output, branches = self._processor.add(request_id, text, token_ids, params)
+            output, branches = self._processor.add(request_id, prompt, params)
             self._client.send(branches)
             while not output.finished:
                 event = await events.get()

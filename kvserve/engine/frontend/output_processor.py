@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -58,29 +59,47 @@ class OutputProcessor:
         self._next_id = 0
 
     def add(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        text: str | None = None,
     ) -> tuple[RequestOutput, Branches]:
-        """Register a request; the branches returned are for the core."""
+        """Register a request; the branches returned are for the core.
+
+        ``text`` is what a prompt of token ids was made of, if that is known.
+        """
+        tokenizer = self._tokenizer
+        if not isinstance(prompt, str):
+            token_ids = list(prompt)
+        elif tokenizer is None:
+            raise RequestError("text needs a tokenizer; send token ids", param="prompt")
+        else:
+            text, token_ids = prompt, tokenizer.encode(prompt)
         request = RequestOutput(
             request_id,
-            prompt,
+            text,
             token_ids,
             [CompletionOutput(index) for index in range(params.n)],
             metrics=RequestMetrics(time.time()),
             prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
         )
-        first = self._sequence(request_id, prompt, token_ids, params)
-        stops = None  # once for all choices
-        if self._tokenizer is not None:
-            skip = params.skip_special_tokens
-            stops = StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
+        first = self._sequence(request_id, text, token_ids, params)
+        stops, skip = None, params.skip_special_tokens
+        if tokenizer is not None:  # once for all choices
+            stops = StopStrings(tokenizer, params.stop_strings, skip_special=skip)
         seq_ids = list(range(self._next_id, self._next_id + params.n))
         self._next_id += params.n
         for seq_id, choice in zip(seq_ids, request.outputs, strict=True):
             choice.logprobs = None if params.logprobs is None else []
             choice.text_offsets = None if params.logprobs is None else []
             choice.kv_trace = [] if params.kv_trace else None
-            detokenizer = self._detokenizer(params, stops)
+            detokenizer = None
+            if tokenizer is not None and stops is not None:
+                including = params.include_stop_str_in_output
+                detokenizer = IncrementalDetokenizer(
+                    tokenizer, stops, skip_special_tokens=skip, include_stop=including
+                )
             self._branches[seq_id] = _Branch(request, choice, params, detokenizer)
         self._by_request[request_id] = seq_ids
         return request, Branches(first, seq_ids[1:])
@@ -205,18 +224,6 @@ class OutputProcessor:
             request.finished = True
             del self._by_request[request.request_id]
             branch.metrics.finished_time = time.time()
-
-    def _detokenizer(
-        self, params: SamplingParams, stops: StopStrings | None
-    ) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None or stops is None:
-            return None
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            stops,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop=params.include_stop_str_in_output,
-        )
 
     def _sequence(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams

@@ -85,13 +85,9 @@ def check_pool(cache: CacheConfig, block_bytes: int, free: int, sharing: int = 1
         wanted, flag = cache.kv_cache_memory, "--kv-cache-memory"
     if wanted * sharing > free:
         raise ConfigError(
-            f"{flag}: a pool of {_gib(wanted * sharing)} GiB is more than the {_gib(free)} GiB of "
-            "memory that are free"
+            f"{flag}: a pool of {wanted * sharing / GIB:.1f} GiB is more than the {free / GIB:.1f} "
+            "GiB of memory that are free"
         )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f}"
 
 
 def count_blocks(cache: CacheConfig, usable: int, block_bytes: int, usual: int) -> int:

@@ -25,7 +25,7 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
-from tests.engine.test_pressure import watch
+from tests.engine.test_pressure import PROMPTS, watch
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.device, pytest.mark.compiler]  # steps of compiled ker
 SIZES = (3, 17, 40)
 TOKENS = 40
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
-PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 
 

@@ -22,8 +22,9 @@ from tests.engine.runner.test_cuda_graph import (
     generate,
     make_llm,
     make_plain,
+    run,
 )
-from tests.engine.runner.test_speculation import answers, guessing, run
+from tests.engine.runner.test_speculation import answers, guessing
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow, thinned

@@ -21,16 +21,17 @@ from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import LOOKUP, SPECULATIVE, Oracle, always_guess
-from tests.engine.runner.test_cuda_graph import KARA, generate, make_llm, make_plain
+from tests.engine.runner.test_cuda_graph import (
+    KARA,
+    PROMPTS,
+    generate,
+    make_llm,
+    make_plain,
+    run,
+)
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
-
-PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
-
-
-def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
-    return llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
 
 
 def guessing(
