@@ -11,7 +11,7 @@ from kvserve.engine.core.engine_core import INTERNAL_ERROR
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
-from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
 from kvserve.engine.messages import (
     Branches,
     FinishedSequence,
@@ -70,12 +70,8 @@ class OutputProcessor:
         ``text`` is what a prompt of token ids was made of, if that is known.
         """
         tokenizer = self._tokenizer
-        if not isinstance(prompt, str):
-            token_ids = list(prompt)
-        elif tokenizer is None:
-            raise RequestError("text needs a tokenizer; send token ids", param="prompt")
-        else:
-            text, token_ids = prompt, tokenizer.encode(prompt)
+        own, token_ids = tokenize(tokenizer, prompt)
+        text = own if text is None else text
         request = RequestOutput(
             request_id,
             text,

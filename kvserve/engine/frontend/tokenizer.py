@@ -205,6 +205,17 @@ class Tokenizer:
         return str(texts[0][0])
 
 
+def tokenize(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int]
+) -> tuple[str | None, list[int]]:
+    """A prompt as (its text, its ids); ids pass through."""
+    if not isinstance(prompt, str):
+        return None, list(prompt)
+    if tokenizer is None:
+        raise RequestError("text needs a tokenizer; send token ids", param="prompt")
+    return prompt, tokenizer.encode(prompt)
+
+
 @cache
 def _byte_letters() -> dict[str, int]:
     """The letter that stands for each byte in the vocabularies of byte-level BPE."""
