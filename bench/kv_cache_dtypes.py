@@ -87,6 +87,7 @@ class Decoder:
         assert runner.graphs is not None
         start = time.perf_counter()
         hidden = runner.graphs.decode(self._batch, logs_queries=False)
+        assert hidden is not None
         runner.model.logits(hidden).argmax(dim=-1)
         return time.perf_counter() - start
 

@@ -126,7 +126,7 @@ def measured(prepare: Callable[[], Scheduler], steps: int, repeat: int) -> dict[
     seconds = np.full((steps, 2), np.inf)
     for _ in range(repeat):
         scheduler = prepare()
-        events = scheduler.events.compactions
+        events = scheduler.totals.compactions_total
         seconds = np.minimum(seconds, advance(scheduler, steps))
     n = scheduler.rows.num_rows
     scheduled, updated = 1e6 * np.percentile(seconds, 50, axis=0)
@@ -140,7 +140,7 @@ def measured(prepare: Callable[[], Scheduler], steps: int, repeat: int) -> dict[
         "both_p50_us": float(np.percentile(both, 50)),
         "both_p99_us": float(np.percentile(both, 99)),
         "both_mean_us": float(both.mean()),
-        "events_per_step": (scheduler.events.compactions - events) / steps,
+        "events_per_step": (scheduler.totals.compactions_total - events) / steps,
     }
 
 

@@ -132,17 +132,17 @@ def main() -> None:
     with carried:
         engine = LLMEngine(config)
         engine.add_request("carry", prompt, params)
-        while not engine.core.scheduler.events.compactions:
+        while not engine.core.scheduler.totals.compactions_total:
             engine.step()
     engine = LLMEngine(config)
     engine.core._stats_due = float("inf")  # a slow machine would send statistics in every step
     engine.add_request("walk", prompt, params)
     plain, eventful = list[Walk](), list[Walk]()
     for _ in range(ANSWER - 1):  # the last step ends the sequence
-        counted, before = Walk(), engine.core.scheduler.events.compactions
+        counted, before = Walk(), engine.core.scheduler.totals.compactions_total
         with counted:
             engine.step()
-        had_event = engine.core.scheduler.events.compactions > before
+        had_event = engine.core.scheduler.totals.compactions_total > before
         (eventful if had_event else plain).append(counted)
     # The first steps prefill and record.
     step = min(plain[4:], key=lambda walk: len(walk.callers))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvserve import absent
 from kvserve.entry_format import FORMATS
@@ -25,35 +24,26 @@ _MOST_TOKENS, _MOST_LOOKUP = 32, 32
 _DEFAULT_LOOKUP = 5
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """Guess at most ``num_speculative_tokens``: what followed the newest ``prompt_lookup_max`` to
-    ``prompt_lookup_min`` tokens before."""
-
-    num_speculative_tokens: int
-    prompt_lookup_min: int = _DEFAULT_LOOKUP
-    prompt_lookup_max: int = _DEFAULT_LOOKUP
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> SpeculativeConfig | None:
-        """Read the setting; ``None`` if it is empty. ``ConfigError`` names the key."""
-        if not given:
-            return None
-        method = given.get("method")
-        if method != NGRAM:
-            why = "kvserve guesses by n-grams of the sequence itself, without a second model"
-            raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
-        for key in given:
-            if key not in _KEYS:
-                raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
-        tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
-        least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-        default = _DEFAULT_LOOKUP if least is None and most is None else None
-        shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
-        longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
-        if shortest > longest:
-            raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
-        return cls(tokens, shortest, longest)
+def read_speculation(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Of ``speculative_config``: the most tokens to guess, and the fewest and most of the newest
+    that are looked up; ``None`` if it is empty. ``ConfigError`` names the key."""
+    if not given:
+        return None
+    method = given.get("method")
+    if method != NGRAM:
+        why = "kvserve guesses by n-grams of the sequence itself, without a second model"
+        raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
+    for key in given:
+        if key not in _KEYS:
+            raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
+    tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
+    least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    default = _DEFAULT_LOOKUP if least is None and most is None else None
+    shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
+    longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
+    if shortest > longest:
+        raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
+    return tokens, shortest, longest
 
 
 def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
@@ -71,10 +61,6 @@ def _wrong(key: str, what: str) -> ConfigError:
 
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
-
-
-Checks: TypeAlias = Sequence[tuple[bool, str]]
-"""What must hold, each with the message if it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +182,6 @@ class CacheConfig:
         choices=KV_CACHE_DTYPES,
     )
 
-    def checks(self) -> Checks:
-        kept = self.continuation_memory
-        return (
-            (
-                kept is None or (self.continuations == "on" and kept > 0),
-                "--continuation-memory must be above 0, and goes with --continuations on",
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -255,24 +232,6 @@ class SchedulerConfig:
         '"prompt_lookup_min": 2}\' (default: off)',
     )
 
-    @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """``speculative_config``, read."""
-        return SpeculativeConfig.of(self.speculative_config)
-
-    def checks(self) -> Checks:
-        return (
-            (
-                self.max_prefill_tokens is None or self.enable_chunked_prefill,
-                "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
-            ),
-            (
-                self.max_num_batched_tokens >= self.max_num_seqs,
-                "--max-num-batched-tokens must be at least --max-num-seqs "
-                "(every running sequence decodes one token a step)",
-            ),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -293,14 +252,6 @@ class ParallelConfig:
         "Ray Serve's autoscaling settings as JSON, as in '{\"max_replicas\": 4}'; "
         "--data-parallel-size replicas start",
     )
-
-    def checks(self) -> Checks:
-        return (
-            (
-                self.data_parallel_size > 1 or not self.autoscaling_config,
-                "--autoscaling-config needs --data-parallel-size 2 or more",
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,15 +282,6 @@ class CompressionConfig:
     )
     policy_reason: str = ""
     """Why it is this policy, for the start-up table."""
-
-    def checks(self) -> Checks:
-        listed = self.allow_request_policy == "listed"
-        return (
-            (
-                listed == bool(self.request_policies),
-                "--allow-request-policy listed and --request-policies go together",
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,16 +323,37 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for settings in (self, *(getattr(self, name) for name in SECTIONS)):
             check_limits(settings)
-        sections = self.cache, self.scheduler, self.parallel, self.compression
-        sizes = self.cudagraph_capture_sizes
-        own: Checks = (
+        cache, scheduler, compression = self.cache, self.scheduler, self.compression
+        kept, sizes = cache.continuation_memory, self.cudagraph_capture_sizes
+        listed = compression.allow_request_policy == "listed"
+        for ok, message in (
+            (
+                kept is None or (cache.continuations == "on" and kept > 0),
+                "--continuation-memory must be above 0, and goes with --continuations on",
+            ),
+            (
+                scheduler.max_prefill_tokens is None or scheduler.enable_chunked_prefill,
+                "--max-prefill-tokens needs --enable-chunked-prefill: it cuts prompts",
+            ),
+            (
+                scheduler.max_num_batched_tokens >= scheduler.max_num_seqs,
+                "--max-num-batched-tokens must be at least --max-num-seqs "
+                "(every running sequence decodes one token a step)",
+            ),
+            (
+                self.parallel.data_parallel_size > 1 or not self.parallel.autoscaling_config,
+                "--autoscaling-config needs --data-parallel-size 2 or more",
+            ),
+            (
+                listed == bool(compression.request_policies),
+                "--allow-request-policy listed and --request-policies go together",
+            ),
             (all(size >= 1 for size in sizes), "--cudagraph-capture-sizes must be >= 1"),
             (
                 not (self.enforce_eager and sizes),
                 "--enforce-eager captures no graphs; drop --cudagraph-capture-sizes",
             ),
-        )
-        for ok, message in chain(*(section.checks() for section in sections), own):
+        ):
             if not ok:
                 raise ConfigError(message)
 

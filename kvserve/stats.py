@@ -62,9 +62,11 @@ def _counter(metric: str = "", help: str = "", **where: Any) -> Any:
     return field(default=0, metadata={"stat": Stat(metric, help, counts=True, **where)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """The engine's state now, and its counters since start (``..._total``).
+
+    Scheduler and core count in one of these; what is sent is a copy that has the state, too.
 
     ``num_running``, ``num_waiting`` and ``requests`` are about sequences: a request with ``n=3``
     counts three times. ``blocks_cached`` blocks are held only by the prefix cache and by

@@ -26,7 +26,7 @@ from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import TRITON, Operators
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import plan
-from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, int4_log, quantized_triton
 from kvserve.kernels.dispatch import Kernel

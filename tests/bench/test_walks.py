@@ -10,7 +10,7 @@ def test_a_walk_has_what_is_entered_and_who_called_it() -> None:
     with Walk() as walk:
         EngineConfig()
     by_name = {code.co_name: code for code in walk.callers}
-    assert {"__post_init__", "check_limits", "checks"} <= by_name.keys()
+    assert {"__post_init__", "check_limits", "number_wanted"} <= by_name.keys()
     callers = walk.callers[by_name["check_limits"]]
     assert {caller and caller.co_name for caller in callers} == {"__post_init__"}
     assert 0 < walk.jumps < walk.calls

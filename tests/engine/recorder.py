@@ -16,7 +16,7 @@ from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.quantized_entries import QuantizedVectors, places_of

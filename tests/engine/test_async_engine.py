@@ -97,7 +97,7 @@ async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None
     await engine.start()
     stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "a")
     await anext(stream)
-    os.kill(engine._client._link._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(engine._client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError):
         async for _ in stream:
             pass

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -16,18 +17,23 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.core import engine_core
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.base import argument
 from kvserve.engine.policies.streaming_llm import StreamingLLM
+from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
+from tests.engine.test_pressure import POISON
 from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
@@ -156,6 +162,24 @@ def test_what_a_failed_event_held_is_given_back_at_once(llama_dir: Path, plug_in
         gc.enable()
 
 
+def fail_once(
+    owner: Any, name: str, error: Exception, when: Callable[[int], bool] = lambda call: True
+) -> list[int]:
+    """Let a method raise at its first call for whose number ``when``; its number, once it has."""
+    works, failed, calls = getattr(owner, name), list[int](), 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if not failed and when(calls):
+            failed.append(calls)
+            raise error
+        return works(*args, **kwargs)
+
+    setattr(owner, name, run)
+    return failed
+
+
 def whole(core: EngineCore) -> None:
     """Nothing is left behind."""
     core.scheduler.check_integrity()
@@ -183,23 +207,10 @@ def test_a_step_that_fails_once_costs_nobody_an_answer(
     how = {"async_scheduling": overlaps, "enforce_eager": place == "a forward"}
     llm = LLM(str(llama_dir), policy=KARA, **how, **SETTINGS)
     expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    core = llm.engine.core
-    owner, name = PLACES[place](core)
-    works, calls = getattr(owner, name), 0
-
-    def fail_once(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == (1 if place == "newcomers" else 20):
-            raise RuntimeError("a bug of ours")
-        return works(*args, **kwargs)
-
-    setattr(owner, name, fail_once)
+    core, call = llm.engine.core, 1 if place == "newcomers" else 20
+    failed = fail_once(*PLACES[place](core), RuntimeError("a bug of ours"), lambda n: n == call)
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert calls > 20 or place == "newcomers"
-    for one, other in zip(found, expected, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        assert one.outputs[0].finish_reason == "length"
+    assert failed and [output.outputs for output in found] == [each.outputs for each in expected]
     whole(core)
 
 
@@ -249,8 +260,7 @@ def test_what_fails_in_every_step_ends_its_requests(llama_dir: Path) -> None:
     assert [output.outputs[0].finish_reason for output in found] == ["error"] * len(PROMPTS)
     layer.forward = forward
     found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    for one, other in zip(found, expected, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    assert [output.outputs for output in found] == [each.outputs for each in expected]
     whole(llm.engine.core)
 
 
@@ -285,17 +295,7 @@ def test_logits_that_are_no_numbers_end_their_request(
 
 def test_those_set_aside_can_be_aborted(llama_dir: Path) -> None:
     llm = LLM(str(llama_dir), enforce_eager=True, **SETTINGS)
-    layer, fails = llm.engine.core.runner.model.layers[0], True
-    forward = layer.forward
-
-    def fail_once(*args: Any, **kwargs: Any) -> Any:
-        nonlocal fails
-        fails, failed = False, fails
-        if failed:
-            raise RuntimeError("once")
-        return forward(*args, **kwargs)
-
-    layer.forward = fail_once
+    fail_once(llm.engine.core.runner.model.layers[0], "forward", RuntimeError("once"))
     for i, prompt in enumerate(PROMPTS):
         llm.engine.add_request(str(i), prompt, GREEDY)
     llm.engine.step()
@@ -306,41 +306,6 @@ def test_those_set_aside_can_be_aborted(llama_dir: Path) -> None:
         llm.engine.step()
     llm.engine.core.step()
     whole(llm.engine.core)
-
-
-@pytest.mark.parametrize(
-    ("field", "given"),
-    [
-        ("stop_token_ids", {"stop_token_ids": [128], "min_tokens": 1}),
-        ("logit_bias", {"logit_bias": {128: 1.0}}),
-        ("allowed_token_ids", {"allowed_token_ids": [5, 128]}),
-        ("thinking_end", {"thinking_end": 128, "thinking_token_budget": 3}),
-    ],
-)
-def test_ids_beyond_the_vocabulary_are_refused_by_name(
-    llama_dir: Path, field: str, given: dict[str, Any]
-) -> None:
-    """All that index tensors of the device: one of them ended the server of others."""
-    llm = LLM(str(llama_dir), **SETTINGS)
-    vocabulary = llm.engine.core.info.vocab_size
-    params = {
-        name: _moved(value, vocabulary - 128) if name == field else value
-        for name, value in given.items()
-    }
-    with pytest.raises(RequestError, match=rf"{field} holds a token id outside") as refused:
-        llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4, **params), use_tqdm=False)
-    assert refused.value.param == field
-
-
-def _moved(ids: Any, by: int) -> Any:
-    """128 becomes the first id that is not there."""
-    if isinstance(ids, dict):
-        return {token + by: value for token, value in ids.items()}
-    return (
-        ids + by
-        if isinstance(ids, int)
-        else [token + by if token == 128 else token for token in ids]
-    )
 
 
 def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:
@@ -361,6 +326,22 @@ def test_no_memory_on_the_host_is_no_memory(llama_dir: Path) -> None:
     assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
 
 
+@asynccontextmanager
+async def served(model: str, **settings: Any) -> AsyncIterator[Callable[..., Awaitable[list[int]]]]:
+    """An engine in a thread: what runs a request, given its id and parameters; its tokens."""
+    settings = {"max_num_seqs": 8, "max_model_len": 256, **settings}
+    engine = AsyncEngine(EngineConfig.from_flat(model=model, **settings), mode="thread")
+    await engine.start()
+
+    async def run(request_id: str, **params: Any) -> list[int]:
+        asked = SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **params})
+        outputs = [each async for each in engine.generate([5, 6, 7], asked, request_id)]
+        return [token for choice in outputs[-1].outputs for token in choice.token_ids]
+
+    yield run
+    await engine.shutdown()
+
+
 class PanicException(BaseException):
     """As pyo3 names a Rust panic."""
 
@@ -370,9 +351,6 @@ class PanicException(BaseException):
 async def test_a_grammar_that_fails_on_the_way(
     monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException
 ) -> None:
-    config = EngineConfig.from_flat(model="kvserve/tiny", max_num_seqs=8, max_model_len=256)
-    engine = AsyncEngine(config, mode="thread")
-    await engine.start()
     started = SequenceGrammar.__init__
 
     def init(self: SequenceGrammar, matcher: Any, *args: Any) -> None:
@@ -391,27 +369,19 @@ async def test_a_grammar_that_fails_on_the_way(
 
     monkeypatch.setattr(SequenceGrammar, "__init__", init)
 
-    async def run(request_id: str, **params: Any) -> list[int]:
-        settings = SamplingParams(temperature=0.0, max_tokens=30, **params)
-        outputs = [each async for each in engine.generate([5, 6, 7], settings, request_id)]
-        return outputs[-1].outputs[0].token_ids
-
-    alone = await run("alone", ignore_eos=True)
-    wanted = StructuredOutput("regex", "(a|b){100}")
-    with pytest.raises(RequestError, match="grammar failed") as refused:
-        await run("bad", structured_outputs=wanted)
-    assert as_api_error(refused.value).status_code == 400
-    assert "panicked" not in str(refused.value)
-    assert await run("again", ignore_eos=True) == alone
-    await engine.shutdown()
+    async with served("kvserve/tiny") as run:
+        alone = await run("alone", ignore_eos=True)
+        wanted = StructuredOutput("regex", "(a|b){100}")
+        with pytest.raises(RequestError, match="grammar failed") as refused:
+            await run("bad", structured_outputs=wanted)
+        assert as_api_error(refused.value).status_code == 400
+        assert "panicked" not in str(refused.value)
+        assert await run("again", ignore_eos=True) == alone
 
 
 async def test_a_text_that_cannot_be_made_ends_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = EngineConfig.from_flat(model="kvserve/tiny", max_num_seqs=8, max_model_len=256)
-    engine = AsyncEngine(config, mode="thread")
-    await engine.start()
     take, broken = OutputProcessor._take, False
 
     def fail(self: OutputProcessor, branch: Any, *args: Any) -> None:
@@ -420,23 +390,18 @@ async def test_a_text_that_cannot_be_made_ends_its_request(
         take(self, branch, *args)
 
     monkeypatch.setattr(OutputProcessor, "_take", fail)
-    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-    expected = [each async for each in engine.generate([5, 6, 7], params, "good")][-1]
-    broken = True
-    with pytest.raises(RequestError) as refused:
-        async for _ in engine.generate([5, 6, 7], params, "bad"):
-            pass
-    assert as_api_error(refused.value).status_code == 500
-    again = [each async for each in engine.generate([5, 6, 7], params, "good")][-1]
-    assert again.outputs[0].token_ids == expected.outputs[0].token_ids
-    await engine.shutdown()
+    async with served("kvserve/tiny") as run:
+        expected = await run("good", ignore_eos=True)
+        broken = True
+        with pytest.raises(RequestError) as refused:
+            await run("bad", ignore_eos=True)
+        assert as_api_error(refused.value).status_code == 500
+        assert await run("good", ignore_eos=True) == expected
 
 
 async def test_a_request_that_breaks_admission_ends_alone(
     llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = AsyncEngine(EngineConfig.from_flat(model=str(llama_dir), **SETTINGS), mode="thread")
-    await engine.start()
     add = EngineCore.add
 
     def fail(self: EngineCore, new: Any, matcher: Any = None) -> None:
@@ -445,12 +410,105 @@ async def test_a_request_that_breaks_admission_ends_alone(
         add(self, new, matcher)
 
     monkeypatch.setattr(EngineCore, "add", fail)
-    with pytest.raises(RequestError) as refused:
-        params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=7)
-        async for _ in engine.generate(PROMPTS[0], params, "bad"):
-            pass
-    assert as_api_error(refused.value).status_code == 500
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    outputs = [each async for each in engine.generate(PROMPTS[0], params, "good")]
-    assert len(outputs[-1].outputs[0].token_ids) == 8
-    await engine.shutdown()
+    async with served(str(llama_dir), **SETTINGS) as run:
+        with pytest.raises(RequestError) as refused:
+            await run("bad", min_tokens=7)
+        assert as_api_error(refused.value).status_code == 500
+        assert len(await run("good", ignore_eos=True)) == 30
+
+
+# ---- a step that finds no memory: its newest sequence ends with an error -------------------------
+
+LONG = replace(GREEDY, max_tokens=60)
+NO_MEMORY = torch.OutOfMemoryError("tried to allocate 2.00 GiB")
+
+
+def follow(runner: ModelRunner) -> list[SchedulerOutput]:
+    """The newest step is always the last."""
+    steps: list[SchedulerOutput] = []
+    launch = runner.launch
+
+    def launched(output: SchedulerOutput) -> Any:
+        steps.append(output)
+        return launch(output)
+
+    runner.launch = launched  # type: ignore[method-assign]
+    return steps
+
+
+Operator = Callable[[ModelRunner], Any]
+SCARCE: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
+    "a prompt": (lambda r: r.model.layers[0], "forward", lambda s: len(s.prefill.rows) > 1),
+    "a decode": (lambda r: r.cache, "store", lambda s: s.num_decoding > 4),
+    "an event": (lambda r: r.compressor, "_move", lambda s: bool(s.events.compactions)),
+    "logits": (lambda r: r.model, "logits", lambda s: s.num_decoding > 4),
+    "a swap": (lambda r: r.cache, "swap", lambda s: s.moves is not None and bool(s.moves.outs)),
+}
+
+
+@thinned(
+    {
+        "overlaps": [False, True],
+        "place": list(SCARCE),
+        "policy": [KARA, {"name": "adakv", "budget": 8, "window": 4}, "none"],
+    },
+    together=2,
+)
+def test_the_newest_ends_and_the_others_go_on(
+    llama_dir: Path, place: str, policy: Any, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if policy == "none" and place in ("an event", "a swap"):
+        pytest.skip("none has no events, and swaps nothing")
+    expected = LLM(str(llama_dir), policy=policy, **SETTINGS).generate(
+        PROMPTS, LONG, use_tqdm=False
+    )
+    llm = LLM(str(llama_dir), policy=policy, async_scheduling=overlaps, **SETTINGS)
+    core = llm.engine.core
+    steps, (operator, name, when) = follow(core.runner), SCARCE[place]
+    if place == "a swap":
+        preempt_in_step(llm, 45)
+    failed = fail_once(operator(core.runner), name, NO_MEMORY, lambda _: when(steps[-1]))
+
+    def spoil(*args: Any) -> Any:
+        core.runner.cache.kv[1:] = POISON  # nothing of it may be relied on
+        return start_over(*args)
+
+    monkeypatch.setattr(engine_core, "start_over", spoil)
+    found = llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert failed
+    reasons = [output.outputs[0].finish_reason for output in found]
+    assert reasons.count("error") == 1 and reasons.count("length") == 5
+    for one, other in zip(found, expected, strict=True):
+        known = one.outputs[0].token_ids
+        assert known == other.outputs[0].token_ids[: len(known)]
+        if one.outputs[0].finish_reason == "length":
+            assert len(known) == 60
+            assert one.kv_cache_details.compactions == other.kv_cache_details.compactions
+    core.scheduler.check_integrity()
+    assert core.scheduler.blocks.headroom == core.scheduler.pool.capacity
+
+
+def preempt_in_step(llm: LLM, steps: int) -> None:
+    """Make the newest sequence go to host memory in a step."""
+    scheduler = llm.engine.core.scheduler
+    promote = scheduler.rows.promote_ready
+
+    def and_one() -> None:
+        promote()
+        if scheduler.totals.steps_total == steps:
+            scheduler.departures.preempt()
+
+    scheduler.rows.promote_ready = and_one  # type: ignore[method-assign]
+
+
+async def test_its_client_is_told(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of its own; the engine serves on."""
+    monkeypatch.setattr(ModelRunner, "launch", ModelRunner.launch)
+    failed = fail_once(ModelRunner, "launch", NO_MEMORY)
+    params: dict[str, Any] = {"n": 2, "max_tokens": 5, "ignore_eos": True}
+    async with served(str(llama_dir), **SETTINGS) as run:
+        with pytest.raises(RequestError, match="ran out of memory in a step of") as refused:
+            await run("first", **params)
+        assert refused.value.code == "out_of_memory" and failed
+        assert as_api_error(refused.value).status_code == 503
+        assert len(await run("second", **params)) == 10

@@ -82,12 +82,12 @@ def test_a_large_pool_is_shown_in_fewer_cells(
 def test_views_come_only_while_watched_and_something_changes(llama_dir: Path) -> None:
     watch = PoolWatch(make_llm(llama_dir, "none").engine.core)
     assert not watch.due
-    watch.on = True
+    watch.switch(True)
     assert watch.due
     watch.view()
     watch._next = 0.0
     assert not watch.due, "the engine rests as it did"
-    watch.on = True
+    watch.switch(True)
     assert watch.due, "a new reader wants to see it"
-    watch.on = False
+    watch.switch(False)
     assert not watch.due

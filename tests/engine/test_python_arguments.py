@@ -18,55 +18,42 @@ def llm() -> LLM:
     return LLM("kvserve/tiny", num_gpu_blocks_override=8, block_size=16)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "said"),
-    [
-        (123, "prompts must be a text, a list of token ids, or a mapping with prompt or prompt_"),
-        (None, "prompts must be"),
-        (b"abc", "prompts must be"),
-        ({}, "prompts must be"),
-        ({"prompt": 3}, "prompts must be a mapping whose prompt is a text"),
-        ([{"prompt_token_ids": "a"}], "prompts[0] must be a mapping whose prompt is a text"),
-        (["a", 3], "prompts[1] must be"),
-        ([[1, "a"]], "prompts[0] must be"),
-        ([1.5, 2], "prompts[0] must be"),
-        ([True, False], "prompts[0] must be"),
-    ],
-)
-def test_a_wrong_prompt_is_named(llm: LLM, prompts: Any, said: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        llm.generate(prompts, use_tqdm=False)
-    assert str(refused.value).startswith(said) and refused.value.param == "prompts"
+SAID = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("name", "given", "said"),
     [
-        ({"temperature": 0}, "sampling_params must be a SamplingParams, or a list of them"),
-        ([{"temperature": 0}], "sampling_params[0] must be a SamplingParams, got {'temp"),
-        ("hot", "sampling_params must be"),
+        (
+            "prompts",
+            123,
+            " must be a text, a list of token ids, or a mapping with prompt or prompt_",
+        ),
+        ("prompts", None, " must be"),
+        ("prompts", b"abc", " must be"),
+        ("prompts", {}, " must be"),
+        ("prompts", {"prompt": 3}, " must be a mapping whose prompt is a text"),
+        ("prompts", [{"prompt_token_ids": "a"}], "[0] must be a mapping whose prompt is a text"),
+        ("prompts", ["a", 3], "[1] must be"),
+        ("prompts", [[1, "a"]], "[0] must be"),
+        ("prompts", [1.5, 2], "[0] must be"),
+        ("prompts", [True, False], "[0] must be"),
+        ("sampling_params", {"temperature": 0}, " must be a SamplingParams, or a list of them"),
+        ("sampling_params", [{"temperature": 0}], "[0] must be a SamplingParams, got {'temp"),
+        ("sampling_params", "hot", " must be"),
+        ("messages", "hello", " must be a list of messages"),
+        ("messages", SAID, " must be a list of messages"),
+        ("messages", [3], "[0] must be a list of messages, got 3"),
+        ("messages", [[SAID, "b"]], "[0][1] must be a mapping like"),
+        ("messages", [SAID, "b"], "[1] must be a mapping like"),
     ],
 )
-def test_wrong_params_are_named(llm: LLM, params: Any, said: str) -> None:
+def test_what_is_given_wrong_is_named(llm: LLM, name: str, given: Any, said: str) -> None:
+    call: Any = llm.chat if name == "messages" else llm.generate
+    others = {"prompts": "a"} if name == "sampling_params" else {}
     with pytest.raises(RequestError) as refused:
-        llm.generate("a", params, use_tqdm=False)
-    assert str(refused.value).startswith(said) and refused.value.param == "sampling_params"
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ("hello", "messages must be a list of messages"),
-        ({"role": "user", "content": "a"}, "messages must be a list of messages"),
-        ([3], "messages[0] must be a list of messages, got 3"),
-        ([[{"role": "user", "content": "a"}, "b"]], "messages[0][1] must be a mapping like"),
-        ([{"role": "user", "content": "a"}, "b"], "messages[1] must be a mapping like"),
-    ],
-)
-def test_wrong_messages_are_named(llm: LLM, messages: Any, said: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        llm.chat(messages, use_tqdm=False)
-    assert str(refused.value).startswith(said) and refused.value.param == "messages"
+        call(**{name: given, **others}, use_tqdm=False)
+    assert str(refused.value).startswith(name + said) and refused.value.param == name
 
 
 def test_no_prompts_have_no_outputs(llm: LLM) -> None:

@@ -35,6 +35,8 @@ def answer(llm: LLM, prompt: Any, **params: Any) -> Any:
         ([-1], {}, "prompt"),
         ([5], {"priority": 1}, "priority"),
         ([5], {"logit_bias": {259: 1.0}}, "logit_bias"),
+        ([5], {"stop_token_ids": [259], "min_tokens": 1}, "stop_token_ids"),
+        ([5], {"thinking_end": 259, "thinking_token_budget": 3}, "thinking_end"),
         ([5], {"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ([5], {"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ([5], {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
@@ -90,19 +92,6 @@ def test_stop_strings_and_stop_tokens(llm: LLM) -> None:
     assert stopped.outputs[0].text == choice.text[: choice.text.index(stop)]
     assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
     assert stopped.finished and llm.stats().kv_cache_usage == 0.0
-
-
-def test_a_request_may_bring_its_own_policy(llm: LLM) -> None:
-    kara = {"name": "kara", "window": 16, "buffer": 4, "chunk_budget": 0, "period": 4}
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, kv_policy=policy)
-        for policy in (None, kara, "none")
-    ]
-    outputs = llm.generate(["abc"] * 3, params, use_tqdm=False)
-    assert [out.kv_cache_details.policy for out in outputs] == ["none", "kara", "none"]
-    assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
-    assert outputs[1].kv_cache_details.compactions > 0
-    assert outputs[0].kv_cache_details.compactions == 0
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("classifier"))
 
 
-def test_a_checkpoint_decides(checkpoint: Path) -> None:
+def test_a_checkpoint_decides_and_sees_both_ends(checkpoint: Path) -> None:
+    """511 tokens go in whole, of 512 and more the first and the last 256."""
     classifier = CheckpointClassifier(str(checkpoint))
     assert classifier.task("sum word word") == "aggregation"
     assert classifier.task("find word word") == "localization"  # equal logits: label 0
-
-
-def test_a_checkpoint_sees_both_ends(checkpoint: Path) -> None:
-    """511 tokens go in whole, of 512 and more the first and the last 256."""
-    classifier = CheckpointClassifier(str(checkpoint))
     seen: list[list[int]] = []
     forward = classifier._model.forward
 

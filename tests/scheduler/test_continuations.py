@@ -306,8 +306,7 @@ def test_a_scheduler_that_begins_again_knows_none() -> None:
         talks.loop.step()
     assert seq.resumed is not None and seq.resumed.continuation in talks.store
     before = talks.store.hits
-    fresh = make_scheduler(200, continuations=True)
-    start_over(talks.scheduler, fresh, blamed={-1})
+    start_over(talks.scheduler, blamed={-1})
     assert not len(talks.store) and talks.store.hits == before
     drain(talks.scheduler, ShadowRunner(talks.scheduler))
     assert seq.token_ids.tolist() == expected and len(talks.store) == 1

@@ -82,7 +82,7 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
         for seq_id in range(6):
             scheduler.add(make_sequence(seq_id, 6, 38, policy=15))
         assert len(drain(scheduler, shadow)) == 6
-        seen.append((scheduler.events.early_compactions > 0, scheduler.num_preemptions))
+        seen.append((scheduler.totals.early_compactions_total > 0, scheduler.num_preemptions))
     ample, willing, unwilling = seen
     assert ample == (False, 0)
     assert willing[0] and not unwilling[0] and willing[1] < unwilling[1]

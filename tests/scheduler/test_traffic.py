@@ -41,8 +41,8 @@ def seeds(end: int, begin: int = 0) -> pytest.MarkDecorator:
 def what_happened(traffic: Traffic) -> Counter[str]:
     scheduler = traffic.scheduler
     return Counter(
-        compactions=scheduler.events.compactions,
-        early=scheduler.events.early_compactions,
+        compactions=scheduler.totals.compactions_total,
+        early=scheduler.totals.early_compactions_total,
         preemptions=scheduler.num_preemptions,
         swaps=scheduler.num_swaps,
         recomputed=scheduler.num_preemptions - scheduler.num_swaps,

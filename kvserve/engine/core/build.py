@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.core.start_up_table import start_up_table
-from kvserve.engine.core.threads import limit_threads
 from kvserve.engine.messages import EngineInfo
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.loader import load_model
@@ -22,6 +19,7 @@ from kvserve.engine.runner.memory import (
     count_blocks,
     count_host_blocks,
     free_memory,
+    limit_threads,
 )
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.engine.runner.rank import Pool, measure, ready_runner
@@ -38,8 +36,6 @@ class BuiltEngine:
     scheduler: Scheduler
     executor: Executor
     info: EngineInfo
-    new_scheduler: Callable[[], Scheduler]
-    """Builds another scheduler with the same settings and no sequences."""
 
 
 def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
@@ -79,7 +75,7 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         default_sampling=defaults.sampling,
         summary=start_up_table(plan, pool, executor.runner, profile, attention, defaults, threads),
     )
-    return BuiltEngine(plan, scheduler, executor, info, partial(Scheduler, layout, settings))
+    return BuiltEngine(plan, scheduler, executor, info)
 
 
 def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:

@@ -1,29 +1,35 @@
-"""The loop that runs an engine core on commands from another thread or process."""
+"""The loop that runs an engine core on commands from another thread or process, and the thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
 from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.engine.device.pages import KeptMemory
 from kvserve.engine.messages import (
     Branches,
+    EngineInfo,
     FinishedSequence,
     NewSequence,
     RefusedSequence,
     StepOutputs,
 )
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
-from kvserve.log import RequestError, logger
+from kvserve.log import EngineDeadError, RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 from kvserve.turns import Turns
 
+_IDLE_POLL_S = 0.5
 _IDLE_S = 0.02
 """Seconds that the loop waits for a grammar, without reading commands, while no step runs."""
 
@@ -63,25 +69,80 @@ class Unreadable:
 Command = Branches | Abort | ResetPrefixCache | WatchPool | Stop | Unreadable
 
 
-class Channel(Protocol):
-    """Commands in, outputs out."""
-
-    def receive(self, block: bool) -> Iterable[Command]:
-        """All queued commands; with ``block``, waits a while for the first one."""
-        ...
-
-    def send(self, outputs: StepOutputs) -> None: ...
+OnOutputs = Callable[[StepOutputs], None]
+OnDeath = Callable[[BaseException], None]
 
 
-def run_core(core: EngineCore, channel: Channel) -> None:
-    """Serve commands and run steps until told to stop."""
-    with closing(GrammarQueue(core.grammars)) as grammars:
-        _serve(core, channel, grammars)
+class EngineClient(Protocol):
+    """A core that runs elsewhere. The callbacks run in the event loop that called ``start``."""
+
+    @property
+    def suspended(self) -> bool: ...
+
+    async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
+
+    def send(self, command: Command) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
-def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
-    channel.send(StepOutputs(stats=core.stats()))  # the pool, before the first step
-    pool, kept = PoolWatch(core), KeptMemory()
+class ThreadClient:
+    """The core in a thread of this process. It shares the interpreter lock with its client, which
+    costs a fifth of the throughput, so servers take a process (``core_process``)."""
+
+    suspended = False
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
+        loop = asyncio.get_running_loop()
+        core = await asyncio.to_thread(EngineCore, self._config)
+
+        def call(function: Callable[[Any], None], argument: Any) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(function, argument)
+
+        def run() -> None:
+            try:
+                with closing(core):
+                    run_core(core, self._receive, partial(call, on_outputs))
+            except Exception as error:
+                logger.exception("the engine failed")
+                call(on_death, EngineDeadError(f"the engine failed: {error}"))
+
+        self._thread = threading.Thread(target=run, name="kvserve-engine", daemon=True)
+        self._thread.start()
+        return core.info
+
+    def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    async def stop(self) -> None:
+        self._commands.put(Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _receive(self, block: bool) -> Iterable[Command]:
+        with suppress(queue.Empty):
+            while True:
+                yield self._commands.get(block, timeout=_IDLE_POLL_S)
+                block = False
+
+
+def run_core(
+    core: EngineCore,
+    receive: Callable[[bool], Iterable[Command]],
+    send: Callable[[StepOutputs], None],
+) -> None:
+    """Serve commands and run steps until told to stop.
+
+    ``receive`` returns all queued commands; if its argument is true, it waits a while for one.
+    """
+    send(StepOutputs(stats=core.stats()))  # the pool, before the first step
+    pool, kept, grammars = PoolWatch(core), KeptMemory(), GrammarQueue(core.grammars)
     refused: list[RefusedSequence] = []
 
     def add(new: NewSequence, compiled: Future[Matcher] | None = None) -> None:
@@ -93,46 +154,47 @@ def _serve(core: EngineCore, channel: Channel, grammars: GrammarQueue) -> None:
             logger.error("request %s could not be admitted", new.request_id, exc_info=error)
             refused.append(RefusedSequence(new.seq_id, INTERNAL_ERROR, None, "internal_error"))
 
-    while True:
-        core.check()
-        ended: list[FinishedSequence] = []
-        reset = False
-        refused.clear()
-        if not core.has_work:
-            core.grammars.tidy()
-        busy = core.has_work or bool(grammars)
-        commands = list(channel.receive(block=not busy))
-        if not (busy or commands):
-            kept.give_back()
-        for command in commands:
-            if isinstance(command, Stop):
-                return
-            if isinstance(command, Abort):
-                grammars.drop(command.seq_ids)
-                ended += core.abort(command.seq_ids)
-            elif isinstance(command, ResetPrefixCache):
-                core.reset_prefix_cache()
-                reset = True
-            elif isinstance(command, WatchPool):
-                pool.on = command.on
-            elif isinstance(command, Unreadable):
-                message = f"the engine could not read the request: {command.reason}"
-                for seq_id in command.seq_ids:
-                    refused.append(RefusedSequence(seq_id, message, None, "internal_error"))
-            else:
-                for new in command.each():
-                    if new.structured_output is not None:
-                        grammars.add(new, new.structured_output)
-                    else:
-                        add(new)
-        for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
-            add(new, compiled)
-        if refused or ended or reset:
-            channel.send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
-        if core.has_work:
-            channel.send(core.step())
-        if pool.due:
-            channel.send(StepOutputs(pool=pool.view()))
+    with closing(grammars):
+        while True:
+            core.check()
+            ended: list[FinishedSequence] = []
+            reset = False
+            refused.clear()
+            if not core.has_work:
+                core.grammars.tidy()
+            busy = core.has_work or bool(grammars)
+            commands = list(receive(not busy))
+            if not (busy or commands):
+                kept.give_back()
+            for command in commands:
+                if isinstance(command, Stop):
+                    return
+                if isinstance(command, Abort):
+                    grammars.drop(command.seq_ids)
+                    ended += core.abort(command.seq_ids)
+                elif isinstance(command, ResetPrefixCache):
+                    core.reset_prefix_cache()
+                    reset = True
+                elif isinstance(command, WatchPool):
+                    pool.switch(command.on)
+                elif isinstance(command, Unreadable):
+                    message = f"the engine could not read the request: {command.reason}"
+                    for seq_id in command.seq_ids:
+                        refused.append(RefusedSequence(seq_id, message, None, "internal_error"))
+                else:
+                    for new in command.each():
+                        if new.structured_output is not None:
+                            grammars.add(new, new.structured_output)
+                        else:
+                            add(new)
+            for new, compiled in grammars.take(0 if core.has_work else _IDLE_S):
+                add(new, compiled)
+            if refused or ended or reset:
+                send(StepOutputs(finished=ended, refused=list(refused), stats=core.stats()))
+            if core.has_work:
+                send(core.step())
+            if pool.due:
+                send(StepOutputs(pool=pool.view()))
 
 
 class GrammarQueue:

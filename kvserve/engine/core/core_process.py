@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import closing
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import (
     Abort,
     Command,
+    OnDeath,
+    OnOutputs,
     ResetPrefixCache,
     Stop,
     Unreadable,
@@ -47,10 +50,17 @@ _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 0.5
 
 
-class ParentLink:
+class ProcessClient:
     """Starts the process and talks to it."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._process: SpawnProcess
+        self._started = False
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
+        """Wait until the model is loaded; raises ``ConfigError`` if it cannot be."""
         self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
         self._context = zmq.Context()
@@ -59,37 +69,29 @@ class ParentLink:
         self._commands.connect(addresses[0])
         self._outputs = zmq.asyncio.Socket(_socket(self._context, zmq.PULL))
         self._outputs.bind(addresses[1])
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(
+        self._process = multiprocessing.get_context("spawn").Process(
             target=engine_process,
-            args=(config, *addresses, logger.getEffectiveLevel()),
+            args=(self._config, *addresses, logger.getEffectiveLevel()),
             name="kvserve-engine",
             daemon=True,
         )
         self._process.start()
-        self._ready = False
-        self._died = asyncio.Event()
+        self._started, self._died = True, asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
-
-    async def wait_until_ready(self) -> EngineInfo:
-        """Wait until the model is loaded; raises ``ConfigError`` if it cannot be."""
         try:
-            message = await self._next()
+            info = await self._next()
         except BaseException:
-            await self.close()
+            await self.stop()
             raise
-        assert isinstance(message, EngineInfo)
-        self._ready = True
-        return message
-
-    async def receive(self) -> StepOutputs:
-        message = await self._next()
-        assert isinstance(message, StepOutputs)
-        return message
+        assert isinstance(info, EngineInfo)
+        self._reader = asyncio.create_task(self._read(on_outputs, on_death))
+        return info
 
     @property
     def suspended(self) -> bool:
         """Whether a signal has stopped the process (SIGSTOP, a debugger); known on Linux alone."""
+        if not self._started:
+            return False
         try:
             facts = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
@@ -100,10 +102,14 @@ class ParentLink:
         """Never blocks."""
         self._commands.send_multipart(_pack(command))
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Ask the process to exit, and kill it if it is still there after a few seconds."""
+        if not self._started:
+            return
+        if self._reader is not None:
+            self._reader.cancel()
         if not self._died.is_set():
-            if self._ready:
+            if self._reader is not None:
                 self.send(Stop())
             else:
                 self._process.terminate()  # while it loads, it reads no commands
@@ -115,6 +121,18 @@ class ParentLink:
         self._outputs.close(linger=0)
         self._context.term()
         self._directory.cleanup()
+
+    async def _read(self, on_outputs: OnOutputs, on_death: OnDeath) -> None:
+        try:
+            while True:
+                message = await self._next()
+                assert isinstance(message, StepOutputs)
+                on_outputs(message)
+        except EngineDeadError as error:
+            on_death(error)
+        except Exception as error:  # else open requests would wait forever
+            logger.exception("the engine's answers cannot be read")
+            on_death(EngineDeadError(f"its answers cannot be read: {error}"))
 
     async def _next(self) -> EngineInfo | StepOutputs:
         frames = asyncio.ensure_future(self._outputs.recv_multipart())
@@ -153,7 +171,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
         with closing(EngineCore(config)) as core:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
-            run_core(core, channel)
+            run_core(core, channel.receive, channel.send)
     except Exception as error:
         # The process exits now anyway: a SIGTERM from the parent must not interrupt it.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -17,7 +17,6 @@ from kvserve.engine.core.engine_stats import EngineCounts
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
-from kvserve.engine.core.suspects import Suspects
 from kvserve.engine.messages import (
     EngineInfo,
     FinishedSequence,
@@ -26,7 +25,7 @@ from kvserve.engine.messages import (
     StepOutputs,
 )
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.engine.sampling.sampler import NO_TOKEN
 from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
@@ -34,6 +33,7 @@ from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.recovery import culprits, newest_of, start_over
+from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.stats import EngineStats
 
 _STATS_INTERVAL = 0.05
@@ -63,7 +63,6 @@ class EngineCore:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         built = build_engine(config, model)
         self.scheduler = built.scheduler
-        self._new_scheduler = built.new_scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
         self.grammars = GrammarCompiler(config.model, built.info)
@@ -95,7 +94,7 @@ class EngineCore:
         sequence = self._intake.sequence(new, self._sequences, matcher)
         self.scheduler.add(sequence)
         self._sequences.add(sequence, new)
-        self._counts.prompt_tokens += sequence.num_prompt_tokens
+        self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
@@ -169,13 +168,16 @@ class EngineCore:
             self._in_flight = None
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
-        self._counts.compaction_seconds += result.compaction_seconds
+        self.scheduler.totals.compaction_seconds_total += result.compaction_seconds
         traced = self._tracer.read(step.traced) if step.traced else []
         sampled, token_ids = list(output.sampled), result.token_ids
         confirmed = None if output.drafts is None else self.scheduler.confirm(output, token_ids)
         if confirmed is not None and output.drafts is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
-            self._counts.add_drafts(output.drafts, confirmed)
+            totals = self.scheduler.totals
+            totals.drafts_total += int(np.count_nonzero(output.drafts.lengths > 1))
+            totals.draft_tokens_total += output.drafts.num_guessed
+            totals.accepted_tokens_total += int(confirmed.counts.sum()) - len(confirmed.counts)
         refused = self._end_failed(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
@@ -196,7 +198,7 @@ class EngineCore:
     ) -> StepOutputs:
         """A step's tokens, each of the one of ``sampled``, where ``gets`` is true."""
         token_ids = list(compress(result.token_ids.tolist(), gets))
-        self._counts.generation_tokens += len(token_ids)
+        self.scheduler.totals.generation_tokens_total += len(token_ids)
         return StepOutputs(
             seq_ids=[seq.seq_id for seq in compress(sampled, gets)],
             token_ids=token_ids,
@@ -244,8 +246,7 @@ class EngineCore:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
             outputs = self._tokens_of(known.sampled, result, gets)
         tokens = None if result is None else result.token_ids
-        fresh = self._new_scheduler()
-        ended, finished = start_over(self.scheduler, fresh, blamed, known, tokens, aside)
+        ended, finished = start_over(self.scheduler, blamed, known, tokens, aside)
         if blamed:
             self._suspects.clear(self.scheduler)
         names = ", ".join(self._sequences.request_id(seq) for seq in ended)
@@ -276,7 +277,7 @@ class EngineCore:
         among = error.seq_ids if isinstance(error, EventMemoryError) else None
         newest = newest_of(self.scheduler, output, among)
         blamed = set() if newest is None else {newest.seq_id}
-        _, finished = start_over(self.scheduler, self._new_scheduler(), blamed)
+        _, finished = start_over(self.scheduler, blamed)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
         logger.error(
@@ -334,3 +335,73 @@ def _as_out_of_memory(error: Exception) -> Exception:
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return torch.OutOfMemoryError(str(error))
     return error
+
+
+class Suspects:
+    """After a step that failed and blamed nobody, half of its sequences are set aside and the other
+    half goes on. If a step with these fails too, they are halved again; if all of them get past
+    where they were, those set aside last are tried next. A single one that is left is to blame.
+
+    So n requests bear at most log2(n) + 1 failures for one that is bad, and none ends for it. A
+    failure that does not come again ends nobody.
+    """
+
+    def __init__(self) -> None:
+        self.tried: dict[int, int] = {}
+        """Tokens that each suspect had when its step failed."""
+        self.aside: list[list[Sequence]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.tried or self.aside)
+
+    def narrow(self, running: list[Sequence], scheduler: Scheduler) -> tuple[set[int], set[int]]:
+        """A step failed in which these ran: ids of who is to blame, and of who is set aside.
+
+        They still hold their rows. If somebody is to blame, those set aside before are not.
+        """
+        suspects = [seq for seq in running if seq.seq_id in self.tried] or running
+        if len(suspects) == 1:
+            self.tried.clear()
+            return {suspects[0].seq_id}, set()
+        # What came last is suspected first, and waits: the others' streams go on.
+        by_age = sorted(suspects, key=lambda seq: seq.arrival)
+        older, newer = by_age[: len(by_age) // 2], by_age[len(by_age) // 2 :]
+        self.tried = {seq.seq_id: _num_tokens(seq, scheduler) for seq in older}
+        self.aside.append(newer)
+        return set(), {seq.seq_id for seq in newer}
+
+    def passed(self, scheduler: Scheduler) -> None:
+        """A step succeeded: put those back whose turn it is."""
+        there = {seq.seq_id: seq for seq in (*scheduler.running, *scheduler.waiting)}
+        self.tried = {
+            seq_id: before
+            for seq_id, before in self.tried.items()
+            if seq_id in there and _num_tokens(there[seq_id], scheduler) <= before
+        }
+        if not self.tried and self.aside:
+            next_ones = self.aside.pop()
+            self.tried = {seq.seq_id: seq.num_tokens for seq in next_ones}
+            for seq in next_ones:
+                scheduler.add(seq)
+
+    def clear(self, scheduler: Scheduler) -> None:
+        """Somebody was to blame: put all others back."""
+        self.tried.clear()
+        for seq in (seq for group in self.aside for seq in group):
+            scheduler.add(seq)
+        self.aside.clear()
+
+    def remove(self, seq: Sequence) -> bool:
+        """Forget a sequence that ends; whether it was set aside, so that no scheduler has it."""
+        for group in self.aside:
+            if seq in group:
+                group.remove(seq)
+                return True
+        return False
+
+
+def _num_tokens(seq: Sequence, scheduler: Scheduler) -> int:
+    """Known tokens of a sequence, in its row or not."""
+    if seq.row < 0:
+        return seq.num_tokens
+    return int(scheduler.rows.num_tokens[seq.row] - scheduler.rows.num_unknown[seq.row])

@@ -6,14 +6,12 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.continuation import MISSES
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.stats import ITERATION_TOKENS, CompactionCounts, EngineStats, RequestStats
@@ -28,17 +26,15 @@ class EngineCounts:
         """Sizes are those of all ranks together."""
         self._scheduler, self._runner = scheduler, runner
         self._block_bytes, self._remainder_bytes = block_bytes, remainder_bytes
+        self._totals = scheduler.totals
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
-        self.num_tokens = self.prompt_tokens = self.generation_tokens = 0
-        self.compaction_seconds = 0.0
-        self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self._events: Counter[tuple[str, str]] = Counter()
         self._released: Counter[tuple[str, str]] = Counter()
 
     def add(self, output: SchedulerOutput) -> list[tuple[int, Compaction]]:
         """Count a step; returns its compactions, each with its sequence."""
         self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
-        self.num_tokens += output.num_tokens
+        self._totals.iteration_tokens_total += output.num_tokens
         layout, found = self._scheduler.layout, list[tuple[int, Compaction]]()
         for events in (*output.events.compactions, *output.pruned):
             compacts, reason = events.compacts, "pressure" if events.early else "due"
@@ -55,15 +51,9 @@ class EngineCounts:
                 found.append((seq_id, Compaction(reason, now, *counts)))
         return found
 
-    def add_drafts(self, drafts: Drafts, confirmed: Confirmed) -> None:
-        """Count what a step has verified."""
-        self.drafts += int(np.count_nonzero(drafts.lengths > 1))
-        self.draft_tokens += drafts.num_guessed
-        self.accepted_tokens += int(confirmed.counts.sum()) - len(confirmed.counts)
-
     def stats(self, request_ids: Mapping[int, str]) -> EngineStats:
         """Counters and the state of every running request; ``request_ids`` are by sequence id."""
-        scheduler, events = self._scheduler, self._scheduler.events
+        scheduler = self._scheduler
         requests = self._requests(request_ids)
         running = slice(scheduler.rows.num_rows)
         by_kind = scheduler.blocks.held_by_kind(running)
@@ -81,7 +71,8 @@ class EngineCounts:
                 "resumed_tokens_total": store.resumed_tokens,
                 "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
             }
-        return EngineStats(
+        return replace(
+            self._totals,
             num_running=len(requests),
             num_waiting=len(scheduler.waiting),
             blocks_total=capacity,
@@ -92,26 +83,12 @@ class EngineCounts:
             window_bytes=by_kind["windows"] * self._block_bytes,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
-            prompt_tokens_total=self.prompt_tokens,
-            generation_tokens_total=self.generation_tokens,
-            preemptions_total=scheduler.num_preemptions,
-            swaps_total=scheduler.num_swaps,
-            early_compactions_total=events.early_compactions,
-            compactions_total=events.compactions,
-            blocks_released_total=events.blocks_released,
-            tokens_evicted_total=events.tokens_evicted,
-            compaction_seconds_total=self.compaction_seconds,
-            steps_total=scheduler.num_steps,
             scoring_workspace_bytes=self._runner.workspace_bytes,
             compaction_counts=tuple(
                 CompactionCounts(*key, count, self._released[key])
                 for key, count in self._events.items()
             ),
-            drafts_total=self.drafts,
-            draft_tokens_total=self.draft_tokens,
-            accepted_tokens_total=self.accepted_tokens,
             iterations=tuple(self._iterations),
-            iteration_tokens_total=self.num_tokens,
             requests=requests,
             **further,
         )

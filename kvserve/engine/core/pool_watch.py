@@ -25,13 +25,9 @@ class PoolWatch:
         self._next = 0.0
         self._shown: tuple[int, ...] = ()
 
-    @property
-    def on(self) -> bool:
-        return self._on
-
-    @on.setter
-    def on(self, wanted: bool) -> None:
-        self._on, self._next, self._shown = wanted, 0.0, ()
+    def switch(self, on: bool) -> None:
+        """Begin or end to watch."""
+        self._on, self._next, self._shown = on, 0.0, ()
 
     @property
     def due(self) -> bool:
@@ -57,7 +53,7 @@ class PoolWatch:
         """Counts that tell whether an idle engine's pool has changed: one of them has, then."""
         scheduler = self._core.scheduler
         pool = scheduler.pool.num_free, scheduler.blocks.num_cached
-        return scheduler.num_steps, len(scheduler.waiting), *pool, int(self._core.has_work)
+        return scheduler.totals.steps_total, len(scheduler.waiting), *pool, int(self._core.has_work)
 
 
 FREE, CACHED, LOGGED, OTHER, FIRST_ROW = range(5)

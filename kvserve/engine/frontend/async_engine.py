@@ -7,9 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.core_loop import INTERNAL_ERROR, Abort, ResetPrefixCache, WatchPool
-from kvserve.engine.frontend.client import EngineClient, ProcessClient, ThreadClient
-from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
+from kvserve.engine.core.core_loop import (
+    Abort,
+    EngineClient,
+    ResetPrefixCache,
+    ThreadClient,
+    WatchPool,
+)
+from kvserve.engine.frontend.llm_engine import load_tokenizer
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
@@ -42,9 +47,11 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.pool: PoolView | None = None
         """The newest view while ``watch_pool`` is on."""
-        self._client: EngineClient = (
-            ProcessClient(config) if mode == "process" else ThreadClient(config)
-        )
+        self._client: EngineClient = ThreadClient(config)
+        if mode == "process":
+            from kvserve.engine.core.core_process import ProcessClient
+
+            self._client = ProcessClient(config)
         self._info: EngineInfo | None = None
         self._tasks = TaskResolver(config.compression)
         self._processor = OutputProcessor(None, [], self._tasks)
@@ -96,11 +103,10 @@ class AsyncEngine:
             raise EngineDeadError(str(self.dead_error))
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        text, token_ids = tokenize(self.tokenizer, prompt)
         events: asyncio.Queue[_Event] = asyncio.Queue()
         self._queues[request_id] = events
         try:
-            output, branches = self._processor.add(request_id, text, token_ids, params)
+            output, branches = self._processor.add(request_id, prompt, params)
             self._client.send(branches)
             while not output.finished:
                 event = await events.get()
@@ -147,19 +153,12 @@ class AsyncEngine:
             self.stats = outputs.stats
         if outputs.pool is not None:
             self.pool, self.stats = outputs.pool, outputs.pool.stats
-        for refused in outputs.refused:
-            request_id = self._processor.request_of(refused.seq_id)
+        changed, abort, errors = self._processor.process(outputs)
+        news: list[tuple[str, _Event]] = [*errors.items()]
+        news += [(output.request_id, output) for output in changed]
+        for request_id, event in news:
             if request_id in self._queues:
-                error = RequestError(refused.message, param=refused.param, code=refused.code)
-                self._queues[request_id].put_nowait(error)
-        changed, abort = self._processor.process(outputs)
-        for request_id in self._processor.take_failed():
-            if request_id in self._queues:
-                error = RequestError(INTERNAL_ERROR, code="internal_error")
-                self._queues[request_id].put_nowait(error)
-        for output in changed:
-            if output.request_id in self._queues:
-                self._queues[output.request_id].put_nowait(output)
+                self._queues[request_id].put_nowait(event)
         if abort:
             self._client.send(Abort(abort))
 

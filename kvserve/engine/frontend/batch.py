@@ -29,7 +29,8 @@ class ReadPrompt(NamedTuple):
 
 def read_prompts(prompts: Any) -> list[ReadPrompt]:
     """One prompt or many, as a list. ``RequestError`` names one that is none."""
-    if _is_prompt(prompts):
+    # An empty list is no prompts.
+    if isinstance(prompts, str | Mapping) or (_is_ids(prompts) and len(prompts) > 0):
         return [_read(prompts, "prompts")]
     if not _is_list(prompts):
         raise _wrong("prompts", f"{_PROMPT}, or a list of these", prompts)
@@ -116,11 +117,6 @@ def _is_ids(value: Any) -> bool:
     return _is_list(value) and all(
         isinstance(i, Integral) and not isinstance(i, bool) for i in value
     )
-
-
-def _is_prompt(value: Any) -> bool:
-    """Whether this is one prompt; an empty list is no prompts."""
-    return isinstance(value, str | Mapping) or (_is_ids(value) and len(value) > 0)
 
 
 def _wrong(name: str, wanted: str, value: object) -> RequestError:

@@ -46,9 +46,7 @@ class LLMEngine:
 
         ``text`` is what a prompt of token ids was made of, if that is known.
         """
-        own, token_ids = tokenize(self.tokenizer, prompt)
-        text = own if text is None else text
-        _, branches = self._outputs.add(request_id, text, token_ids, params)
+        _, branches = self._outputs.add(request_id, prompt, params, text)
         try:
             for new in branches.each():
                 self.core.add(new)
@@ -62,7 +60,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests it changed."""
-        changed, abort = self._outputs.process(self.core.step())
+        changed, abort, _ = self._outputs.process(self.core.step())
         if abort:
             ended = StepOutputs(finished=self.core.abort(abort))
             changed += [out for out in self._outputs.process(ended)[0] if out not in changed]
@@ -94,14 +92,3 @@ def load_tokenizer(config: ModelConfig, model_path: str | None = None) -> Tokeni
         choose_spec(found, config)  # what is wrong with it is not the tokenizer's
         model_path = str(found)
     return Tokenizer(model_path, trust_remote_code=code)
-
-
-def tokenize(
-    tokenizer: Tokenizer | None, prompt: str | Sequence[int]
-) -> tuple[str | None, list[int]]:
-    """A prompt as (its text, its ids); ids pass through."""
-    if not isinstance(prompt, str):
-        return None, list(prompt)
-    if tokenizer is None:
-        raise RequestError("text needs a tokenizer; send token ids", param="prompt")
-    return prompt, tokenizer.encode(prompt)

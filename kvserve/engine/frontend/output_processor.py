@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvserve.engine.core.engine_core import INTERNAL_ERROR
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
-from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
 from kvserve.engine.messages import (
     Branches,
     FinishedSequence,
@@ -55,32 +57,45 @@ class OutputProcessor:
         self._branches: dict[int, _Branch] = {}
         self._by_request: dict[str, list[int]] = {}
         self._next_id = 0
-        self._failed: list[str] = []
 
     def add(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        text: str | None = None,
     ) -> tuple[RequestOutput, Branches]:
-        """Register a request; the branches returned are for the core."""
+        """Register a request; the branches returned are for the core.
+
+        ``text`` is what a prompt of token ids was made of, if that is known.
+        """
+        tokenizer = self._tokenizer
+        own, token_ids = tokenize(tokenizer, prompt)
+        text = own if text is None else text
         request = RequestOutput(
             request_id,
-            prompt,
+            text,
             token_ids,
             [CompletionOutput(index) for index in range(params.n)],
             metrics=RequestMetrics(time.time()),
             prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
         )
-        first = self._sequence(request_id, prompt, token_ids, params)
-        stops = None  # once for all choices
-        if self._tokenizer is not None:
-            skip = params.skip_special_tokens
-            stops = StopStrings(self._tokenizer, params.stop_strings, skip_special=skip)
+        first = self._sequence(request_id, text, token_ids, params)
+        stops, skip = None, params.skip_special_tokens
+        if tokenizer is not None:  # once for all choices
+            stops = StopStrings(tokenizer, params.stop_strings, skip_special=skip)
         seq_ids = list(range(self._next_id, self._next_id + params.n))
         self._next_id += params.n
         for seq_id, choice in zip(seq_ids, request.outputs, strict=True):
             choice.logprobs = None if params.logprobs is None else []
             choice.text_offsets = None if params.logprobs is None else []
             choice.kv_trace = [] if params.kv_trace else None
-            detokenizer = self._detokenizer(params, stops)
+            detokenizer = None
+            if tokenizer is not None and stops is not None:
+                including = params.include_stop_str_in_output
+                detokenizer = IncrementalDetokenizer(
+                    tokenizer, stops, skip_special_tokens=skip, include_stop=including
+                )
             self._branches[seq_id] = _Branch(request, choice, params, detokenizer)
         self._by_request[request_id] = seq_ids
         return request, Branches(first, seq_ids[1:])
@@ -90,14 +105,14 @@ class OutputProcessor:
         seq_ids = self._by_request.pop(request_id, [])
         return [seq_id for seq_id in seq_ids if self._branches.pop(seq_id, None) is not None]
 
-    def request_of(self, seq_id: int) -> str | None:
-        branch = self._branches.get(seq_id)
-        return None if branch is None else branch.request.request_id
-
-    def process(self, outputs: StepOutputs) -> tuple[list[RequestOutput], list[int]]:
-        """Fold in one step; returns the requests it changed, and sequences to abort."""
+    def process(
+        self, outputs: StepOutputs
+    ) -> tuple[list[RequestOutput], list[int], dict[str, RequestError]]:
+        """Fold in one step; returns the requests it changed, sequences to abort, and by request
+        why one was refused or its text could not be made."""
         ended = {finished.seq_id: finished for finished in outputs.finished}
         changed: dict[str, RequestOutput] = {}
+        errors: dict[str, RequestError] = {}
         abort = []
         logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
         now = time.time()
@@ -122,7 +137,7 @@ class OutputProcessor:
             try:
                 self._take(branch, token, entry, ended.get(seq_id))
             except Exception as error:
-                self._fail(seq_id, error)
+                errors |= self._fail(seq_id, error)
                 abort.append(seq_id)
                 continue
             if branch.metrics.first_token_time is None:
@@ -136,6 +151,8 @@ class OutputProcessor:
         for refused in outputs.refused:
             branch = self._branches.pop(refused.seq_id, None)
             if branch is not None:
+                why = RequestError(refused.message, param=refused.param, code=refused.code)
+                errors.setdefault(branch.request.request_id, why)
                 branch.choice.finish_reason = "error"
                 self._close(branch)
                 changed[branch.request.request_id] = branch.request
@@ -146,23 +163,18 @@ class OutputProcessor:
                     self._end(branch, finished)
                 except Exception as error:
                     self._branches[seq_id] = branch
-                    self._fail(seq_id, error)
+                    errors |= self._fail(seq_id, error)
                 changed[branch.request.request_id] = branch.request
-        return list(changed.values()), abort
+        return list(changed.values()), abort, errors
 
-    def take_failed(self) -> list[str]:
-        """Requests whose text could not be made since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def _fail(self, seq_id: int, error: Exception) -> None:
+    def _fail(self, seq_id: int, error: Exception) -> dict[str, RequestError]:
         """End a sequence whose text cannot be made; the others go on."""
         branch = self._branches.pop(seq_id)
         request_id = branch.request.request_id
         logger.error("the text of request %s could not be made", request_id, exc_info=error)
         branch.choice.finish_reason = "error"
-        self._failed.append(request_id)
         self._close(branch)
+        return {request_id: RequestError(INTERNAL_ERROR, code="internal_error")}
 
     def _take(
         self,
@@ -208,18 +220,6 @@ class OutputProcessor:
             request.finished = True
             del self._by_request[request.request_id]
             branch.metrics.finished_time = time.time()
-
-    def _detokenizer(
-        self, params: SamplingParams, stops: StopStrings | None
-    ) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None or stops is None:
-            return None
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            stops,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop=params.include_stop_str_in_output,
-        )
 
     def _sequence(
         self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams

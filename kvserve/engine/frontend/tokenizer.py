@@ -21,7 +21,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Text to ids and back. ``backend`` is the fast tokenizer that streams are decoded with."""
+    """Text to ids and back. ``hf`` is the tokenizer of transformers, ``backend`` the fast one of it
+    that streams are decoded with."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer
@@ -30,9 +31,9 @@ class Tokenizer:
             if path.endswith(".gguf"):
                 from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 
-                self._hf = gguf_tokenizer(path)
+                self.hf = gguf_tokenizer(path)
             else:
-                self._hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+                self.hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except ConfigError:  # of a GGUF file
             raise
         except Exception as error:  # any error of the file, the library or remote code
@@ -41,34 +42,29 @@ class Tokenizer:
                 f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
                 "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
             ) from error
-        if not self._hf.is_fast:
+        if not self.hf.is_fast:
             raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
-        if not self._hf.chat_template and (beside := Path(path, "chat_template.json")).exists():
+        if not self.hf.chat_template and (beside := Path(path, "chat_template.json")).exists():
             # Where models that also see once had it: their processors read this file.
-            self._hf.chat_template = read_json(beside).get("chat_template")
-        self.backend = self._hf.backend_tokenizer
+            self.hf.chat_template = read_json(beside).get("chat_template")
+        self.backend = self.hf.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
         self._texts: dict[int, str] = {}
         self._forms: dict[str | None, Forms] = {}
 
     @property
-    def hf(self) -> Any:
-        """The tokenizer of transformers."""
-        return self._hf
-
-    @property
     def eos_token_id(self) -> int | None:
-        return self._hf.eos_token_id
+        return self.hf.eos_token_id
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._hf.chat_template)
+        return bool(self.hf.chat_template)
 
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token, the most that a text can have per token."""
-        return max(map(len, self._hf.get_vocab()), default=1)
+        return max(map(len, self.hf.get_vocab()), default=1)
 
     @cached_property
     def added_tokens(self) -> dict[str, tuple[int, bool]]:
@@ -79,13 +75,13 @@ class Tokenizer:
     def describe(self) -> dict[str, Any]:
         """What remote clients need to build the same prompts."""
         return {
-            "tokenizer_class": type(self._hf).__name__,
-            "vocab_size": len(self._hf),
-            "model_max_length": self._hf.model_max_length,
-            "bos_token": self._hf.bos_token,
-            "eos_token": self._hf.eos_token,
-            "pad_token": self._hf.pad_token,
-            "chat_template": self._hf.chat_template,
+            "tokenizer_class": type(self.hf).__name__,
+            "vocab_size": len(self.hf),
+            "model_max_length": self.hf.model_max_length,
+            "bos_token": self.hf.bos_token,
+            "eos_token": self.hf.eos_token,
+            "pad_token": self.hf.pad_token,
+            "chat_template": self.hf.chat_template,
         }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -202,11 +198,22 @@ class Tokenizer:
         texts: Any = render_jinja_template(
             [[dict(message) for message in messages]],
             own,
-            chat_template=self._hf.get_chat_template(chat_template, own),
+            chat_template=self.hf.get_chat_template(chat_template, own),
             add_generation_prompt=add_generation_prompt,
-            **{**self._hf.special_tokens_map, **kwargs},
+            **{**self.hf.special_tokens_map, **kwargs},
         )
         return str(texts[0][0])
+
+
+def tokenize(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int]
+) -> tuple[str | None, list[int]]:
+    """A prompt as (its text, its ids); ids pass through."""
+    if not isinstance(prompt, str):
+        return None, list(prompt)
+    if tokenizer is None:
+        raise RequestError("text needs a tokenizer; send token ids", param="prompt")
+    return prompt, tokenizer.encode(prompt)
 
 
 @cache

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -69,31 +68,26 @@ class DecodeGraphs:
         beside = f"; with guesses {chunks}" if chunks else ""
         return "cuda graphs", f"{most}, {len(self._sizes)} sizes{beside}", reason
 
-    def hold(self, num_decoding: int) -> bool:
-        """Whether there is a graph for so many rows."""
-        return 0 < num_decoding <= self._sizes[-1]
-
-    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
-        """One token of each of the first rows: hidden states [num_decoding, hidden].
-
-        They are overwritten by the next call.
-        """
+    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor | None:
+        """One token of each of the first rows: hidden states [num_decoding, hidden], which the next
+        call overwrites; ``None`` if there is no graph for so many rows."""
+        if not 0 < num_decoding <= self._sizes[-1]:
+            return None
         self.replays += 1
         size = next(size for size in self._sizes if size >= num_decoding)
         self._count.fill_(num_decoding)
         return self._steps[size, logs_queries].run()[:num_decoding]
 
-    def hold_chunks(self, lengths: IntArray) -> bool:
-        """Whether there is a graph for chunks of these ``lengths [n]``."""
-        sizes = self.chunk_sizes
-        return bool(sizes) and len(lengths) <= sizes[-1] and int(lengths.max()) <= self._longest
-
-    def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
+    def chunks(
+        self, lengths: IntArray, token_ids: IntArray, logs_queries: bool = False
+    ) -> Tensor | None:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
-        [T]``."""
+        [T]``; ``None`` if there is no graph for them."""
+        n, sizes = len(lengths), self.chunk_sizes
+        if not sizes or n > sizes[-1] or int(lengths.max()) > self._longest:
+            return None
         self.chunk_replays += 1
-        n = len(lengths)
-        size = next(size for size in self.chunk_sizes if size >= n)
+        size = next(size for size in sizes if size >= n)
         captured = self._chunks[size, logs_queries]
         chunks, ids = captured.step.chunks, captured.step.token_ids
         assert chunks is not None and ids is not None
@@ -101,7 +95,7 @@ class DecodeGraphs:
         first = np.repeat(np.arange(n) * self._longest, lengths)
         places = to_device(first + ragged_arange(lengths), self._device)
         chunks.lengths[:n] = to_device(lengths, self._device)
-        ids[places] = token_ids
+        ids[places] = to_device(token_ids, self._device)
         self._count.fill_(n)
         return captured.run()[places]
 
@@ -109,7 +103,7 @@ class DecodeGraphs:
     def _captured(self, step: PaddedStep) -> CapturedStep:
         """``step`` as a graph that returns its one output. No row decodes meanwhile."""
         if self._pool is None:
-            return CapturedStep(step, _called(step))
+            return CapturedStep(step, step.forward)
         # Run once before the capture, so that libraries initialise and kernels are compiled; on a
         # side stream, as torch requires.
         stream = _capture_stream()
@@ -132,22 +126,11 @@ class DecodeGraphs:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """``run`` replays ``step`` as captured. It does not keep ``step`` alive: this object does."""
+    """``run`` replays ``step`` as captured. A graph does not keep ``step`` alive: this object
+    does."""
 
     step: PaddedStep
     run: Callable[[], Tensor]
-
-
-def _called(step: PaddedStep) -> Callable[[], Tensor]:
-    """Without a GPU: calls ``step``, which something else has to keep alive, as with a graph."""
-    known = WeakMethod(step.forward)
-
-    def run() -> Tensor:
-        forward = known()
-        assert forward is not None, "what a graph reads has been given back"
-        return forward()
-
-    return run
 
 
 @cache

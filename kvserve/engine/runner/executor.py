@@ -20,8 +20,7 @@ import torch
 
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.launched_step import LaunchedStep
-from kvserve.engine.runner.model_runner import ModelRunner
+from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool, RankStart, message_for_ranks
 from kvserve.folders import temporary_folder

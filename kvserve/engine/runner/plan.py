@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from kvserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from kvserve.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    read_speculation,
+)
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.code_rows import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
@@ -117,12 +123,10 @@ class EnginePlan:
     @property
     def speculation(self) -> NgramSettings | None:
         """How next tokens are guessed, if they are."""
-        wanted = self.config.scheduler.speculation
+        wanted = read_speculation(self.config.scheduler.speculative_config)
         if wanted is None:
             return None
-        lookup = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        most_rows = MOST_ROWS["cpu" if self.device == "cpu" else "cuda"]
-        return NgramSettings(wanted.num_speculative_tokens, *lookup, most_rows)
+        return NgramSettings(*wanted, MOST_ROWS["cpu" if self.device == "cpu" else "cuda"])
 
     @property
     def overlaps(self) -> bool:

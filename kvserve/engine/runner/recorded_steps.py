@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
 from kvserve.kernels.cpu.calls import Call, Tape, recorded
@@ -70,35 +71,32 @@ class RecordedSteps:
         how = "compiled kernels are called without Python between; --enforce-eager"
         return "recorded steps", "decodes, each size once", how
 
-    def hold(self, num_decoding: int) -> bool:
-        """Whether a step of so many rows can be played."""
-        return 0 < num_decoding <= _LARGEST and self._plays()
+    def _plays(self, tokens: int) -> bool:
+        """Whether so many are played; none while somebody wants what each layer computes."""
+        free = self.refused is None and self._parts.cache.on_queries is None
+        return free and 0 < tokens <= _LARGEST
 
-    def hold_chunks(self, lengths: IntArray) -> bool:
-        """Whether a step with chunks of these ``lengths [n]`` can."""
-        return int(lengths.sum()) <= _LARGEST and self._plays()
-
-    def _plays(self) -> bool:
-        """Nothing is played while somebody wants what each layer computes."""
-        return self.refused is None and self._parts.cache.on_queries is None
-
-    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor:
-        """One token of each of the first rows: hidden states [num_decoding, hidden].
-
-        They are overwritten by the next call.
-        """
+    def decode(self, num_decoding: int, logs_queries: bool = False) -> Tensor | None:
+        """One token of each of the first rows: hidden states [num_decoding, hidden], which the next
+        call overwrites; ``None`` if such a step is not played."""
+        if not self._plays(num_decoding):
+            return None
         self.replays += 1
         recorded, step = self._of((num_decoding, _SINGLE, logs_queries))
         step.count.fill_(num_decoding)
         return (recorded or step).forward()
 
-    def chunks(self, lengths: IntArray, token_ids: Tensor, logs_queries: bool = False) -> Tensor:
+    def chunks(
+        self, lengths: IntArray, token_ids: IntArray, logs_queries: bool = False
+    ) -> Tensor | None:
         """Chunks of ``lengths [n]`` of the first rows: hidden states [T, hidden] of ``token_ids
-        [T]``. How long each chunk is, is an input of a tape."""
+        [T]``, or ``None``. How long each chunk is, is an input of a tape."""
+        if not self._plays(len(token_ids)):
+            return None
         self.chunk_replays += 1
         shape = *self._padded(len(lengths), len(token_ids)), logs_queries
         recorded, step = self._of(shape)
-        _fill(step, lengths, token_ids)
+        _fill(step, lengths, to_device(token_ids, "cpu"))
         return (recorded or step).forward()[: len(token_ids)]
 
     def _padded(self, rows: int, tokens: int) -> tuple[int, int]:

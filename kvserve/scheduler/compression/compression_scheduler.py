@@ -17,6 +17,7 @@ from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.periodic import EngineWide
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
+from kvserve.stats import EngineStats
 
 
 class OpenEvent(NamedTuple):
@@ -75,14 +76,13 @@ class CompressionScheduler:
     The handler of an event's kind decides what it does to blocks and lengths (``HANDLERS``).
     """
 
-    def __init__(self, rows: RowTable, blocks: BlockManager, max_observed: int) -> None:
+    def __init__(
+        self, rows: RowTable, blocks: BlockManager, max_observed: int, totals: EngineStats
+    ) -> None:
         self.rows = rows
         self.blocks = blocks
         self.open = OpenEvents()
-        self.compactions = 0
-        self.early_compactions = 0
-        self.blocks_released = 0
-        self.tokens_evicted = 0
+        self._totals = totals
         self._max_observed = max_observed
         self._triggers: dict[int, Trigger] = {}
         self._kinds: dict[int, EventKind] = {}
@@ -153,9 +153,9 @@ class CompressionScheduler:
         enough = int(np.searchsorted(freed[order].cumsum(), missing))
         chosen = order[: enough + 1]
         chosen = chosen[freed[chosen] > 0]
-        before = self.compactions
+        before = self._totals.compactions_total
         scheduled = self._schedule(list(_some_of(candidates, chosen)), None)
-        self.early_compactions += self.compactions - before
+        self._totals.early_compactions_total += self._totals.compactions_total - before
         return tuple(replace(events, early=True) for events in scheduled.compactions)
 
     def prune(self, row: int) -> Events:
@@ -276,8 +276,9 @@ class CompressionScheduler:
         rows.num_events[at] += 1
         log_from = self.schedule_next_event(events.policy_id, at)
         rows.blocks_released[at] += released
-        self.blocks_released += int(released.sum())
-        self.tokens_evicted += int((events.old_lens - new).sum()) // self.blocks.layout.groups
+        self._totals.blocks_released_total += int(released.sum())
+        evicted = int((events.old_lens - new).sum()) // self.blocks.layout.groups
+        self._totals.tokens_evicted_total += evicted
         # The columns of the entries [copy_start, new), padded.
         first = events.copy_start // self.blocks.layout.block_size
         width = int((-(-new.max(axis=(0, 2)) // self.blocks.layout.block_size) - first).max())
@@ -287,7 +288,7 @@ class CompressionScheduler:
         compacts, rounded = events.compacts, at[events.rounds]
         rows.compactions[at] += compacts
         rows.rounded_at[rounded] = rows.num_computed[rounded]
-        self.compactions += int(np.count_nonzero(compacts))
+        self._totals.compactions_total += int(np.count_nonzero(compacts))
         return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=events.choices[:0])
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:

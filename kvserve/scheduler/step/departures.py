@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.settings import Parts
 from kvserve.scheduler.triggers.trigger import NO_EVENT
+from kvserve.stats import EngineStats
 
 
 class Departures:
@@ -16,9 +17,8 @@ class Departures:
     other is computed again.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.num_preemptions = 0
-        self.num_swaps = 0
+    def __init__(self, parts: Parts, totals: EngineStats) -> None:
+        self._totals = totals
         self._rows, self._blocks, self._waiting = parts.rows, parts.blocks, parts.waiting
         self._swap, self._conversations = parts.swap, parts.conversations
         # Sequences that ended since the last step; those that exhausted the pool, which the next
@@ -100,14 +100,14 @@ class Departures:
             group.can_leave(seq.row) for group in self._blocks.groups
         )
         if leaves and self._swap.park(seq):
-            self.num_swaps += 1
+            self._totals.swaps_total += 1
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
         self._empty_row(seq)
         self._rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self._waiting.put_back(seq)
-        self.num_preemptions += 1
+        self._totals.preemptions_total += 1
 
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""

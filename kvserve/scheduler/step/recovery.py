@@ -16,8 +16,6 @@ from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.step.scheduler import Scheduler
 
-_EVENT_COUNTERS = "compactions", "early_compactions", "blocks_released", "tokens_evicted"
-
 
 def culprits(scheduler: Scheduler) -> list[int]:
     """Ids of sequences whose trigger fails, or whose event takes entries that the row lacks."""
@@ -48,13 +46,12 @@ def newest_of(
 
 def start_over(
     scheduler: Scheduler,
-    fresh: Scheduler,
     blamed: Collection[int],
     known: SchedulerOutput | None = None,
     token_ids: IntArray | None = None,
     aside: Collection[int] = (),
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Continue with the state of ``fresh``, which has no sequences yet.
+    """Continue with the state of a fresh scheduler.
 
     The failure ends the ``blamed`` sequences with the reason ``error``. Those to be set ``aside``
     are left to the caller. All others compute their caches again, with the same events, and no
@@ -72,7 +69,8 @@ def start_over(
         if seq.awaits_token:  # that token is computed again with the cache
             seq.token_ids, seq.awaits_token = seq.token_ids[:-1], False
     ended = [seq for seq in (*alive, *waiting) if seq.seq_id in blamed]
-    _replace(scheduler, fresh, preempted=len(alive))
+    _replace(scheduler)
+    scheduler.totals.preemptions_total += len(alive)
     for seq in sorted((*alive, *waiting), key=lambda seq: seq.arrival):
         if seq in ended:
             seq.status, seq.finish_reason = SequenceStatus.FINISHED, "error"
@@ -116,16 +114,12 @@ def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
     seq.row, seq.status, seq.awaits_token = -1, SequenceStatus.WAITING, False
 
 
-def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
-    """Give the scheduler all state of ``fresh``, except its own counters."""
-    for name in _EVENT_COUNTERS:
-        setattr(fresh.events, name, getattr(scheduler.events, name))
-    fresh.num_steps = scheduler.num_steps
+def _replace(scheduler: Scheduler) -> None:
+    """Give the scheduler all state of a fresh one; it goes on counting where it was."""
+    fresh = Scheduler(scheduler.layout, scheduler.settings, scheduler.totals)
     fresh.swap.discard_all_of(scheduler.swap)
     if fresh.conversations is not None and scheduler.conversations is not None:
         fresh.conversations.store.count_from(scheduler.conversations.store)
-    fresh.departures.num_preemptions = scheduler.num_preemptions + preempted
-    fresh.departures.num_swaps = scheduler.num_swaps
     vars(scheduler).update(vars(fresh))
 
 

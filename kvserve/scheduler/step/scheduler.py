@@ -34,6 +34,7 @@ from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks,
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
+from kvserve.stats import EngineStats
 
 
 class Scheduler:
@@ -47,8 +48,12 @@ class Scheduler:
     lets optional events come early, and then preempts sequences (``Departures``).
     """
 
-    def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: KVLayout, settings: SchedulerSettings, totals: EngineStats | None = None
+    ) -> None:
+        """``totals``: where to go on counting."""
+        self.layout, self.settings = layout, settings
+        self.totals = EngineStats() if totals is None else totals
         self.pool = BlockPool(settings.num_blocks)
         most_rows, longest = settings.max_num_seqs, settings.max_model_len
         places = num_places(most_rows, continuations=settings.continuations)
@@ -63,14 +68,13 @@ class Scheduler:
         self.blocks = BlockManager(layout, self.pool, most_rows, groups, *later)
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
-        self.events = CompressionScheduler(rows, self.blocks, observed)
+        self.events = CompressionScheduler(rows, self.blocks, observed, self.totals)
         self.swap = SwapSpace(rows, self.blocks, store)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
-        self.num_steps = 0
         self.conversations = None if store is None else Conversations(rows, self.blocks, store)
         away = self.swap, self.conversations
         parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
-        self.departures = Departures(parts)
+        self.departures = Departures(parts, self.totals)
         self._admission = Admission(parts, settings)
         self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
         self.speculation: Speculation | None = None
@@ -109,11 +113,11 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self.departures.num_preemptions
+        return self.totals.preemptions_total
 
     @property
     def num_swaps(self) -> int:
-        return self.departures.num_swaps
+        return self.totals.swaps_total
 
     # ---- one step ----------------------------------------------------------------------------
 
@@ -196,7 +200,7 @@ class Scheduler:
             guessed = drafts.lengths - 1
             entries[: len(guessed)] += guessed
             tokens[: len(guessed)] += guessed
-        self.num_steps += 1
+        self.totals.steps_total += 1
         return SchedulerOutput(
             events=events,
             row_swaps=rows.take_swaps(),

@@ -23,8 +23,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from kvserve.config import EngineConfig
-from kvserve.engine.frontend.llm_engine import load_tokenizer, tokenize
-from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.engine.frontend.llm_engine import load_tokenizer
+from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
 from kvserve.engine.messages import EngineInfo
 from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
 from kvserve.outputs import RequestOutput

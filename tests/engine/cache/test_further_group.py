@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.engine.cache import checksum_group
 from tests.engine.test_pressure import KARA as FAST

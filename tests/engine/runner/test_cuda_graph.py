@@ -1,35 +1,39 @@
-"""Decoding by captured steps: without a GPU the same padded forwards, over the same buffers."""
+"""Decoding by captured steps, without a GPU the same padded forwards over the same buffers; and
+steps that are prepared before the one in front of them is collected: the same answers."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
 from kvserve.engine.models.spec import read_spec
-from kvserve.engine.policies.registry import policy_class, policy_names
-from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.policies.registry import policy_class
+from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
+from kvserve.outputs import RequestOutput
+from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
-from tests.engine.test_pressure import watch
+from tests.engine.test_pressure import PROMPTS, watch
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
-from tests.thinning import slow, thinned
+from tests.thinning import thinned
 
 pytestmark = [pytest.mark.device, pytest.mark.compiler]  # steps of compiled kernels are recorded
 SIZES = (3, 17, 40)
 TOKENS = 40
 KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
-PROMPTS = random_prompts([30, 9, 44, 21, 17, 38, 26, 12], seed=5)
 EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 
 
@@ -78,33 +82,71 @@ def count_steps(llm: LLM) -> dict[str, int]:
     return counts
 
 
-@thinned({"layout": ["head", "model", "layer"], "sizes": [SIZES, ()]})
-def test_every_policy_generates_what_it_does_without(
-    llama_dir: Path, layout: str, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+def follow(llm: LLM) -> list[int]:
+    """How many steps were in flight as each was launched."""
+    collected: list[int] = []
+    depth: list[int] = []
+    runner, core = llm.engine.core.runner, llm.engine.core
+    launch, take_in = runner.launch, core._take_in
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        depth.append(len(depth) - len(collected))
+        return launch(output)
+
+    def taken(*args: Any) -> Any:
+        collected.append(1)
+        return take_in(*args)
+
+    runner.launch = launched  # type: ignore[method-assign]
+    core._take_in = taken  # type: ignore[method-assign, assignment]
+    return depth
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "captured": {"cudagraph_capture_sizes": SIZES},
+    "recorded": {},
+    "overlapped": {"async_scheduling": True, "enforce_eager": True},
+    "overlapped, captured": {"async_scheduling": True, "cudagraph_capture_sizes": SIZES},
+}
+
+
+@thinned({"mode": list(MODES), "layout": ["head", "model", "layer"]})
+def test_every_policy_generates_what_a_plain_loop_does(
+    llama_dir: Path, layout: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All policies of the layout at once, with events between replays and rows that sit out."""
+    """All policies of the layout at once, with events between replays and rows that sit out, or
+    with counts that come a step late."""
     uneven = [
         spec
         for spec in UNEVEN_CASES.values()
         if policy_class(spec["name"]).granularity.fits(Granularity(layout))
     ] * (layout != "model")
-    policies = EVEN + uneven
+    policies, overlaps = EVEN + uneven, "async_scheduling" in MODES[mode]
+    if mode == "overlapped, captured":
+        policies = policies[::4]
     monkeypatch.setattr(request_policies, "REMEMBERED", len(policies) + 1)
     prompts = random_prompts([37] * len(policies), seed=3)
     # All heads' queries are logged, so that requests may choose any of the cases.
     default = {"name": "snapkv", "budget": 64}
     settings: dict[str, Any] = {"kv_layout": layout, "max_num_batched_tokens": 512}
-    eager = make_plain(llama_dir, default, **settings)
-    graphs = make_llm(llama_dir, default, **settings, cudagraph_capture_sizes=sizes)
-    counts = count_steps(graphs)
+    plain = make_plain(llama_dir, default, **settings)
+    llm = make_llm(llama_dir, default, **settings, **MODES[mode])
+    depth = follow(llm)
+    counts = {} if overlaps else count_steps(llm)
     for part in (slice(0, None, 2), slice(1, None, 2)):  # only so many policies at once
         args = prompts[part], policies[part]
-        assert generate(graphs, *args) == generate(eager, *args)
-    assert counts["all"] > 60 and counts["events"] > 40 and counts["logs"] > 40
-    assert bool(counts["beside"]) == bool(uneven)
-    stats, expected = graphs.stats(), eager.stats()
+        assert generate(llm, *args) == generate(plain, *args)
+    if overlaps:
+        assert depth.count(1) > 0.9 * len(depth)
+    else:
+        assert counts["all"] > 60 and counts["events"] > 40 and counts["logs"] > 40
+        assert bool(counts["beside"]) == bool(uneven)
+    stats, expected = llm.stats(), plain.stats()
     assert stats.compactions_total == expected.compactions_total > len(policies)
     assert stats.blocks_released_total == expected.blocks_released_total > 0
+    assert stats.generation_tokens_total == expected.generation_tokens_total
+    assert stats.iteration_tokens_total == expected.iteration_tokens_total, "computed in vain"
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
 
 @pytest.mark.slow
@@ -118,59 +160,16 @@ def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
     assert queue.graphs == 0 and summary["cuda graphs"] == summary["overlapped steps"] == "off"
 
 
-def test_no_policy_is_left_out() -> None:
-    assert {spec["name"] for spec in [*EVEN, *UNEVEN_CASES.values()]} == set(policy_names())
-
-
-@pytest.mark.parametrize(
-    "policy", [*slow(KARA), {"name": "h2o", "budget": 24}], ids=["kara", "h2o"]
-)
-def test_memory_that_is_handed_around_is_not_touched(llama_dir: Path, policy: Any) -> None:
-    """Swaps, recomputation and freed blocks that are spoilt, all between replays; and nothing that
-    a graph reads or writes has moved."""
-    eager = make_plain(llama_dir, policy)
-    tight = make_llm(
-        llama_dir,
-        policy,
-        num_gpu_blocks_override=56,
-        max_num_batched_tokens=64,
-        swap_space=1 / 2048,
-        cudagraph_capture_sizes=SIZES,
-    )
-    watch(tight)
-    preempt_now_and_then(tight.engine.core.scheduler, np.random.default_rng(0), 0.2)
-    runner = tight.engine.core.runner
-    tensors = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
-    tensors.append(runner.cache.kv)
-    before = [tensor.data_ptr() for tensor in tensors]
-    policies = [policy] * len(PROMPTS)
-    assert generate(tight, PROMPTS, policies) == generate(eager, PROMPTS, policies)
-    assert tight.stats().preemptions_total and tight.stats().swaps_total
-    assert runner.graphs is not None and runner.graphs.replays > 30
-    now = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
-    assert before == [x.data_ptr() for x in [*now, runner.cache.kv]]
-
-
-@pytest.mark.compiler
-def test_codes_are_read_in_replays(llama_dir: Path) -> None:
-    """Rows become codes between replays, some are computed again, and freed blocks are spoilt."""
-    policy = {"name": "spindlekv", "window": 4, "flush_every": 8, "raw_fallback": False}
-    policy |= {"ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
-    args = PROMPTS, [policy] * len(PROMPTS)
-    graphs = make_llm(llama_dir, policy, num_gpu_blocks_override=800, cudagraph_capture_sizes=SIZES)
-    watch(graphs)
-    preempt_now_and_then(graphs.engine.core.scheduler, np.random.default_rng(0), 0.05)
-    counts = count_steps(graphs)
-    assert generate(graphs, *args) == generate(make_plain(llama_dir, policy), *args)
-    assert counts["all"] > 30 and counts["events"] > 5
-    assert graphs.stats().preemptions_total
-
-
-def test_a_plan_is_made_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step would compute from lengths cannot change in a graph: none of it may be asked."""
-    llm = make_llm(llama_dir, KARA, cudagraph_capture_sizes=SIZES)
-    backend, steps = llm.engine.core.runner.attention, 0
-    launch = llm.engine.core.runner.launch
+@pytest.mark.parametrize("sizes", [SIZES, ()], ids=["captured", "recorded"])
+def test_a_plan_is_made_once(
+    llama_dir: Path, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step would compute from lengths cannot change in a graph: none of it may be asked. Nor
+    does a tape call a layer, the second time its size comes."""
+    llm = make_llm(llama_dir, KARA, cudagraph_capture_sizes=sizes)
+    runner, steps = llm.engine.core.runner, 0
+    generate(llm, PROMPTS, [KARA] * len(PROMPTS))
+    launch = runner.launch
 
     def launched(output: SchedulerOutput) -> LaunchedStep:
         nonlocal steps
@@ -178,10 +177,12 @@ def test_a_plan_is_made_once(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -
             return launch(output)
         steps += 1
         with monkeypatch.context() as patch:
-            patch.setattr(type(backend), "plan", None)
+            patch.setattr(type(runner.attention), "plan", None)
+            if not sizes:
+                patch.setattr(type(runner.model), "forward", None)
             return launch(output)
 
-    monkeypatch.setattr(llm.engine.core.runner, "launch", launched)
+    monkeypatch.setattr(runner, "launch", launched)
     generate(llm, PROMPTS, [KARA] * len(PROMPTS))
     assert steps > TOKENS
 
@@ -208,3 +209,109 @@ def test_sizes_that_cannot_be_captured_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         make_llm(llama_dir, **{"policy": "none", "cudagraph_capture_sizes": SIZES} | settings)
+
+
+# ---- steps that are prepared before the one in front of them is collected -----------------------
+
+
+def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
+
+
+def test_a_grammar_is_told_of_each_token_in_time() -> None:
+    """The shipped model: a mask of one step is made of the tokens of the one in front of it."""
+    wanted = StructuredOutput("regex", "[a-f]{2,6}=[0-9]{1,3}")
+    params = SamplingParams(max_tokens=60, seed=7, structured_outputs=wanted)
+    plain, overlapped = (
+        LLM("kvserve/tiny", async_scheduling=on).generate(["a", "b", "c"], params, use_tqdm=False)
+        for on in (False, True)
+    )
+    for one, other in zip(plain, overlapped, strict=True):
+        assert one.outputs == other.outputs
+        assert re.fullmatch(wanted.value, other.outputs[0].text)
+
+
+def test_nothing_is_asked_of_a_grammar_that_has_ended() -> None:
+    """The token computed in vain behind a stop token means nothing to it."""
+
+    class Once:
+        ended = False
+
+        def fill(self, mask: Any) -> None:
+            assert not self.ended
+
+        def accept(self, token_id: int) -> bool:
+            assert not self.ended
+            self.ended = token_id == 2
+            return True
+
+    once: Any = Once()
+    grammar = SequenceGrammar(once, (None, None), [2])
+    for token in (5, 2, 7):
+        grammar.fill(np.zeros(1, np.int32))
+        grammar.accept(token)
+
+
+def test_who_outgrows_the_pool_gets_the_token_in_flight(llama_dir: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    plain, overlapped = (
+        run(make_llm(llama_dir, "none", async_scheduling=on, num_gpu_blocks_override=14), [params])
+        for on in (False, True)
+    )
+    assert overlapped[0].outputs == plain[0].outputs
+    assert len(plain[0].prompt_token_ids) + len(plain[0].outputs[0].token_ids) == 14 * 4 + 1
+
+
+def test_an_abort_between_steps(llama_dir: Path) -> None:
+    """Its blocks are free at once, its token in flight is nobody's, and the others go on."""
+    llm = make_llm(llama_dir, KARA, async_scheduling=True)
+    engine = llm.engine
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        engine.add_request(str(i), prompt, params)
+    for _ in range(5):
+        engine.step()
+    free = llm.stats().blocks_free
+    engine.abort_request("1")
+    assert llm.stats().blocks_free > free
+    ended: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        ended |= {output.request_id: output for output in engine.step() if output.finished}
+    assert set(ended) == {"0", "2"}
+    expected = run(make_plain(llama_dir, KARA), [params] * 3)
+    for i in (0, 2):
+        assert ended[str(i)].outputs == expected[i].outputs
+
+
+@thinned({"layout": ["model", "head"], "sizes": [(), SIZES]})
+def test_steps_overlap_while_nothing_is_guessed(
+    llama_dir: Path, sizes: tuple[int, ...], layout: str
+) -> None:
+    """Guesses come now and then, behind known tokens; events and preemptions in either case."""
+    policies = [KARA, "none", {"name": "h2o", "budget": 24}, KARA]
+    if layout == "head":
+        policies[1:3] = {"name": "adakv", "budget": 8, "window": 4}, {"name": "h2o", "budget": 24}
+    policies, settings = policies * 2, {"kv_layout": layout, "max_num_batched_tokens": 128}
+    plain = generate(make_plain(llama_dir, KARA, **settings), PROMPTS, policies)
+    settings |= {"cudagraph_capture_sizes": sizes, "enforce_eager": not sizes}
+    settings |= {"async_scheduling": True, "speculative_config": SPECULATIVE}
+    llm = make_llm(llama_dir, KARA, **settings)
+    oracle, core = Oracle(llm, plain.__getitem__, 0.7), llm.engine.core
+    rng = np.random.default_rng(0)
+    assert core.scheduler.speculation is not None
+    enough = lambda rows: 2.0 * (rng.random() < 0.6)  # noqa: E731
+    core.scheduler.speculation.enough = enough  # type: ignore[method-assign]
+    preempt_now_and_then(core.scheduler, rng, 0.05)
+    watch(llm)
+    depth = follow(llm)
+    assert generate(llm, PROMPTS, policies) == plain
+    assert depth.count(1) > 10 and depth.count(0) > 20
+    assert oracle.guessed > oracle.confirmed > 40
+    core.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("on", [None, True, False])
+def test_the_startup_table_says_whether_steps_overlap(llama_dir: Path, on: bool | None) -> None:
+    summary = make_llm(llama_dir, "none", async_scheduling=on).engine.core.info.summary
+    (row,) = [row for row in summary if row[0] == "overlapped steps"]
+    assert row[1] == ("on" if on else "off") and "--async-scheduling" in row[2]

@@ -1,4 +1,5 @@
-"""What a largest step takes is tried before the pool is sized; without a GPU, that it is tried."""
+"""What the machine has left. What a largest step takes is tried before the pool is sized; without a
+GPU, that it is tried."""
 
 from __future__ import annotations
 
@@ -7,23 +8,20 @@ import mmap
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.cache import kv_cache
 from kvserve.engine.core import build
 from kvserve.engine.device import pages
 from kvserve.engine.runner import memory, rank
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 GIB = 2**30
 
@@ -115,47 +113,9 @@ def test_memory_that_torch_gave_back_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert memory.taken_by(lambda: None) == 3 * GIB
 
 
-def test_a_swap_gathers_a_few_blocks_at_a_time(
-    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block_bytes = make_llm(llama_dir).engine.core.runner.cache.kv[0].nbytes
-    monkeypatch.setattr(kv_cache, "SWAP_STAGING_BYTES", 3 * block_bytes)
-    cache = make_llm(llama_dir, num_gpu_blocks_override=12).engine.core.runner.cache
-    cache.kv[:] = torch.arange(13.0).view(13, *[1] * (cache.kv.dim() - 1))
-    blocks, places = np.array([5, 1, 9, 2, 7, 3, 8]), np.arange(1, 8)
-    task = RowMove(blocks, places)
-    assert [len(device) for device, *_ in cache._blocks(task)] == [3, 3, 1]
-    cache.swap(RowMoves(outs=(task,)))
-    cache.kv[1:] = 0
-    cache.swap(RowMoves(ins=(task,)))
-    assert cache.kv.flatten(1)[blocks, 0].tolist() == blocks.tolist()
-
-
-FAULTS = """
-import resource, sys, torch
-from kvserve.engine.device.pages import keep_freed_memory
-
-def fill():
-    # Of 40 MiB each: up to 32 glibc may come to keep a size by itself.
-    parts = [torch.ones(10 * 2**20) for _ in range(3)]
-
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    fill()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-# The heap grows once more where a small allocation came to lie between the tensors.
-print(min(faults() for _ in range(8)))
-"""
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_malloc_takes_the_settings() -> None:
-    """In a process of its own. What they change is counted in page faults, below."""
+    """In a process of its own."""
     code = """
 import ctypes
 from kvserve.engine.device import pages
@@ -176,16 +136,6 @@ print(taken)
     assert trim == (-1, 2**28, 1) and arenas == (-8, 1, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_freed_memory_is_kept_for_the_next_step() -> None:
-    keep, leave = (
-        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True).stdout)
-        for how in ("keep", "leave")
-    )
-    assert keep < 100 < 1000 < leave
-
-
 def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
     """As far as the system has some: how many it gives, and when, is its own affair."""
     # A mapping of its own: what malloc gives may lie in large pages already.
@@ -195,3 +145,66 @@ def test_memory_moves_to_large_pages_with_what_it_holds() -> None:
     pages.use_large_pages(numbers.data_ptr(), numbers.nbytes)
     assert torch.equal(numbers, torch.arange(2**22))
     pages.use_large_pages(numbers.data_ptr() + 1, 2**20)  # holds no whole page
+
+
+def test_an_idle_engine_gives_back_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what malloc has kept."""
+    held, trims = 300, 0
+
+    def trim() -> None:
+        nonlocal held, trims
+        held, trims = held - 50, trims + 1
+
+    monkeypatch.setattr(pages, "resident_bytes", lambda: held * 2**20)
+    monkeypatch.setattr(pages, "trim_memory", trim)
+    kept = pages.KeptMemory()
+    seen = []
+    for now in (360, 365, 370, 378, 250, 310, 320):
+        held = now
+        kept.give_back()
+        seen.append(trims)
+    assert seen == [0, 1, 1, 1, 1, 1, 2]  # 365 became 315; 320 is far above 250
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, list[int]]]]:
+    """Four cores, of which torch would take all; yields what /proc/stat is to say."""
+    samples: list[dict[int, list[int]]] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(memory, "_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(memory, "_quota", lambda: 4)
+    monkeypatch.setattr(memory, "_core_times", lambda: samples.pop(0))
+    monkeypatch.setattr(memory, "_SECONDS", 0.0)
+    torch.set_num_threads(4)
+    yield samples
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("idle", "expected"), [(4.0, 4), (2.6, 3), (1.2, 1), (0.1, 1)])
+def test_idle_cores_count(machine: list[dict[int, list[int]]], idle: float, expected: int) -> None:
+    ticks = int(idle * 25)
+    machine += [{core: [50, 0, 0, 900, 7] for core in range(4)}]
+    machine += [{core: [150 - ticks, 0, 0, 900 + ticks, 7] for core in range(4)}]
+    assert memory.limit_threads() == (
+        str(expected),
+        f"{idle:.1f} of 4 cores were idle at start-up; OMP_NUM_THREADS",
+    )
+    assert torch.get_num_threads() == expected
+
+
+def test_what_was_said_is_left_alone(
+    machine: list[dict[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    assert memory.limit_threads() == ("1", "as torch was set; OMP_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert memory.limit_threads() == ("1", "OMP_NUM_THREADS")
+
+
+def test_this_machine_is_read() -> None:
+    times = memory._core_times()
+    assert not Path("/proc/stat").exists() or set(times) >= memory._cores()
+    assert memory._quota() >= 1

@@ -20,13 +20,11 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
-from tests.engine.runner.test_cuda_graph import generate, make_llm, make_plain
+from tests.engine.runner.test_cuda_graph import KARA, generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
-from tests.thinning import slow
 
 pytestmark = pytest.mark.device
-KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
 PROMPTS = random_prompts([30, 9, 44, 21])
 GRAPHS: dict[str, Any] = {
     "num_gpu_blocks_override": 1000,
@@ -41,36 +39,32 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [KARA, *slow({"name": "adakv", "budget": 8, "window": 4})],
-    ids=lambda policy: policy["name"],
+    ("policy", "guesses"),
+    [
+        (KARA, False),
+        pytest.param({"name": "adakv", "budget": 8, "window": 4}, False, marks=pytest.mark.slow),
+        pytest.param(KARA, True, marks=pytest.mark.slow),
+    ],
+    ids=["kara", "adakv", "guesses"],
 )
-def test_graphs_and_overlap_give_the_tokens_of_neither(tiny_dir: Path, policy: Any) -> None:
+def test_graphs_and_overlap_give_the_tokens_of_neither(
+    tiny_dir: Path, policy: Any, guesses: bool
+) -> None:
     """Graphs repeat on addresses alone: what was to be freed with their capture is gone."""
     policies = [policy] * len(PROMPTS)
     expected = generate(make_plain(tiny_dir, policy), PROMPTS, policies)
+    how = GRAPHS | ({"speculative_config": SPECULATIVE} if guesses else {})
     with pretend_cuda() as queue:
-        llm = make_llm(tiny_dir, policy, **GRAPHS)
+        llm = make_llm(tiny_dir, policy, **how)
+        oracle = Oracle(llm, expected.__getitem__, 0.8) if guesses else None
         gc.collect()
         assert generate(llm, PROMPTS, policies) == expected
-    assert queue.graphs == 4, "two sizes, with queries logged and without"
-    assert queue.streams == 1, "a stream has a workspace of cuBLAS"
-
-
-@pytest.mark.slow
-def test_chunks_and_guesses_repeat_on_addresses(tiny_dir: Path) -> None:
-    policies = [KARA] * len(PROMPTS)
-    expected = generate(make_plain(tiny_dir, KARA), PROMPTS, policies)
-    with pretend_cuda() as queue:
-        llm = make_llm(tiny_dir, KARA, **GRAPHS, speculative_config=SPECULATIVE)
-        oracle = Oracle(llm, expected.__getitem__, 0.8)
-        gc.collect()
-        assert generate(llm, PROMPTS, policies) == expected
-    assert queue.graphs == 2 * 4, "rows and chunks"
-    assert queue.streams == 1
     graphs = llm.engine.core.runner.graphs
-    assert graphs is not None and graphs.chunk_replays > 5
-    assert oracle.guessed > oracle.confirmed > 10
+    # Two sizes, with queries logged and without; with guesses, of rows and of chunks.
+    assert graphs is not None and queue.graphs == 4 * (1 + guesses)
+    assert queue.streams == 1, "a stream has a workspace of cuBLAS"
+    if oracle is not None:
+        assert graphs.chunk_replays > 5 and oracle.guessed > oracle.confirmed > 10
 
 
 def test_steps_without_tokens_are_waited_for(tiny_dir: Path) -> None:

@@ -37,21 +37,14 @@ def test_what_is_offered_runs_and_compacts(layout: str) -> None:
     assert refused == (uneven if layout == "model" else {"spindlekv"})
 
 
-def test_a_refusal_says_what_to_change() -> None:
-    offers = {offer.name: offer for offer in engine(policy="kara").engine.core.info.offers}
-    assert "--kv-layout head" in str(offers["adakv"].refusal)
-    assert offers["kara"].args == {} and offers["kara"].refusal is None
-
-
-def test_the_servers_own_policy_keeps_its_arguments() -> None:
+def test_the_servers_own_policy_and_its_choice_of_others_count() -> None:
     args = {"window": 64, "buffer": 8}
-    offers = engine(policy={"name": "kara", **args}).engine.core.info.offers
-    assert {offer.name: offer.args for offer in offers}["kara"] == args
-
-
-def test_a_servers_choice_of_policies_counts() -> None:
-    offers = engine(policy="kara", allow_request_policy="none").engine.core.info.offers
-    assert {offer.name for offer in offers if offer.refusal is None} == {"none", "kara"}
+    own = {"name": "kara", **args}
+    offers = {each.name: each for each in engine(policy=own).engine.core.info.offers}
+    assert "--kv-layout head" in str(offers["adakv"].refusal)
+    assert offers["kara"].args == args and offers["kara"].refusal is None
+    found = engine(policy=own, allow_request_policy="none").engine.core.info.offers
+    assert {offer.name for offer in found if offer.refusal is None} == {"none", "kara"}
 
 
 @pytest.mark.parametrize(("context", "size"), [(256, 64), (4096, 128), (10**6, 512)])

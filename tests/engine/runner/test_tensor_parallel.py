@@ -22,7 +22,7 @@ from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput

@@ -15,7 +15,7 @@ from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.core import request_policies
 from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.registry import policy_class, policy_names
-from kvserve.engine.runner.launched_step import LaunchedStep
+from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.event import Events
