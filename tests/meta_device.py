@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.attention.by_phase import ByPhase
+from kvserve.engine.attention.combined import ByPhase
+from kvserve.engine.attention.paged import PagedAttention
 from kvserve.engine.attention.select import Choice, Needs
-from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.cache import query_log
 from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
@@ -29,6 +29,7 @@ from kvserve.engine.runner import plan
 from kvserve.engine.runner.launched_step import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, int4_log, quantized_triton
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.move_kv import TRITON as MOVES
 from kvserve.kernels.move_kv import gather_queries_triton
@@ -78,7 +79,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine on ``meta`` takes the launchers that it takes on CUDA; kernels do not run."""
 
     def choose(wanted: str, needs: Needs) -> Choice:
-        attention = TritonAttention(needs.scale, needs.block_size)
+        attention = PagedAttention(paged_attention_triton, needs.scale, needs.block_size)
         quantized = quantized_triton.TRITON
         stores = store_kv_triton, store_queries_triton, int4_log.TRITON, quantized
         both = ByPhase(attention, attention)

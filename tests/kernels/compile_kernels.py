@@ -146,8 +146,8 @@ def attend(
         vectors = new(256, 8, dim, dtype=torch.float32)
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
     more = new(8 * group, dtype=torch.float32) if sinks else None
-    given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
-    paged_attention_triton(*given)
+    given = (q, keys, values, tables, chunks, 0.1, coded, told, left, more, soft_cap)
+    paged_attention_triton(*given, num_splits=splits)
 
 
 def score(

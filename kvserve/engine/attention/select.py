@@ -10,23 +10,21 @@ from importlib.util import find_spec
 
 import torch
 
-from kvserve.engine.attention import triton
 from kvserve.engine.attention.base import (
     AttentionBackend,
     StoreKV,
     StoreQueries,
     StoreRotated,
 )
-from kvserve.engine.attention.by_layer import ByLayer
-from kvserve.engine.attention.by_phase import ByPhase
-from kvserve.engine.attention.cpu import CpuAttention
+from kvserve.engine.attention.combined import ByLayer, ByPhase
 from kvserve.engine.attention.flash import FlashAttention
+from kvserve.engine.attention.paged import PagedAttention, triton_refusal
 from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import int4_log, move_kv, quantized_entries, quantized_triton, store_kv
 from kvserve.kernels.attention import paged_attention_cpu
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
 from kvserve.kernels.int4_log import Int4Kernels
 from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
@@ -125,7 +123,8 @@ def _make_cpu(needs: Needs) -> AttentionBackend:
     if needs.form != "auto":
         load_library("quantized_entries")
     _cpu_library(needs)
-    return CpuAttention(needs.scale, needs.soft_cap)
+    how = needs.scale, needs.block_size, needs.soft_cap
+    return PagedAttention(paged_attention_cpu.paged_attention_cpu, *how, all_starts=True)
 
 
 def _cpu_library(needs: Needs) -> CDLL:
@@ -136,7 +135,8 @@ def _cpu_library(needs: Needs) -> CDLL:
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
-    attention = TritonAttention(needs.scale, needs.block_size, needs.soft_cap)
+    how = needs.scale, needs.block_size, needs.soft_cap
+    attention = PagedAttention(paged_attention_triton, *how)
     return ByPhase(attention, attention)
 
 
@@ -196,7 +196,7 @@ _CANDIDATES = (
         store_queries=store_kv.store_queries_triton,
         int4=int4_log.TRITON,
         only_named=("cpu",),
-        refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
+        refuse=lambda needs: triton_refusal(needs.device, needs.head_dim),
     ),
     _Candidate(
         name="flash-attn",

@@ -6,7 +6,7 @@ batch simply has P * R rows of Hkv / R heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from kvserve.engine.attention.base import (
     ForwardBatch,
     LayerCache,
     RowRemainders,
-    remainder_of,
     wanted_shares,
 )
 from kvserve.engine.attention.spans import Span, build_spans
@@ -47,20 +46,23 @@ class TorchAttention:
         if remainders is not None and not remainders.used:
             remainders = None  # they want a mask for each head
         newest = batch.newest  # of spans, entries of both are counted together
-        return _Planned(self, spans, (newest or batch).recent, remainders)
+        recent = (newest or batch).recent
+        return BatchAttention(partial(self._forward, spans, recent, remainders))
 
-    def attend(
+    def _forward(
         self,
         spans: list[Span],
+        recent: Tensor | None,
+        remainders: RowRemainders | None,
         layer: int,
         q: Tensor,
         cache: LayerCache,
-        shares: Shares | None = None,
-        remainder: Remainder | None = None,
+        wanted: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [T, Hq, D] -> [T, Hq, D]."""
         keys, values, group = cache.keys_values(layer)
+        shares = wanted_shares(wanted, recent)
+        remainder = None if remainders is None else remainders.layer(layer)
         newest = None
         if spans and spans[0].newest is not None:
             newest = cache.newest_keys_values(layer)[:2]
@@ -226,22 +228,3 @@ def _with_remainder(
     bias = remainder.bias.repeat_interleave(group, dim=1)[..., None, None]
     shape = *bias.shape[:2], mask.shape[2], -1
     return k, v, torch.cat([mask.float().expand(shape), bias.expand(*shape[:3], 1)], dim=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    backend: TorchAttention
-    spans: list[Span]
-    recent: Tensor | None
-    remainders: RowRemainders | None
-
-    def forward(
-        self,
-        layer: int,
-        q: Tensor,
-        cache: LayerCache,
-        shares: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        beside = wanted_shares(shares, self.recent), remainder_of(self.remainders, layer)
-        return self.backend.attend(self.spans, layer, q, cache, *beside, sinks)

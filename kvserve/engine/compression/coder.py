@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.attention.coded_rows import CodeTables
-from kvserve.engine.cache.code_rows import CodeStore
+from kvserve.engine.cache.code_rows import CodeStore, CodeTables
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import lanes_of

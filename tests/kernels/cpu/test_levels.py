@@ -13,7 +13,7 @@ import pytest
 from kvserve.kernels.cpu import levels
 
 TESTS = [
-    *("cpu/test_cpu_attention.py", "cpu/test_cpu_windows.py", "cpu/test_cpu_elementwise.py"),
+    *("test_paged_attention.py", "cpu/test_cpu_store.py", "cpu/test_cpu_elementwise.py"),
     *("cpu/test_cpu_move.py", "cpu/test_cpu_linear_levels.py"),
     *("test_coded_attention.py", "test_quantized_entries.py", "test_remainder.py"),
     "../engine/models/test_linear.py",

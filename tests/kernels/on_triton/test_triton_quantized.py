@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from kvserve.entry_format import FORMATS, EntryFormat
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
 from kvserve.kernels.quantized_triton import TRITON
-from kvserve.kernels.query_segments import QuerySegments
-from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
 EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -54,50 +48,3 @@ def test_store_gather_and_move(form: EntryFormat, dtype: torch.dtype) -> None:
     TRITON.move(ours, source, target, 1)
     TORCH.move(reference, lanes[..., :4], lanes[..., 5:9], 1)
     assert torch.equal(ours.pool, reference.pool)
-
-
-class Rows:
-    """Three rows of tables, one of them nobody's, over the second of two layers."""
-
-    def __init__(
-        self, form: EntryFormat, tables: int, group: int, dtype: torch.dtype, dim: int = DIM
-    ) -> None:
-        heads, columns, self.held = 2 // tables, 3, [40, 21]
-        self.blocks = new_blocks(form, 20, heads, dim)
-        names = torch.randperm(19)[: 2 * tables * columns] + 1
-        own = names.view(2, tables, columns)
-        self.tables = torch.cat([own, torch.full((1, tables, columns), -1)]).int()
-        for row, length in enumerate(self.held):
-            place = torch.arange(length)
-            slots = own[row][:, place // BLOCK] * BLOCK + place % BLOCK
-            k, v = torch.randn(2, length, 2, dim)
-            TORCH.store(self.blocks, 1, slots, k, v + 0.3)
-        self.q = torch.randn(64, 2 * group, dim).to(dtype)
-        self.per_row = tables
-
-    def arguments(self, lengths: list[int]) -> tuple[Any, ...]:
-        last = torch.cat([torch.arange(h - n, h) for h, n in zip(self.held, lengths, strict=True)])
-        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)]) if max(lengths) > 1 else None
-        last = last.expand(self.per_row, -1).int().contiguous()
-        rows = torch.arange(2)
-        segments = QuerySegments(rows, last, 40, starts, max(lengths))
-        k, v = self.blocks.layer(1)
-        return self.q[: sum(lengths)], k, v, self.tables, segments, 0.3
-
-
-@thinned(
-    {
-        "form": list(FORMATS.values()),
-        "lengths": [[1, 1], [9, 4]],
-        "tables,dim": [(1, 32), (2, 128)],
-    },
-    together=2,
-)
-def test_attention(form: EntryFormat, tables: int, dim: int, lengths: list[int]) -> None:
-    dtype = torch.float32 if tables == 1 else torch.float16
-    case = Rows(form, tables, 2, dtype, dim).arguments(lengths)
-    within = 1e-5 if dtype is torch.float32 else 4e-3
-    expected = paged_attention_torch(*case)
-    for splits in (1, 2):
-        found = paged_attention_triton(*case, num_splits=splits)  # type: ignore[misc]
-        torch.testing.assert_close(found, expected, atol=within, rtol=within)
