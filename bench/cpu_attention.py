@@ -42,12 +42,10 @@ from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.int4_log import quantize as quantize_queries
-from kvserve.kernels.move_kv import COMPILED as MOVES
-from kvserve.kernels.quantized_entries import COMPILED as LEVELS
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores
-from kvserve.kernels.store_kv import store_kv
+from kvserve.kernels.storage import COMPILED
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
@@ -116,13 +114,13 @@ def filled_store(
     pool = torch.empty((blocks, layers, *block), dtype=torch.uint8 if form.quantized else dtype)
     use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
     if not form.quantized:
-        return RawEntries(pool.normal_(), store_kv, moves=MOVES)
+        return RawEntries(pool.normal_(), COMPILED)
     held = QuantizedBlocks(pool, form, tokens, dim)
     for vectors in (held.keys, held.values):
         for layer in range(layers):
             one = vectors[:, layer]
-            one.set(..., quantize(torch.randn(one.shape), one.form))
-    return QuantizedEntries(held, LEVELS, dtype)
+            one[...] = quantize(torch.randn(one.shape), one.form)
+    return QuantizedEntries(held, COMPILED, dtype)
 
 
 def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:

@@ -28,10 +28,8 @@ from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, plan
-from kvserve.kernels import int4_log
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.quantized_entries import TORCH
-from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
+from kvserve.kernels.storage import TORCH
 
 GIB = 1 << 30
 
@@ -281,8 +279,7 @@ def pretend_cuda() -> Iterator[Queue]:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = PagedAttention(paged_attention_torch, needs.scale, needs.block_size)
-        stores = store_kv_torch, store_queries_torch, int4_log.TORCH, TORCH
-        return Choice("triton", ByPhase(attention, attention), *stores, "")
+        return Choice("triton", ByPhase(attention, attention), TORCH, "")
 
     mode = PretendCuda()
     with ExitStack() as stack:

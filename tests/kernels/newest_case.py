@@ -8,7 +8,7 @@ import torch
 
 from kvserve.entry_format import EntryFormat
 from kvserve.kernels.attention.paged_attention import Newest
-from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
+from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
@@ -36,7 +36,7 @@ class NewestCase:
             gone = DROPPED if EVENTS[row] else 0
             place = torch.arange(count - gone)
             slots = self.tables[row][:, place // BLOCK].long() * BLOCK + place % BLOCK
-            TORCH.store(self.blocks, 1, slots, k[gone:], v[gone:])
+            store_levels_torch(self.blocks, 1, slots, k[gone:], v[gone:])
             at = torch.arange(EVENTS[row], count)
             block = self.new_tables[row][:, at // NEW_BLOCK].long()
             for kind, x in enumerate((k, v)):
@@ -45,7 +45,8 @@ class NewestCase:
         self.q = torch.randn(230, 12, dim).to(dtype)
         bias = torch.full((3, 4), -torch.inf)
         bias[0], bias[2] = 2.0, 1.0
-        self.remainder = Remainder(*torch.randn(2, 3, 4, dim), bias)
+        lost = torch.randn(2, 3, 4, dim)
+        self.remainder = Remainder(lost[0], lost[1], bias)
         self.sinks = torch.randn(12)
 
     def call(self, lengths: list[int]) -> tuple[Inputs, dict[str, Any]]:

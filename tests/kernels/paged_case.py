@@ -15,7 +15,7 @@ from kvserve.entry_format import EntryFormat
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks
+from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
@@ -31,13 +31,13 @@ Inputs = tuple[Tensor, Any, Any, Tensor, QuerySegments, float]
 
 def by_triton(*inputs: Any, **how: Any) -> Tensor:
     """As engines call it: chunks of one token have no starts."""
-    *given, chunks, scale = inputs
+    q, keys, values, tables, chunks, scale = inputs
     newest = how.get("newest")
     if chunks.max_chunk == 1:
         chunks = chunks._replace(starts=None)
         if newest is not None:
             how["newest"] = newest._replace(chunks=newest.chunks._replace(starts=None))
-    return paged_attention_triton(*given, chunks, scale, **how)
+    return paged_attention_triton(q, keys, values, tables, chunks, scale, **how)
 
 
 def by_cpu(*inputs: Any, **how: Any) -> Tensor:
@@ -61,16 +61,15 @@ def assert_same(kernel: str, inputs: Inputs, within: float = 0.0, **how: Any) ->
     """As the reference, and so are shares, if any are asked for."""
     expected = paged_attention_torch(*inputs, **how)
     within = within or TOLERANCE[expected.dtype]
-    wanted = None
-    if (shares := how.get("shares")) is not None:
-        wanted = shares.out.clone()
+    shares: Shares | None = how.get("shares")
+    wanted = None if shares is None else shares.out.clone()
+    if shares is not None:
         shares.out.fill_(torch.nan)
     found = KERNELS[kernel](*inputs, **how)
     torch.testing.assert_close(found, expected, atol=within, rtol=within)
-    if wanted is not None:
-        seen = wanted > -80  # beyond, a sink leaves nothing
-        close = {"atol": 10 * within, "rtol": 10 * within}
-        torch.testing.assert_close(shares.out[seen], wanted[seen], **close)
+    if shares is not None and wanted is not None:
+        seen, close = wanted > -80, 10 * within  # beyond -80, a sink leaves nothing
+        torch.testing.assert_close(shares.out[seen], wanted[seen], atol=close, rtol=close)
         assert (shares.out[~seen] < -80).all()
     return found
 
@@ -206,7 +205,7 @@ class LevelRows:
             place = torch.arange(length)
             slots = self.tables[row][:, place // BLOCK].long() * BLOCK + place % BLOCK
             k, v = torch.randn(2, length, 4, dim)
-            TORCH.store(self.blocks, 1, slots, k, v + 0.3)
+            store_levels_torch(self.blocks, 1, slots, k, v + 0.3)
         self.q = torch.randn(max(held), 12, dim).to(dtype)
 
     def inputs(self, lengths: Sequence[int]) -> Inputs:

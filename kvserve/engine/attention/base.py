@@ -16,13 +16,6 @@ from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 from kvserve.scheduler.arrays import IntArray
 
-StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
-"""``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
-StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
-"""``store_queries`` of that file, likewise."""
-StoreRotated = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``rotate_and_store_triton`` of that file, likewise."""
-
 
 class RowRemainders(Protocol):
     """What stands for the entries that rows have lost, at addresses that never change."""

@@ -17,11 +17,12 @@ from kvserve.engine.attention.base import (
 
 
 class ByPhase:
-    """Runs chunks by ``prefill`` and the decoding tokens in front of them by ``decode``."""
+    """Runs chunks by ``prefill`` and the decoding tokens in front of them by ``decode`` (default:
+    by the same)."""
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
-        self.prefill = prefill
-        self.decode = decode
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend | None = None) -> None:
+        decode = decode or prefill
+        self.prefill, self.decode = prefill, decode
         self.replays, self.replays_chunks = decode.replays, prefill.replays_chunks
         self.reads_remainders = prefill.reads_remainders and decode.reads_remainders
 

@@ -42,9 +42,8 @@ PREBUILT = _HERE / "prebuilt"
 """Libraries that came with the package, as in the CPU image (``kvserve.kernels.cpu.prebuild``)."""
 _logger = logging.getLogger("kvserve")
 _failures: dict[tuple[object, ...], str] = {}
-"""Why a build failed, so that the next call does not wait for the same compiler again."""
-_missing: dict[tuple[str | None, ...], str] = {}
-"""What ``why_missing`` has said, by name, ``PATH`` and cache folder."""
+"""Why a build failed, by what was asked, ``PATH`` and cache folder: each event asks, and the same
+compiler is not waited for again."""
 
 
 class BuildError(RuntimeError):
@@ -61,6 +60,9 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
 
     ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
     """
+    attempt = name, defines, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
+    if attempt in _failures:
+        raise BuildError(_failures[attempt])
     file = _file_name(name, defines, "native")
     there = [folder / file for folder in _cache_folders() if _is_ours(folder)]
     there += [PREBUILT / _file_name(name, defines, level) for level in levels.of_this_cpu()]
@@ -68,13 +70,11 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
         if library.is_file():
             with contextlib.suppress(BuildError):  # it is of another system that shares this home
                 return _open(library)
-    attempt = file, shutil.which("g++"), _cache_folders()
-    if attempt not in _failures:
-        try:
-            return _open(_build(name, defines, file))
-        except BuildError as error:
-            _failures[attempt] = str(error)
-    raise BuildError(_failures[attempt])
+    try:
+        return _open(_build(name, defines, file))
+    except BuildError as error:
+        _failures[attempt] = str(error)
+        raise
 
 
 def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
@@ -83,15 +83,12 @@ def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
 
 
 def why_missing(name: str) -> str | None:
-    """Why there is no library of ``name.cpp``; ``None`` if there is. Each event asks, so a machine
-    without a compiler is searched once."""
-    asked = name, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
-    if asked not in _missing:
-        try:
-            load_library(name)
-        except BuildError as error:
-            _missing[asked] = str(error)
-    return _missing.get(asked)
+    """Why there is no library of ``name.cpp``; ``None`` if there is."""
+    try:
+        load_library(name)
+    except BuildError as error:
+        return str(error)
+    return None
 
 
 def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
