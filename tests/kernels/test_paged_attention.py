@@ -219,7 +219,8 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
     refused(replace(fine, last=fine.last.int()), "chunks are not dense int64")
     refused(replace(fine, query=torch.cat([fine.query, fine.query])), "chunks do not fit")
     levels = LevelRows(FORMATS["int8"], 16, torch.float32)
-    q, k, v, *rest = levels.inputs([1, 1, 1])
+    q, k, v, *others = levels.inputs([1, 1, 1])
+    rest: Any = others
     with pytest.raises(ValueError, match="keys and values are not both levels"):
         paged_attention_cpu(q, k, v.widened(), *rest)
     fp8, _ = LevelRows(FORMATS["fp8"], 16, torch.float32).blocks.layer(1)
@@ -278,7 +279,7 @@ def test_sinks_and_capped_logits(kernel: str, window: int | None, cap: float) ->
     else:
         case = windowed(case, window)
     sinks = torch.tensor([0.5, -2.0, 40.0, -300.0])
-    how = {"shares": case.shares(2), "remainder": left, "sinks": sinks}
+    how: dict[str, Any] = {"shares": case.shares(2), "remainder": left, "sinks": sinks}
     assert_same(kernel, case.inputs(), **how, soft_cap=cap)
 
 
@@ -450,14 +451,15 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
     form: str, dtype: torch.dtype, dim: int
 ) -> None:
     """Or its own entries, which are rounded, could go to another level."""
-    rows = NewestCase(FORMATS["k4v4"], dim, dtype) if form == "newest" else None
-    rows = rows or LevelRows(FORMATS[form], dim, dtype)
+    rows: NewestCase | LevelRows = LevelRows(FORMATS.get(form, FORMATS["k4v4"]), dim, dtype)
+    if form == "newest":
+        rows = NewestCase(FORMATS["k4v4"], dim, dtype)
     end, q = rows.held[0], rows.q
 
     def attend(count: int) -> Tensor:
-        inputs, how = (
-            rows.call([count]) if isinstance(rows, NewestCase) else (rows.inputs([count]), {})
-        )
+        if isinstance(rows, LevelRows):
+            return by_cpu(*rows.inputs([count]))
+        inputs, how = rows.call([count])
         return by_cpu(*inputs, **how)
 
     together = attend(110)

@@ -1,26 +1,16 @@
-"""Entries held as levels: the rounding and its bound, and the compiled kernels beside torch's."""
+"""Entries held as levels: the rounding, and its bound."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvserve.entry_format import FORMATS, EntryFormat, VectorForm
-from kvserve.kernels.quantized_entries import (
-    COMPILED,
-    TORCH,
-    QuantizedBlocks,
-    QuantizedKernels,
-    quantize,
-)
+from kvserve.entry_format import FORMATS, VectorForm
+from kvserve.kernels.quantized_entries import quantize
 
-EACH = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 FORMS = sorted({form for each in FORMATS.values() for form in (each.key, each.value)}, key=str)
 EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.code}-{form.group}")
-BLOCK = 16
 
 
 def vectors(*shape: int, seed: int = 0) -> Tensor:
@@ -30,9 +20,6 @@ def vectors(*shape: int, seed: int = 0) -> Tensor:
     x *= torch.logspace(-20, 20, len(x)).view(-1, *[1] * (len(shape) - 1))
     x[0], x[1] = 0.0, 1.3
     return x
-
-
-# ---- the rounding ------------------------------------------------------------------------------
 
 
 def bound(x: Tensor, form: VectorForm) -> Tensor:
@@ -125,90 +112,3 @@ def test_bytes() -> None:
         assert form.lane_bytes(1, 16) % 16 == 0
         assert (form.refusal(24) is None) == (min(form.key.bits, form.value.bits) == 8)
         assert form.refusal(48) is None
-
-
-# ---- blocks ------------------------------------------------------------------------------------
-
-
-class Pool:
-    """Blocks of ``layers`` layers and ``heads`` heads, full of other bytes at first."""
-
-    def __init__(self, form: EntryFormat, dim: int, blocks: int = 20, heads: int = 2) -> None:
-        shape = blocks, 3, heads * form.lane_bytes(BLOCK, dim)
-        self.bytes = torch.full(shape, 7, dtype=torch.uint8)
-        self.blocks = QuantizedBlocks(self.bytes, form, BLOCK, dim)
-
-    def fill(self, kernels: QuantizedKernels, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys of all layers, [3, T, Hkv, D]."""
-        rows, (*_, heads, dim) = len(slots), self.blocks.keys.shape
-        shape = slots.shape[1], rows * heads, dim
-        keys = [vectors(*shape, seed=layer).to(dtype) for layer in range(3)]
-        for layer, key in enumerate(keys):
-            # As a model hands them over: a view of one projection.
-            wide = torch.cat([key, key.flip(1) * 0.5, key], dim=1)
-            own = wide[:, : shape[1]], wide[:, shape[1] : 2 * shape[1]]
-            kernels.store(self.blocks, layer, slots, *own)
-        return torch.stack(keys)
-
-
-def some_slots(count: int, rows: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randperm(19 * BLOCK, generator=generator)[: count * rows].view(rows, -1) + BLOCK
-
-
-@EACH
-@pytest.mark.parametrize("rows", [1, 2])
-def test_store_gather_and_move(form: EntryFormat, rows: int) -> None:
-    pool, slots = Pool(form, 32, heads=2 // rows), some_slots(40, rows)
-    keys = pool.fill(TORCH, slots, torch.float32)
-    by_lane = slots.repeat_interleave(2 // rows, dim=0).expand(3, -1, -1)
-    expected = quantize(keys, form.key).widened().transpose(1, 2)
-    assert torch.equal(TORCH.gather(pool.blocks, by_lane, None, torch.float32), expected)
-    values = quantize(keys.flip(2) * 0.5, form.value).widened().transpose(1, 2)
-    found = TORCH.gather(pool.blocks, by_lane, None, torch.float32, True)
-    assert torch.equal(found, values)
-    only = torch.tensor([2])
-    assert torch.equal(TORCH.gather(pool.blocks, by_lane[2:], only, torch.float32), expected[2:])
-    # Two entries of each lane change places: both are read before either is written.
-    pair = by_lane[..., :2]
-    TORCH.move(pool.blocks, pair, pair.flip(-1), 1)
-    assert torch.equal(
-        TORCH.gather(pool.blocks, pair, None, torch.float32), expected[:, :, :2].flip(-2)
-    )
-    assert (pool.bytes[0] == 7).all()
-
-
-@pytest.mark.compiler
-@EACH
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [16, 48, 128])
-def test_the_compiled_kernels_give_the_same_bytes(
-    form: EntryFormat, dtype: torch.dtype, dim: int
-) -> None:
-    pools, slots = [Pool(form, dim) for _ in range(2)], some_slots(40)
-    by_lane = slots.expand(3, 2, -1).contiguous()
-    found = []
-    for pool, kernels in zip(pools, (TORCH, COMPILED), strict=True):
-        pool.fill(kernels, slots, dtype)
-        kernels.move(pool.blocks, by_lane[..., :10], by_lane[..., 10:20], 1)
-        gather: Callable[..., Tensor] = kernels.gather
-        found.append(torch.stack([gather(pool.blocks, by_lane, None, dtype, x) for x in (0, 1)]))
-    assert torch.equal(pools[0].bytes, pools[1].bytes)
-    assert torch.equal(*found)
-
-
-@pytest.mark.compiler
-def test_the_compiled_kernels_refuse() -> None:
-    pool = Pool(FORMATS["int8"], 16)
-    before = pool.bytes.clone()
-    x = torch.randn(2, 2, 16)
-    with pytest.raises(IndexError, match=r"slot 320 is not in a pool of 20 blocks of 16"):
-        COMPILED.store(pool.blocks, 0, torch.tensor([[16, 320]]), x, x)
-    with pytest.raises(ValueError, match=r"\[3, 2, 16\] of .* is needed"):
-        COMPILED.store(pool.blocks, 0, torch.tensor([[16, 17, 18]]), x, x)
-    lanes = torch.full((3, 2, 1), -1)
-    with pytest.raises(IndexError, match="slot -1"):
-        COMPILED.gather(pool.blocks, lanes, None, torch.float32)
-    with pytest.raises(IndexError, match="slot -1"):
-        COMPILED.move(pool.blocks, lanes + 17, lanes, 1)
-    assert torch.equal(pool.bytes, before)

@@ -18,6 +18,7 @@ from kvserve.kernels.scores.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_cpu,
     fitted_remainder_torch,
+    log_probs_of,
     probs_of,
 )
 from kvserve.kernels.scores.window_scores import (
@@ -25,7 +26,9 @@ from kvserve.kernels.scores.window_scores import (
     window_probs,
     window_scores,
     window_scores_cpu,
+    window_scores_torch,
 )
+from kvserve.kernels.scores.window_scores_triton import log_given_triton, window_scores_triton
 from kvserve.kernels.shares import Given, Seen
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.paged_case import SCALE, Shape, make, random_remainder
@@ -57,7 +60,8 @@ def test_a_remainder_of_one_entry_is_that_entry_kept(entry: int) -> None:
     full = replace(case, keys=keys, values=values, last=last)
     fewer = replace(full, keys=keys.clone(), values=values.clone(), last=last - 1)
     rows, heads = case.tables.shape[1], case.keys.shape[2]
-    left = Remainder(*torch.zeros(2, rows, heads, case.query.shape[2]), torch.zeros(rows, heads))
+    vectors = torch.zeros(2, rows, heads, case.query.shape[2])
+    left = Remainder(vectors[0], vectors[1], torch.zeros(rows, heads))
     for row in range(2):
         at, end = ((case.tables[0, row, 0, e // 8].long(), e % 8) for e in (entry, 39))
         for mine, kept in zip(left, (fewer.keys, fewer.values), strict=False):
@@ -111,6 +115,22 @@ def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(given.log_sums, sums, rtol=1e-4, atol=1e-4)
     probs = window_probs(log, keys, 0.2, seen).sum(dim=(-3, -2))
     torch.testing.assert_close(given.keys, probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("device")
+def test_what_triton_s_scoring_finds_on_its_way() -> None:
+    log = quantize(torch.randn(1, 2, 4, 21, 16), -torch.rand(1, 2, 4, 21))
+    keys, seen = torch.randn(1, 2, 2, 21, 16), Seen(log.shares, 16, later=5)
+    ours, theirs = (Given(torch.empty(1, 2, 4, 21), torch.empty(1, 2, 2, 16)) for _ in range(2))
+    how = log, keys, 0.3, "sum_squares", "rms", seen
+    scores, expected = window_scores_triton(*how, ours), window_scores_torch(*how, theirs)
+    for found, wanted in zip((scores, *ours), (expected, *theirs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for sharp in (1.0, 300.0):  # the sum itself is then less than any float
+        one = keys[..., :1, :] * -sharp
+        given = log_given_triton(log, one, theirs.log_sums, 0.3)
+        logits = log_probs_of(log, one, theirs.log_sums, 0.3)
+        torch.testing.assert_close(given, logits.logsumexp(dim=(-3, -2)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.compiler

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvserve.kernels.checks import AGGREGATES
 from kvserve.kernels.scores.causal_scores import GQA_REDUCTIONS, causal_scores, past_scores
 from kvserve.kernels.scores.window_scores import window_scores
 
@@ -23,30 +22,6 @@ def test_worked_example() -> None:
     torch.testing.assert_close(mean, torch.tensor([[1.2534, 1.3250, 1.4215]]), atol=1e-4, rtol=0)
     single = window_scores(QUERIES[:1], KEYS, scale=1.0)
     torch.testing.assert_close(single, torch.tensor([[1.2121, 1.2727, 1.5152]]), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_against_a_naive_loop(aggregate: str) -> None:
-    events, heads, group, window, keys, dim = 2, 2, 3, 7, 5, 4
-    q = torch.randn(events, heads * group, window, dim)
-    k = torch.randn(events, heads, keys, dim)
-    scores = window_scores(q, k, 0.5, aggregate)
-    for e in range(events):
-        for h in range(heads):
-            total = torch.zeros(keys)
-            for g in range(group):
-                rows = torch.stack(
-                    [
-                        torch.softmax(q[e, h * group + g, i] @ k[e, h].T * 0.5, dim=-1)
-                        for i in range(window)
-                    ]
-                )
-                total += {
-                    "sum": rows.sum(0),
-                    "sum_squares": rows.square().sum(0),
-                    "max": rows.amax(0),
-                }[aggregate]
-            torch.testing.assert_close(scores[e, h], total / group)
 
 
 def test_invariants() -> None:

@@ -13,9 +13,9 @@ import pytest
 from kvserve.kernels.cpu import levels
 
 TESTS = [
-    *("test_paged_attention.py", "cpu/test_cpu_store.py", "cpu/test_cpu_elementwise.py"),
-    *("cpu/test_cpu_move.py", "cpu/test_cpu_linear_levels.py"),
-    *("test_coded_attention.py", "test_quantized_entries.py", "test_remainder.py"),
+    *("test_paged_attention.py", "test_storage.py", "test_elementwise.py", "test_int4_log.py"),
+    *("cpu/test_cpu_events.py", "cpu/test_cpu_linear_levels.py"),
+    *("test_coded_attention.py", "test_remainder.py"),
     "../engine/models/test_linear.py",
 ]
 KERNELS = Path(__file__).parents[1]
