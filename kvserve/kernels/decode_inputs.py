@@ -172,11 +172,8 @@ def check(rows: RowTables, inputs: DecodeInputs) -> None:
     """``ValueError`` unless the assumptions of the kernels hold."""
     lanes, tokens = rows.kv_lens.shape, len(inputs.positions)
     by_row = rows.num_computed, rows.log_from, rows.log_span
-    by_lane = [inputs.slots, inputs.last]
-    by_token = [inputs.positions]
-    if inputs.query_slots is not None and inputs.recent is not None:
-        by_lane.append(inputs.query_slots)
-        by_token.append(inputs.recent)
+    by_lane = [x for x in (inputs.slots, inputs.last, inputs.query_slots) if x is not None]
+    by_token = [x for x in (inputs.positions, inputs.recent) if x is not None]
     tables, count = (rows.block_tables, rows.log_tables), tokens
     chunked: tuple[Tensor, ...] = ()
     if inputs.chunks is not None:

@@ -51,7 +51,8 @@ class Int4Queries(NamedTuple):
 
     def float(self) -> Tensor:
         """The vectors: float32 [..., D]."""
-        return unpack(self.codes).float() * self.scales[..., :1].float()
+        both = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        return (both.to(torch.int8) - 8).float() * self.scales[..., :1].float()
 
     def rows(self, part: slice) -> Int4Queries:
         """Some of the W queries of ``[..., Hq, W]``."""
@@ -88,12 +89,6 @@ def quantize(x: Tensor, shares: Tensor) -> Int4Queries:
     return Int4Queries(codes, torch.cat([scale, log_share[..., None]], dim=-1))
 
 
-def unpack(codes: Tensor) -> Tensor:
-    """uint8 [..., D / 2] -> the numbers from -7 to 7: int8 [..., D]."""
-    both = torch.stack([codes & 15, codes >> 4], dim=-1)
-    return both.flatten(-2).to(torch.int8) - 8
-
-
 def store_int4_torch(
     log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
 ) -> None:
@@ -116,19 +111,15 @@ def store_int4_cpu(
     num_blocks, _, size, heads, half = log.codes.shape
     tables, tokens = slots.shape
     dim, width = 2 * half, tables * heads
-    dense = slots.is_contiguous() and shares.is_contiguous() and query.stride()[1:] == (dim, 1)
-    if query.shape != (tokens, width, dim) or shares.shape != (tokens, width) or not dense:
+    check_dense("shares", shares, (tokens, width), torch.float32)
+    check_dense("slots", slots, (tables, tokens), torch.int64)
+    fits = query.shape == (tokens, width, dim) and query.stride()[1:] == (dim, 1)
+    fits &= query.dtype in (torch.float32, torch.bfloat16)
+    if not fits or dim % 8 or dim > LARGEST_DIM:
         raise ValueError(
-            f"store_int4: queries {list(query.shape)} and shares {list(shares.shape)} for slots "
-            f"{list(slots.shape)} of a log {list(log.shape)}: {[tokens, width, dim]} and "
-            f"{[tokens, width]} are needed, each tensor dense"
-        )
-    kinds = query.dtype in (torch.float32, torch.bfloat16) and shares.dtype is torch.float32
-    if not kinds or slots.dtype is not torch.int64 or dim % 8 or dim > LARGEST_DIM:
-        raise ValueError(
-            f"store_int4: queries of {query.dtype}, shares of {shares.dtype}, slots of "
-            f"{slots.dtype}: float32 or bfloat16 of up to {LARGEST_DIM} dimensions, float32 and "
-            "int64 are needed"
+            f"store_int4: queries of {query.dtype} {list(query.shape)} for slots "
+            f"{list(slots.shape)} of a log {list(log.shape)}: {[tokens, width, dim]} of float32 or "
+            f"bfloat16, dense, of up to {LARGEST_DIM} dimensions, are needed"
         )
     codes, scales = log.codes[:, layer], log.scales[:, layer]
     _STORE_INT4(

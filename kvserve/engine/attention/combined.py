@@ -8,12 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import (
-    AttentionBackend,
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-)
+from kvserve.engine.attention.base import AttentionBackend, BatchAttention, ForwardBatch, LayerCache
 
 
 class ByPhase:

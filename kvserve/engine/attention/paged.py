@@ -11,12 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 from torch import Tensor
 
-from kvserve.engine.attention.base import (
-    BatchAttention,
-    ForwardBatch,
-    LayerCache,
-    wanted_shares,
-)
+from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache, wanted_shares
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.checks import HEAD_DIMS

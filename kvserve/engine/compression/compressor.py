@@ -16,13 +16,7 @@ from torch import Tensor
 from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.moves import (
-    Kept,
-    KeptEntries,
-    MovePlan,
-    lanes_of,
-    plan_moves,
-)
+from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.observer import (
     Observer,
     Scope,

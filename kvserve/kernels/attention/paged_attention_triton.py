@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.attention.attend_triton import attend
-from kvserve.kernels.attention.merge_triton import merge
+from kvserve.kernels.attention.attend_triton import attend, merge
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.checks import HEAD_DIMS, Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
@@ -91,7 +90,16 @@ def paged_attention_triton(
     context = keys, values, tables, chunks, scale, codes, shares
     _attend(out, behind, q, *context, *beside, soft_cap, tile, num_splits, least)
     if parts is not None:
-        _add_up(out, parts, shares)
+        places, given = q.shape[0] * q.shape[1], out if shares is None else shares.out
+        merge.launch(
+            (places,),
+            *(out, parts.means, parts.sums, out if shares is None else parts.recent, given),
+            *(places, count),
+            DIM=q.shape[2],
+            SPAN=1 << (count - 1).bit_length(),
+            SHARES=shares is not None,
+            num_warps=4,
+        )
     return out
 
 
@@ -172,20 +180,6 @@ def _tile_of(q: Tensor, values: Entries, packed: int, coded: bool) -> Tile:
     if not isinstance(values, Tensor):  # widening takes registers
         return tile._replace(rows=tile.rows // 2)
     return tile
-
-
-def _add_up(out: Tensor, parts: _Parts, shares: Shares | None) -> None:
-    """Write the mean of a context's parts to ``out``, and the ``shares`` of all of it."""
-    num_splits, tokens, heads, dim = parts.means.shape
-    recent, given = (out, out) if shares is None else (parts.recent, shares.out)
-    merge.launch(
-        (tokens * heads,),
-        *(out, parts.means, parts.sums, recent, given, tokens * heads, num_splits),
-        DIM=dim,
-        SPAN=1 << (num_splits - 1).bit_length(),
-        SHARES=shares is not None,
-        num_warps=4,
-    )
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:

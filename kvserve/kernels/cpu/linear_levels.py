@@ -7,12 +7,7 @@ from torch import Tensor, nn
 
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.cpu.linear import (
-    _WORTH_A_THREAD,
-    check_bias,
-    checked_ends,
-    panel_width,
-)
+from kvserve.kernels.cpu.linear import _WORTH_A_THREAD, check_bias, checked_ends, panel_width
 from kvserve.kernels.weight_levels import LevelForm, Levels, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.cpu import levels
-from kvserve.kernels.cpu.build import PREBUILT, BuildError, defines_of, prebuild
+from kvserve.kernels.cpu.build import (
+    PREBUILT,
+    BuildError,
+    defines_of,
+    levels_of_this_machine,
+    prebuild,
+)
 
 
 def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -22,7 +27,7 @@ def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def main() -> int:
-    found = levels.of_this_machine()
+    found = levels_of_this_machine()
     if not found:
         print("this kind of machine has no levels; kernels are compiled at first use")
         return 1

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.kernels.cpu import build, levels
+from kvserve.kernels.cpu import build
 from tests.waiting import WAIT
 
 pytestmark = pytest.mark.compiler
 
-BUILD = "from kvserve.kernels.cpu import build; print(build.load_library('slot_mapping')._name)"
+BUILD = "from kvserve.kernels.cpu import build; print(build.load_library('events')._name)"
 
 
 def start_build(**environment: str) -> subprocess.Popen[str]:
@@ -132,15 +132,15 @@ def test_what_came_with_the_package_needs_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    level, *_ = levels.of_this_cpu()
-    made = build.prebuild("slot_mapping", (), level)
+    level, *_ = build.levels_of_this_cpu()
+    made = build.prebuild("events", (), level)
     assert made.parent == tmp_path / "prebuilt"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", "")
     build.load_library.cache_clear()
     try:
-        assert build.load_library("slot_mapping")._name == str(made)
+        assert build.load_library("events")._name == str(made)
         with pytest.raises(build.BuildError, match=r"no g\+\+ found"):
             build.load_library("linear")
     finally:
@@ -161,10 +161,10 @@ def test_a_machine_without_a_compiler_is_searched_once(
     monkeypatch.setattr(build.shutil, "which", which)
     build.load_library.cache_clear()
     try:
-        first = build.why_missing("slot_mapping")
+        first = build.why_missing("events")
         count = len(searched)
         assert first is not None and "no g++ found" in first and count > 0
-        assert build.why_missing("slot_mapping") == first and len(searched) == count
+        assert build.why_missing("events") == first and len(searched) == count
     finally:
         build.load_library.cache_clear()
 
@@ -172,9 +172,9 @@ def test_a_machine_without_a_compiler_is_searched_once(
 def test_a_library_for_newer_cpus_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(levels.Path, "read_text", lambda path: "flags\t\t: fpu avx avx2\n")
-    levels.of_this_cpu.cache_clear()
+    monkeypatch.setattr(build.Path, "read_text", lambda path: "flags\t\t: fpu avx avx2\n")
+    build.levels_of_this_cpu.cache_clear()
     try:
-        assert levels.of_this_cpu() == ()
+        assert build.levels_of_this_cpu() == ()
     finally:
-        levels.of_this_cpu.cache_clear()
+        build.levels_of_this_cpu.cache_clear()
