@@ -83,7 +83,6 @@ def test_rounding_that_moves_all_logits_alike_moves_no_score() -> None:
     shares = torch.empty(1, 12)
     for i in range(12):
         _, shares[0, i] = attention_of(q[0, i], keys[0], 28 + i, i + 1)
-    exact = window_scores_torch(q, keys[:, 28:], SCALE, seen=Seen(shares, 12))
     moved = q + 0.4 * torch.eye(16)[0]
     keys_alike = keys.clone()
     keys_alike[..., 0] = 6

@@ -15,7 +15,7 @@ from kvserve.kernels.coded_entries import Slots
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
 from tests.kernels.paged_case import EACH_KERNEL, KERNELS, SCALE, assert_same, by_cpu, by_triton
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = pytest.mark.usefixtures("unwritten")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Decoding, chunks, and an empty chunk; rows without codes, of codes alone, and without entries.
 HELD = [[37, 40], [30, 9], [0, 21], [12, 5], [26, 26]]

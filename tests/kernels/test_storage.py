@@ -14,10 +14,12 @@ from torch import Tensor
 from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.elementwise import rotate_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.storage import COMPILED, TORCH, TRITON, StorageKernels
+from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -201,6 +203,47 @@ def test_moves(place: Place, in_place: bool) -> None:
     assert not torch.equal(place.cache, before)
 
 
+# ---- rotated on the way -------------------------------------------------------------------------
+
+
+def projected(layout: KVLayout, tokens: int, group: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries and keys, values behind them in the same rows, cosines and sines."""
+    heads = layout.num_kv_heads
+    both = torch.randn(tokens, (group + 2) * heads, layout.head_dim).to(dtype)
+    angles = torch.randn(2, tokens, 1, layout.head_dim).to(dtype)
+    return *both.split([(group + 1) * heads, heads], dim=1), *angles
+
+
+# The interpreter rounds to bfloat16 in its own way: that is for a GPU.
+@pytest.mark.parametrize("dtype", [F32, F16, *([BF16] * torch.cuda.is_available())], ids=str)
+@pytest.mark.parametrize("granularity", list(Granularity), ids=named)
+@pytest.mark.parametrize(
+    ("tokens", "group", "dim", "block"), [(1, 4, 16, 4), (5, 7, 70, 5), (0, 2, 8, 4)]
+)
+def test_rotated(
+    granularity: Granularity, tokens: int, group: int, dim: int, block: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit what the two kernels that it replaces give. The last token has no slot."""
+    layout = KVLayout(2, 3, dim, block, granularity)
+    cache = torch.randn(layout.cache_shape(40)).to(dtype)
+    qk, v, cos, sin = projected(layout, tokens, group, dtype)
+    slots = (torch.randperm(39 * block)[: layout.rows * tokens] + block).view(layout.rows, tokens)
+    expected, by_torch = cache.clone(), cache.clone()
+    outside = slots.clone()
+    outside[:, 1:] = 1 << 40
+    for place in range(layout.layers_per_block):
+        q = rotate_and_store_triton(cache, place, outside, qk, v, cos, sin)
+        right, k = rotate_triton(qk, cos, sin).split([3 * group, 3], dim=1)
+        TRITON.store_kv(expected, place, outside, k, v)
+        assert torch.equal(q, right)
+        some = [x[:1] for x in (qk, v, cos, sin)]
+        rotate_and_store_torch(by_torch, place, slots[:, :1], *some)
+        other = rotate_and_store_torch(by_torch.clone(), place, slots, qk, v, cos, sin)
+        torch.testing.assert_close(q, other, atol=2e-3, rtol=2e-3)
+    assert torch.equal(cache, expected)
+    torch.testing.assert_close(cache, by_torch, atol=2e-3, rtol=2e-3)
+
+
 # ---- levels -------------------------------------------------------------------------------------
 
 BLOCK, DIM = 16, 64
@@ -376,6 +419,18 @@ def test_offsets_exceed_31_bits() -> None:
     TRITON.move_kv(cache, src, dst)
     assert torch.equal(cache[-2, 1, 1, :4], new[1:])
     assert torch.equal(TRITON.gather_kv(cache, dst)[1], new[1:].transpose(0, 1))
+
+
+@pytest.mark.usefixtures("untouched_memory")
+def test_rotated_offsets_exceed_31_bits() -> None:
+    layout = KVLayout(2, 2, 64, 64)
+    cache = torch.empty(layout.cache_shape(35_000), dtype=F16)
+    assert cache.nbytes > 2**31
+    qk, v, _, _ = projected(layout, 5, 1, F16)
+    slots = torch.arange(5)[None] + (len(cache) - 1) * layout.block_size
+    zeros = torch.zeros(5, 1, 64, dtype=F16)
+    rotate_and_store_triton(cache, 1, slots, qk, v, zeros + 1, zeros)
+    assert torch.equal(cache[-1, 1, 0, :5], qk[:, 2:]) and torch.equal(cache[-1, 1, 1, :5], v)
 
 
 @pytest.mark.compiler
