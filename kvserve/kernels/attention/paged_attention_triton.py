@@ -90,10 +90,10 @@ def paged_attention_triton(
     context = keys, values, tables, chunks, scale, codes, shares
     _attend(out, behind, q, *context, *beside, soft_cap, tile, num_splits, least)
     if parts is not None:
-        places, given = q.shape[0] * q.shape[1], out if shares is None else shares.out
+        places, told = q.shape[0] * q.shape[1], out if shares is None else shares.out
         merge.launch(
             (places,),
-            *(out, parts.means, parts.sums, out if shares is None else parts.recent, given),
+            *(out, parts.means, parts.sums, out if shares is None else parts.recent, told),
             *(places, count),
             DIM=q.shape[2],
             SPAN=1 << (count - 1).bit_length(),
