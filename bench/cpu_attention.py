@@ -39,17 +39,13 @@ from kvserve.engine.cache.entry_store import EntryStore, QuantizedEntries, RawEn
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
-from kvserve.kernels.attention.paged_attention_cpu import (
-    CpuQuerySegments,
-    begin_attention,
-    paged_attention,
-)
+from kvserve.kernels.attention.paged_attention import Newest
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.int4_log import quantize as quantize_queries
-from kvserve.kernels.move_kv import COMPILED as MOVES
-from kvserve.kernels.quantized_entries import COMPILED as LEVELS
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores
-from kvserve.kernels.store_kv import store_kv
+from kvserve.kernels.storage import COMPILED
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
@@ -118,13 +114,13 @@ def filled_store(
     pool = torch.empty((blocks, layers, *block), dtype=torch.uint8 if form.quantized else dtype)
     use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
     if not form.quantized:
-        return RawEntries(pool.normal_(), store_kv, moves=MOVES)
+        return RawEntries(pool.normal_(), COMPILED)
     held = QuantizedBlocks(pool, form, tokens, dim)
     for vectors in (held.keys, held.values):
         for layer in range(layers):
             one = vectors[:, layer]
-            one.set(..., quantize(torch.randn(one.shape), one.form))
-    return QuantizedEntries(held, LEVELS, dtype)
+            one[...] = quantize(torch.randn(one.shape), one.form)
+    return QuantizedEntries(held, COMPILED, dtype)
 
 
 def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
@@ -138,15 +134,15 @@ class Held(NamedTuple):
 
     store: EntryStore
     tables: Tensor
-    chunks: CpuQuerySegments
+    chunks: QuerySegments
 
     @classmethod
     def of(cls, store: EntryStore, batch: int, count: int) -> Held:
         """``count`` entries of each row, in all blocks but the first."""
         blocks = len(store.memory) - 1
-        last = torch.full((1, 1, batch), count - 1)
-        chunks = CpuQuerySegments(torch.arange(batch), torch.arange(batch + 1), last)
-        return cls(store, (torch.randperm(blocks) + 1).int().view(1, batch, 1, -1), chunks)
+        last = torch.full((1, batch), count - 1)
+        chunks = QuerySegments(torch.arange(batch), last, count, torch.arange(batch + 1))
+        return cls(store, (torch.randperm(blocks) + 1).int().view(batch, 1, -1), chunks)
 
 
 class Reads:
@@ -178,15 +174,14 @@ class Reads:
 
     def attend(self) -> None:
         for layer in range(self.layers):
-            begun = None
+            newest = None
             if self.newest is not None:
                 keys, values = self.newest.store.layer(layer)
                 assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-                where = self.newest.tables, self.newest.chunks
-                begun = begin_attention(self.query, keys, values, *where, 0, self.scale)
+                newest = Newest(keys, values, self.newest.tables, self.newest.chunks)
             own = self.held.store.layer(layer)
-            how = self.held.tables, self.held.chunks, 0, self.scale
-            paged_attention(self.query, own[0], own[1], *how, begun=begun)
+            how = self.held.tables, self.held.chunks, self.scale
+            paged_attention_cpu(self.query, own[0], own[1], *how, newest=newest)
 
     def sum_blocks(self) -> None:
         """Read what attention reads, in its order."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.attention.by_phase import ByPhase
+from kvserve.engine.attention.combined import ByPhase
+from kvserve.engine.attention.paged import PagedAttention
 from kvserve.engine.attention.select import Choice, Needs
-from kvserve.engine.attention.triton import TritonAttention
-from kvserve.engine.cache import query_log
 from kvserve.engine.compression import coder
 from kvserve.engine.compression.coder import Codebook, Coder
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
@@ -28,15 +27,13 @@ from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import plan
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
-from kvserve.kernels import decode_inputs, int4_log, quantized_triton
+from kvserve.kernels import decode_inputs, storage
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.move_kv import TRITON as MOVES
-from kvserve.kernels.move_kv import gather_queries_triton
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.messages.event import Events
 from tests.checkpoints import write_checkpoint
@@ -78,18 +75,14 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine on ``meta`` takes the launchers that it takes on CUDA; kernels do not run."""
 
     def choose(wanted: str, needs: Needs) -> Choice:
-        attention = TritonAttention(needs.scale, needs.block_size)
-        quantized = quantized_triton.TRITON
-        stores = store_kv_triton, store_queries_triton, int4_log.TRITON, quantized
-        both = ByPhase(attention, attention)
-        return Choice("triton", both, *stores, "", rotate_and_store_triton, MOVES)
+        attention = PagedAttention(paged_attention_triton, needs.scale, needs.block_size)
+        return Choice("triton", ByPhase(attention, attention), storage.TRITON, "")
 
     monkeypatch.setattr(plan, "device_of", lambda config: "meta")
     monkeypatch.setattr(plan, "select_backend", choose)
     operators = Operators("triton", "", *TRITON)
     monkeypatch.setattr(transformer, "select_operators", lambda dtype, device: operators)
     monkeypatch.setattr(decode_inputs, "decode_inputs_torch", decode_inputs.decode_inputs_triton)
-    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

@@ -22,16 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvserve.engine.attention import triton
-from kvserve.engine.attention.by_phase import ByPhase
+from kvserve.engine.attention.combined import ByPhase
+from kvserve.engine.attention.paged import PagedAttention
 from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, plan
-from kvserve.kernels import int4_log
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.quantized_entries import TORCH
-from kvserve.kernels.store_kv import store_kv_torch, store_queries_torch
+from kvserve.kernels.storage import TORCH
 
 GIB = 1 << 30
 
@@ -280,16 +278,14 @@ def pretend_cuda() -> Iterator[Queue]:
     """An engine that is built in here takes a GPU, and the torch references of its kernels."""
 
     def choose(wanted: str, needs: Needs) -> Choice:
-        attention = triton.TritonAttention(needs.scale, needs.block_size)
-        stores = store_kv_torch, store_queries_torch, int4_log.TORCH, TORCH
-        return Choice("triton", ByPhase(attention, attention), *stores, "")
+        attention = PagedAttention(paged_attention_torch, needs.scale, needs.block_size)
+        return Choice("triton", ByPhase(attention, attention), TORCH, "")
 
     mode = PretendCuda()
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         pretend(patch, mode.queue)
         patch.setattr(plan, "select_backend", choose)
-        patch.setattr(triton, "paged_attention_triton", paged_attention_torch)
         patch.setattr(transformer, "select_operators", lambda *_: Operators("torch", ""))
         cuda_graph._capture_stream.cache_clear()
         stack.callback(cuda_graph._capture_stream.cache_clear)

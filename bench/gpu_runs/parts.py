@@ -41,7 +41,6 @@ from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.linear import multiply_fp8
 from kvserve.kernels.elementwise import quantize_rows
-from kvserve.kernels.sampling.sample_tokens import sample_tokens_sorted, sample_tokens_triton
 from kvserve.kernels.tiles import TILES, Tile
 from kvserve.kernels.weight_levels_triton import (
     WIDENED_ROWS,
@@ -280,16 +279,6 @@ def check_choices(found: Findings) -> None:
         for longest in (0, 1024, 2048, 4096):
             form = tile._replace(longest=longest)
             add(f"decode, longest={longest}", form, batch, expected)
-    with found.case("sampling"):
-        for rows in (1, 4, 16, 64):
-            logits = torch.randn(rows, 128_256, device="cuda") * 3
-            settings = torch.tensor([0.7, 0.95, 50.0, 0.01], device="cuda").repeat(rows, 1)
-            places = torch.arange(rows, device="cuda")
-            inputs = logits, settings, places, places
-            by_kernel = median_seconds(partial(sample_tokens_triton, *inputs, True))
-            by_sort = median_seconds(partial(sample_tokens_sorted, *inputs))
-            words = f"kernel {by_kernel * 1e6:.0f} us, torch's sort {by_sort * 1e6:.0f} us"
-            found.add(f"sampling of {rows} rows (SORTED_ROWS)", True, words, choice=True)
     with found.case("FP8 products"):
         plain = torch.randn(28_672, 4096, device="cuda").bfloat16()
         weight, scales = quantize_rows(plain)

@@ -16,12 +16,12 @@ from kvserve.kernels.attention.paged_attention_triton import paged_attention_tri
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.move_kv import (
-    compact_kv_torch,
-    compact_kv_triton,
-    gather_keys_torch,
-    gather_keys_triton,
-    gather_queries_torch,
-    gather_queries_triton,
+    gather_kv_torch,
+    gather_kv_triton,
+    gather_torch,
+    gather_triton,
+    move_kv_torch,
+    move_kv_triton,
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -270,8 +270,8 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
     entry = dim * cache.itemsize
     yield Case(
         "gather",
-        partial(gather_keys_triton, cache, window),
-        partial(gather_keys_torch, cache, window),
+        partial(gather_kv_triton, cache, window),
+        partial(gather_kv_torch, cache, window),
         2 * window.numel() * entry,
         layers=layers,
     )
@@ -282,12 +282,12 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
     )
     yield Case(
         "gather queries",
-        partial(gather_queries_triton, log, logged),
-        partial(gather_queries_torch, log, logged),
+        partial(gather_triton, log, logged),
+        partial(gather_torch, log, logged),
         2 * logged.numel() * dim,
         layers=layers,
     )
-    keys = gather_keys_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
+    keys = gather_kv_torch(cache, window).unflatten(2, (rows, -1)).permute(2, 0, 1, 3, 4)
     query = setting.random(rows, *lanes, size, dim)
     logged_queries = {"window scores": query}
     if capability(query.device) >= (8, 9):
@@ -326,8 +326,8 @@ def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
 
     yield Case(
         "compact",
-        partial(compact, compact_kv_triton, rows),
-        partial(compact, compact_kv_torch),
+        partial(compact, move_kv_triton, rows),
+        partial(compact, move_kv_torch),
         4 * src.numel() * entry,
         layers=layers,
     )

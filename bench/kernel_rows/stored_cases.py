@@ -33,13 +33,13 @@ from kvserve.kernels.int4_log import (
     store_int4_torch,
     store_int4_triton,
 )
-from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
-from kvserve.kernels.quantized_triton import TRITON
+from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.storage import TORCH, TRITON, StorageKernels
 from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 from kvserve.scheduler.layout import Granularity
 
@@ -208,7 +208,7 @@ def level_blocks(
     at = place.expand(1, layout.rows, -1)
     slots = slot_mapping(tables[:1], rows, at, layout.block_size)[0]
     key, value = (setting.random(len(rows), kv_heads, dim) for _ in range(2))
-    TORCH.store(blocks, 0, slots, key, value)
+    TORCH.store_levels(blocks, 0, slots, key, value)
     return blocks, slots, key, value
 
 
@@ -245,18 +245,19 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
         kernel, size = f"{kind} of {name}", 2 * key.numel()
         yield from attention_cases(setting, kernel, inputs, parts, size, newest)
 
-    def store(kernels: QuantizedKernels) -> Tensor:
-        kernels.store(blocks, 0, slots, value, key)
+    def store(kernels: StorageKernels) -> Tensor:
+        kernels.store_levels(blocks, 0, slots, value, key)
         return blocks.pool.int()
 
-    def gather(kernels: QuantizedKernels) -> Tensor:
+    def gather(kernels: StorageKernels) -> Tensor:
         parts = [
-            kernels.gather(blocks, lanes, None, setting.dtype, values) for values in (False, True)
+            kernels.gather_levels(blocks, lanes, None, setting.dtype, values)
+            for values in (False, True)
         ]
         return torch.cat(parts)
 
-    def move(kernels: QuantizedKernels) -> Tensor:
-        kernels.move(blocks, lanes[..., 3:], lanes[..., :-3], 1)
+    def move(kernels: StorageKernels) -> Tensor:
+        kernels.move_levels(blocks, lanes[..., 3:], lanes[..., :-3], 1)
         return blocks.pool.int()
 
     for kernel, run in (("gather", gather), ("store", store), ("move", move)):

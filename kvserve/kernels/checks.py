@@ -20,6 +20,9 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max", "rms")
 
+Entries = Tensor | QuantizedVectors
+"""Keys or values [..., D]: numbers, or levels of them."""
+
 
 def check_head_dim(*tensors: Tensor) -> None:
     """Raises ``ValueError`` unless all end in one supported, contiguous dimension."""
@@ -40,122 +43,89 @@ def runs_triton(x: Tensor) -> bool:
     return x.is_cuda and x.shape[-1] in HEAD_DIMS
 
 
-def check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
-    """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
-    slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    num_blocks, block, heads, dim = keys.shape
-    wanted = {
-        "slots": (slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16),
-        "vectors": (vectors, (num_blocks, 2 * block, dim), keys.dtype),
-        "coded": (coded, tables.shape[:2], torch.int64),
-        "slot_tables": (slot_tables, (*tables.shape[:2], slot_tables.shape[-1]), torch.int32),
-        "vector_tables": (vector_tables, (*tables.shape[:2], vector_tables.shape[-1]), torch.int32),
-        "turns": (turns, (len(turns), dim), torch.float32),
-    }
-    for name, (x, shape, dtype) in wanted.items():
-        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
-            raise ValueError(
-                f"{name} of codes have to be {list(shape)} of {dtype}, contiguous; got "
-                f"{list(x.shape)} of {x.dtype}"
-            )
-    if heads != 1:
-        raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")
-
-
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Raises ``ValueError`` unless the sinks are those of the heads of q [T, Hq, D]."""
-    if sinks is None:
-        return
-    if sinks.shape != q.shape[1:2] or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
+def check_dense(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` unless ``x``, if it is given, is contiguous, of this shape and type."""
+    if x is not None and (x.shape != shape or x.dtype is not dtype or not x.is_contiguous()):
         raise ValueError(
-            f"sinks have to be [{q.shape[1]}] of float32, contiguous; got {list(sinks.shape)} of "
-            f"{sinks.dtype}"
+            f"{name} have to be {list(shape)} of {dtype}, contiguous; got {list(x.shape)} of "
+            f"{x.dtype}"
         )
-
-
-def check_shares(shares: Shares | None, q: Tensor) -> None:
-    """Raises ``ValueError`` unless the shares of q [T, Hq, D] can be written."""
-    if shares is None:
-        return
-    for name, x, shape, dtype in (
-        ("out", shares.out, q.shape[:2], torch.float32),
-        ("recent", shares.recent, q.shape[:1], torch.int64),
-    ):
-        if x.shape != shape or x.dtype is not dtype or not x.is_contiguous():
-            raise ValueError(
-                f"{name} of shares has to be {list(shape)} of {dtype}, contiguous; got "
-                f"{list(x.shape)} of {x.dtype}"
-            )
-
-
-def check_remainder(
-    remainder: Remainder | None, tables: Tensor, q: Tensor, keys: Tensor | QuantizedVectors
-) -> None:
-    """Raises ``ValueError`` unless each row of ``tables [rows, R, M]`` has a remainder for q."""
-    if remainder is None:
-        return
-    lanes = len(tables), tables.shape[1] * keys.shape[2]
-    for name, x, shape in (
-        ("keys", remainder.keys, (*lanes, q.shape[2])),
-        ("values", remainder.values, (*lanes, q.shape[2])),
-        ("bias", remainder.bias, lanes),
-    ):
-        if x.shape != shape or x.dtype is not torch.float32 or not x.is_contiguous():
-            raise ValueError(
-                f"{name} of the remainder have to be {list(shape)} of float32, contiguous; got "
-                f"{list(x.shape)} of {x.dtype}"
-            )
-
-
-def _check_entries(
-    q: Tensor, keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
-) -> None:
-    if not isinstance(keys, Tensor) and not isinstance(values, Tensor):
-        check_head_dim(q)
-        if not keys.shape == values.shape == (*keys.shape[:3], q.shape[-1]):
-            raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
-        return
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
-        raise ValueError("keys and values are not both levels")
-    check_head_dim(q, keys, values)
-    if keys.shape != values.shape or keys.stride() != values.stride():
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} differ")
-    if len({x.dtype for x in (q, keys, values)}) > 1:
-        raise ValueError(f"q is {q.dtype}, keys are {keys.dtype} and values are {values.dtype}")
 
 
 def check_attention(
     q: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: QuerySegments,
-    codes: Codes | None,
+    codes: Codes | None = None,
     shares: Shares | None = None,
     remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
+    problem: str | None = None,
 ) -> None:
     """Raises ``ValueError`` for shapes that do not fit. Arguments are those of
-    ``paged_attention_triton``."""
-    _check_entries(q, keys, values)
-    check_shares(shares, q)
-    check_remainder(remainder, tables, q, keys)
-    rows, last, starts = chunks.rows, chunks.last, chunks.starts
-    tokens, per_row = len(q), tables.shape[1]
-    if q.shape[1] % (per_row * keys.shape[2]):
-        groups = f"{per_row} * {keys.shape[2]} KV heads"
-        raise ValueError(f"q {list(q.shape)} has no whole group for each of {groups}")
-    if last.shape != (per_row, tokens):
-        raise ValueError(f"last has to be [{per_row}, {tokens}], got {list(last.shape)}")
-    if len(rows) != (tokens if starts is None else len(starts) - 1):
-        wanted = "tokens" if starts is None else f"chunks of starts {list(starts.shape)}"
+    ``paged_attention_torch``; ``problem`` is what a kernel does not do, if anything."""
+    problem = problem or _problem_of_entries(q, keys, values) or _problem(q, keys, tables, chunks)
+    if problem is not None:
         raise ValueError(
-            f"rows {list(rows.shape)} do not go with the {wanted} of q {list(q.shape)}"
+            f"paged attention: {problem} (query {list(q.shape)}, blocks {list(keys.shape)}, "
+            f"tables {list(tables.shape)})"
         )
-    first = last if chunks.first is None else chunks.first
-    if first.shape != last.shape or first.dtype is not last.dtype or not first.is_contiguous():
-        raise ValueError(f"first has to be as last {list(last.shape)}, contiguous")
-    if not (tables.is_contiguous() and last.is_contiguous() and rows.is_contiguous()):
-        raise ValueError("tables, rows and last have to be contiguous")
+    check_dense("sinks", sinks, q.shape[1:2], torch.float32)
+    if shares is not None:
+        check_dense("out of shares", shares.out, q.shape[:2], torch.float32)
+        check_dense("recent of shares", shares.recent, q.shape[:1], torch.int64)
+    if remainder is not None:
+        lanes = len(tables), tables.shape[1] * keys.shape[2]
+        for name, x in (("keys", remainder.keys), ("values", remainder.values)):
+            check_dense(f"{name} of the remainder", x, (*lanes, q.shape[2]), torch.float32)
+        check_dense("bias of the remainder", remainder.bias, lanes, torch.float32)
     if codes is not None:
         assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
-        check_codes(codes, tables, keys)
+        _check_codes(codes, tables, keys)
+
+
+def _problem_of_entries(q: Tensor, keys: Entries, values: Entries) -> str | None:
+    if isinstance(keys, Tensor) is not isinstance(values, Tensor):
+        return "keys and values are not both levels"
+    if keys.shape != values.shape or keys.shape[3] != q.shape[2]:
+        return f"keys, values {list(values.shape)} and queries are of different shapes"
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        if not q.dtype is keys.dtype is values.dtype:
+            return f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: they have to be the same"
+        if keys.stride(-1) != 1:
+            return "entries are not dense"
+        if keys.stride() != values.stride():
+            return "keys and values are not laid out alike"
+    return "queries are not dense" if q.stride(-1) != 1 else None
+
+
+def _problem(q: Tensor, keys: Entries, tables: Tensor, chunks: QuerySegments) -> str | None:
+    tokens, per_row, starts = len(q), tables.shape[1], chunks.starts
+    if q.shape[1] % (per_row * keys.shape[2]):
+        return "query heads do not divide over the KV heads of the blocks and tables"
+    if tables.dtype is not torch.int32 or not tables.is_contiguous():
+        return "tables are not dense int32"
+    given = [x for x in (chunks.last, chunks.first) if x is not None]
+    count = tokens if starts is None else len(starts) - 1
+    if len(chunks.rows) != count or any(x.shape != (per_row, tokens) for x in given):
+        return f"rows of {len(chunks.rows)} chunks do not fit the query and the tables"
+    if not all(x.is_contiguous() and x.dtype is given[0].dtype for x in given):
+        return "what tokens see is not dense, or of two types"
+    return None if chunks.rows.is_contiguous() else "rows are not dense"
+
+
+def _check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
+    """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
+    slots, vectors, coded, slot_tables, vector_tables, turns = codes
+    num_blocks, block, heads, dim = keys.shape
+    lanes, of_codes = tables.shape[:2], "{} of codes".format
+    check_dense(of_codes("slots"), slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16)
+    check_dense(of_codes("vectors"), vectors, (num_blocks, 2 * block, dim), keys.dtype)
+    check_dense(of_codes("coded"), coded, lanes, torch.int64)
+    for name, table in (("slot_tables", slot_tables), ("vector_tables", vector_tables)):
+        check_dense(of_codes(name), table, (*lanes, table.shape[-1]), torch.int32)
+    check_dense(of_codes("turns"), turns, (len(turns), dim), torch.float32)
+    if heads != 1:
+        raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")

@@ -151,24 +151,12 @@ def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -
     tokens = len(inputs.positions)
     _decode_inputs.launch(
         (tokens if chunks is None else len(chunks.lengths),),
-        inputs.positions,
-        inputs.slots,
-        inputs.last,
-        inputs.query_slots if logs else inputs.slots,
-        inputs.recent if logs else inputs.positions,
-        rows.kv_lens,
-        rows.num_computed,
-        count,
-        count if chunks is None else chunks.starts,
-        count if chunks is None else chunks.lengths,
-        rows.block_tables,
-        rows.log_tables,
-        rows.log_from,
-        rows.log_span,
-        tokens,
-        num_rows,
-        columns,
-        rows.log_tables.shape[3],
+        *(inputs.positions, inputs.slots, inputs.last),
+        *((inputs.query_slots, inputs.recent) if logs else (inputs.slots, inputs.positions)),
+        *(rows.kv_lens, rows.num_computed, count),
+        *((count, count) if chunks is None else (chunks.starts, chunks.lengths)),
+        *(rows.block_tables, rows.log_tables, rows.log_from, rows.log_span),
+        *(tokens, num_rows, columns, rows.log_tables.shape[3]),
         HEADS=heads,
         LANES=lanes,
         TILE=min(_TILE, 1 << (lanes - 1).bit_length()),
@@ -184,11 +172,8 @@ def check(rows: RowTables, inputs: DecodeInputs) -> None:
     """``ValueError`` unless the assumptions of the kernels hold."""
     lanes, tokens = rows.kv_lens.shape, len(inputs.positions)
     by_row = rows.num_computed, rows.log_from, rows.log_span
-    by_lane = [inputs.slots, inputs.last]
-    by_token = [inputs.positions]
-    if inputs.query_slots is not None and inputs.recent is not None:
-        by_lane.append(inputs.query_slots)
-        by_token.append(inputs.recent)
+    by_lane = [x for x in (inputs.slots, inputs.last, inputs.query_slots) if x is not None]
+    by_token = [x for x in (inputs.positions, inputs.recent) if x is not None]
     tables, count = (rows.block_tables, rows.log_tables), tokens
     chunked: tuple[Tensor, ...] = ()
     if inputs.chunks is not None:

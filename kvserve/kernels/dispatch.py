@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvserve.kernels.tiles import FLOAT32_TILES, SORTED_ROWS, TILES, Tile
+from kvserve.kernels.tiles import FLOAT32_TILES, TILES, Tile
 
 # Arguments that change from step to step: no code is compiled for particular values of them.
 VARYING = {
@@ -75,11 +75,6 @@ def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype
     tile = table[kernel]
     part = max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
-
-
-def most_sorted_rows(device: torch.device) -> int:
-    """Rows up to which sampling with filters is left to torch's sort."""
-    return SORTED_ROWS.get(_generation(device), 0)
 
 
 def _generation(device: torch.device) -> tuple[int, int]:

@@ -120,13 +120,8 @@ def _launch_norm(
     tokens, heads, width = x.shape
     _rms_norm.launch(
         (tokens, heads),
-        out,
-        x,
-        x if added is None else added,
-        weight,
-        out if whole is None else whole,
-        *x.stride()[:2],
-        eps,
+        *(out, x, x if added is None else added, weight, out if whole is None else whole),
+        *(*x.stride()[:2], eps),
         ADDS=added is not None,
         WIDTH=width,
         SPAN=1 << (width - 1).bit_length(),
@@ -142,11 +137,7 @@ def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rotate.launch(
         (tokens,),
-        out,
-        x,
-        cos,
-        sin,
-        *x.stride()[:2],
+        *(out, x, cos, sin, *x.stride()[:2]),
         HEADS=heads,
         HEAD_SPAN=1 << (heads - 1).bit_length(),
         HALF=dim // 2,
@@ -176,12 +167,7 @@ def quantize_rows_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     _quantize_rows.launch(
         (tokens,),
-        out,
-        scales,
-        x,
-        x.stride(0),
-        _SMALLEST,
-        _E4M3_MAX,
+        *(out, scales, x, x.stride(0), _SMALLEST, _E4M3_MAX),
         WIDTH=width,
         SPAN=1 << (width - 1).bit_length(),
         num_warps=16 if width > 8192 else 8 if width > 2048 else 4,

@@ -9,9 +9,9 @@ from kvserve.kernels.cpu.calls import Compiled, as_int64
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.slot_mapping import slot_mapping
 
-_SLOT_MAPPING = Compiled("slot_mapping")
-_MOVED_ENTRIES = Compiled("moved_entries")
-_ADD_REMAINDERS = Compiled("add_remainders", "remainder")
+_SLOT_MAPPING, _MOVED_ENTRIES, _ADD_REMAINDERS = (
+    Compiled(name, "events") for name in ("slot_mapping", "moved_entries", "add_remainders")
+)
 
 
 def slots_of_entries(

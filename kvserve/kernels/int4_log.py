@@ -9,20 +9,20 @@ holds the codes of dimensions 2j (low) and 2j + 1 (high); a code is its number p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import HEAD_DIMS, check_head_dim, runs_triton
+from kvserve.kernels.checks import check_dense, check_head_dim
 from kvserve.kernels.cpu.calls import LARGEST_DIM, Compiled, as_int64, slot_outside
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.slot_mapping import by_row, places_of
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-_STORE_INT4, _GATHER_INT4 = (Compiled(name, "query_log") for name in ("store_int4", "gather_int4"))
+_STORE_INT4, _GATHER_INT4 = (Compiled(name, "storage") for name in ("store_int4", "gather_int4"))
 LEVELS = 7
 """The largest code is 7, the smallest -7."""
 _LARGEST = 65504.0  # of float16
@@ -51,7 +51,8 @@ class Int4Queries(NamedTuple):
 
     def float(self) -> Tensor:
         """The vectors: float32 [..., D]."""
-        return unpack(self.codes).float() * self.scales[..., :1].float()
+        both = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        return (both.to(torch.int8) - 8).float() * self.scales[..., :1].float()
 
     def rows(self, part: slice) -> Int4Queries:
         """Some of the W queries of ``[..., Hq, W]``."""
@@ -88,31 +89,18 @@ def quantize(x: Tensor, shares: Tensor) -> Int4Queries:
     return Int4Queries(codes, torch.cat([scale, log_share[..., None]], dim=-1))
 
 
-def unpack(codes: Tensor) -> Tensor:
-    """uint8 [..., D / 2] -> the numbers from -7 to 7: int8 [..., D]."""
-    both = torch.stack([codes & 15, codes >> 4], dim=-1)
-    return both.flatten(-2).to(torch.int8) - 8
-
-
-def store_int4(log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor) -> None:
-    """Log one layer's queries. Those that go to block 0, the null block, are not used.
+def store_int4_torch(
+    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
+) -> None:
+    """Log one layer's queries; the reference. Those that go to block 0, the null block, are not
+    used.
 
     log: [num_blocks, Lb, tokens, Hb, ...]; layer: the layer's place in its block; slots: int64
     [R, T]; query: [T, R * Hb, D]; shares: float32 [T, R * Hb].
     """
-    store = store_int4_triton if runs_triton(query) else store_int4_torch
-    store(log, layer, slots, query, shares)
-
-
-def store_int4_torch(
-    log: Int4Queries, layer: int, slots: Tensor, query: Tensor, shares: Tensor
-) -> None:
-    """The reference of ``store_int4``."""
-    tokens, rows = log.codes.shape[2], len(slots)
-    new = quantize(query, shares)
-    block, place = slots // tokens, slots % tokens
-    for numbers, x in zip(log, new, strict=True):
-        numbers[:, layer][block, place] = x.unflatten(1, (rows, -1)).transpose(0, 1)
+    tokens = log.codes.shape[2]
+    for numbers, x in zip(log, quantize(query, shares), strict=True):
+        numbers[:, layer][slots // tokens, slots % tokens] = by_row(x, slots)
 
 
 def store_int4_cpu(
@@ -123,19 +111,15 @@ def store_int4_cpu(
     num_blocks, _, size, heads, half = log.codes.shape
     tables, tokens = slots.shape
     dim, width = 2 * half, tables * heads
-    dense = slots.is_contiguous() and shares.is_contiguous() and query.stride()[1:] == (dim, 1)
-    if query.shape != (tokens, width, dim) or shares.shape != (tokens, width) or not dense:
+    check_dense("shares", shares, (tokens, width), torch.float32)
+    check_dense("slots", slots, (tables, tokens), torch.int64)
+    fits = query.shape == (tokens, width, dim) and query.stride()[1:] == (dim, 1)
+    fits &= query.dtype in (torch.float32, torch.bfloat16)
+    if not fits or dim % 8 or dim > LARGEST_DIM:
         raise ValueError(
-            f"store_int4: queries {list(query.shape)} and shares {list(shares.shape)} for slots "
-            f"{list(slots.shape)} of a log {list(log.shape)}: {[tokens, width, dim]} and "
-            f"{[tokens, width]} are needed, each tensor dense"
-        )
-    kinds = query.dtype in (torch.float32, torch.bfloat16) and shares.dtype is torch.float32
-    if not kinds or slots.dtype is not torch.int64 or dim % 8 or dim > LARGEST_DIM:
-        raise ValueError(
-            f"store_int4: queries of {query.dtype}, shares of {shares.dtype}, slots of "
-            f"{slots.dtype}: float32 or bfloat16 of up to {LARGEST_DIM} dimensions, float32 and "
-            "int64 are needed"
+            f"store_int4: queries of {query.dtype} {list(query.shape)} for slots "
+            f"{list(slots.shape)} of a log {list(log.shape)}: {[tokens, width, dim]} of float32 or "
+            f"bfloat16, dense, of up to {LARGEST_DIM} dimensions, are needed"
         )
     codes, scales = log.codes[:, layer], log.scales[:, layer]
     _STORE_INT4(
@@ -154,25 +138,15 @@ def store_int4_triton(
     rows, tokens = slots.shape
     check_head_dim(query)
     wanted = tokens, rows * heads, 2 * half
-    if query.shape != wanted or query.stride(1) != 2 * half or shares.shape != wanted[:2]:
-        raise ValueError(
-            f"queries {list(wanted)} with contiguous tokens and shares {list(wanted[:2])} "
-            f"expected, got {list(query.shape)} and {list(shares.shape)}"
-        )
-    if shares.dtype is not torch.float32 or not shares.is_contiguous():
-        raise ValueError(f"shares have to be contiguous float32, got {shares.dtype}")
+    if query.shape != wanted or query.stride(1) != 2 * half:
+        shapes = f"queries {list(wanted)} with contiguous tokens expected, got {list(query.shape)}"
+        raise ValueError(shapes)
+    check_dense("shares", shares, wanted[:2], torch.float32)
     codes, scales = (part[:, layer] for part in log)
     _store_int4.launch(
         (tokens, rows),
-        codes,
-        scales,
-        slots.contiguous(),
-        query,
-        shares,
-        query.stride(0),
-        num_blocks * block,
-        *codes.stride()[:2],
-        *scales.stride()[:2],
+        *(codes, scales, slots.contiguous(), query, shares),
+        *(query.stride(0), num_blocks * block, *codes.stride()[:2], *scales.stride()[:2]),
         BLOCK=block,
         HEADS=heads,
         SPAN=1 << (heads - 1).bit_length(),
@@ -182,25 +156,15 @@ def store_int4_triton(
     )
 
 
-def gather_int4(log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None) -> Int4Queries:
-    """Logged queries of layers ``layer_ids [L']`` (default: all), as they are: [L', Hlog, S, ...].
-
-    log: [num_blocks, Lb, tokens, Hb, ...]; slots: int64 [L', Hlog, S], of the log.
-    """
-    kernel = log.codes.is_cuda and log.shape[-1] in HEAD_DIMS
-    gather = gather_int4_triton if kernel else gather_int4_torch
-    return gather(log, slots, layer_ids)
-
-
 def gather_int4_torch(
     log: Int4Queries, slots: Tensor, layer_ids: Tensor | None = None
 ) -> Int4Queries:
-    """The reference of ``gather_int4``."""
-    _, layers, tokens, heads, _ = log.codes.shape
-    if layer_ids is None:
-        layer_ids = torch.arange(slots.shape[0], device=slots.device)
-    head = torch.arange(slots.shape[1], device=slots.device) % heads
-    at = slots // tokens, (layer_ids % layers)[:, None, None], slots % tokens, head[:, None]
+    """Logged queries of layers ``layer_ids [L']`` (default: all), as they are: [L', Hlog, S, ...];
+    the reference.
+
+    log: [num_blocks, Lb, tokens, Hb, ...]; slots: int64 [L', Hlog, S], of the log.
+    """
+    at = places_of(log.codes.shape, slots, layer_ids)
     return Int4Queries(log.codes[at], log.scales[at])
 
 
@@ -233,18 +197,9 @@ def gather_int4_triton(
     tile = max(16, 4096 // half)
     _gather_int4.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
-        codes,
-        scales,
-        log.codes,
-        log.scales,
-        slots.contiguous(),
-        layer_ids,
-        slots.shape[2],
-        slots.shape[1],
-        layers,
-        num_blocks * block,
-        *log.codes.stride()[:3],
-        *log.scales.stride()[:3],
+        *(codes, scales, *log, slots.contiguous(), layer_ids),
+        *(slots.shape[2], slots.shape[1], layers, num_blocks * block),
+        *(*log.codes.stride()[:3], *log.scales.stride()[:3]),
         BLOCK=block,
         HEADS=heads,
         HALF=half,
@@ -252,20 +207,6 @@ def gather_int4_triton(
         num_warps=4,
     )
     return Int4Queries(codes, scales)
-
-
-class Int4Kernels(NamedTuple):
-    """One implementation of logging queries in 4 bits, and of reading them."""
-
-    store: Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
-    gather: Callable[[Int4Queries, Tensor, Tensor | None], Int4Queries]
-
-
-BY_DEVICE = Int4Kernels(store_int4, gather_int4)
-"""Triton's on CUDA, torch's elsewhere."""
-TORCH = Int4Kernels(store_int4_torch, gather_int4_torch)
-COMPILED = Int4Kernels(store_int4_cpu, gather_int4_cpu)
-TRITON = Int4Kernels(store_int4_triton, gather_int4_triton)
 
 
 @Helper

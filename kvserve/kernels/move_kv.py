@@ -2,126 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import check_head_dim, runs_triton
+from kvserve.kernels.checks import Entries, check_head_dim
 from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_entries import QuantizedVectors, form_of, parts_of
+from kvserve.kernels.quantized_entries import form_of, parts_of
+from kvserve.kernels.slot_mapping import places_of, vectors_at
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-_GATHER_KV, _MOVE_KV = Compiled("gather_kv", "move_kv"), Compiled("move_kv")
+_GATHER_KV, _MOVE_KV = Compiled("gather_kv", "storage"), Compiled("move_kv", "storage")
 
 
-def entry_rows(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """Rows of ``kv_cache.view(-1, D)`` that hold keys; their values lie ``B * Hb`` rows behind.
-
-    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; slots: int64 [L', Hkv, S] of the layers
-    ``layer_ids [L']`` (default: all of them). Returns the slots' shape.
-    """
-    _, layers, _, block, heads, _ = kv_cache.shape
-    layer, head = _lane_places(slots, layer_ids, layers, heads)
-    row = slots // block * (layers * 2 * block) + layer * (2 * block) + slots % block
-    return row * heads + head
-
-
-def gather_keys(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """slots: int64 [L', Hkv, S] of layers ``layer_ids`` -> keys [L', Hkv, S, D]."""
-    gather = gather_keys_triton if runs_triton(kv_cache) else gather_keys_torch
-    return gather(kv_cache, slots, layer_ids)
-
-
-def gather_values(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """As ``gather_keys``, of values."""
-    block, heads, dim = kv_cache.shape[3:]
-    rows = (entry_rows(kv_cache, slots, layer_ids) + block * heads).view(-1)
-    return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
-
-
-def gather_queries(query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """Queries of layers ``layer_ids [L']`` (default: all): [L', Hlog, S, D].
-
-    query_log: [num_blocks, Lb, tokens, Hb, D]; slots: int64 [L', Hlog, S], of the log.
-    """
-    gather = gather_queries_triton if runs_triton(query_log) else gather_queries_torch
-    return gather(query_log, slots, layer_ids)
-
-
-def gather_keys_torch(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """The reference of ``gather_keys``."""
-    dim = kv_cache.shape[-1]
-    rows = entry_rows(kv_cache, slots, layer_ids).view(-1)
-    return kv_cache.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
-
-
-def gather_queries_torch(
-    query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None
+def gather_kv_torch(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
-    """The reference of ``gather_queries``."""
-    _, layers, tokens, heads, dim = query_log.shape
-    layer, head = _lane_places(slots, layer_ids, layers, heads)
-    if not query_log.is_contiguous():  # blocks of bytes, the last of which are unused
-        return query_log[slots // tokens, layer, slots % tokens, head]
-    row = (slots // tokens * layers + layer) * tokens + slots % tokens
-    rows = (row * heads + head).view(-1)
-    return query_log.view(-1, dim).index_select(0, rows).view(*slots.shape, dim)
+    """Keys (or values) in slots int64 [L', Hkv, S] of layers ``layer_ids [L']`` (default: all):
+    [L', Hkv, S, D]; the reference. kv_cache: [num_blocks, Lb, 2, B, Hb, D]."""
+    return gather_torch(kv_cache[:, :, int(values)], slots, layer_ids)
 
 
-def _lane_places(
-    slots: Tensor, layer_ids: Tensor | None, layers: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """Each lane's layer and head inside its block, shaped to broadcast with [L', H, S]."""
-    if layer_ids is None:
-        layer_ids = torch.arange(slots.shape[0], device=slots.device)
-    layer = layer_ids % layers
-    head = torch.arange(slots.shape[1], device=slots.device) % heads
-    return layer[:, None, None], head[:, None]
+def gather_torch(held: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """The same of [num_blocks, Lb, tokens, Hb, D], as queries are logged; the reference."""
+    return vectors_at(held, places_of(held.shape, slots, layer_ids))
 
 
-def compact_kv(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
-    """Copy entries ``src`` to ``dst``, keys and values, in place.
+def move_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Copy entries ``src`` to ``dst``, keys and values, in place; the reference: all sources are
+    read before any destination is written.
 
     kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S], which are ``runs``
     runs (events) of equal length. They may overlap as entries do that move to the front in order:
     no destination is the source of a later entry of its run, or of any entry of another run. What
     goes to block 0 is not used.
     """
-    if runs_triton(kv_cache):
-        compact_kv_triton(kv_cache, src, dst, runs)
-    else:
-        compact_kv_torch(kv_cache, src, dst)
+    move_torch(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst)
 
 
-def compact_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """The reference: all sources are read before any destination is written."""
-    block, heads, dim = kv_cache.shape[3:]
-    flat = kv_cache.view(-1, dim)
-    rows = entry_rows(kv_cache, src).view(-1)
-    keys, values = flat.index_select(0, rows), flat.index_select(0, rows + block * heads)
-    rows = entry_rows(kv_cache, dst).view(-1)
-    flat.index_copy_(0, rows, keys)
-    flat.index_copy_(0, rows + block * heads, values)
+def move_torch(keys: Entries, values: Entries, src: Tensor, dst: Tensor) -> None:
+    """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], bit for bit."""
+    source, target = (places_of(keys.shape, slots) for slots in (src, dst))
+    for held in (keys, values):
+        if isinstance(held, Tensor):
+            held[target] = vectors_at(held, source)
+        else:
+            held[target] = held[source]
 
 
-def gather_keys_cpu(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """``IndexError``, with nothing read, for a slot that is not there."""
-    return _gather_cpu(kv_cache, slots, layer_ids, values=False)
-
-
-def gather_values_cpu(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """As ``gather_keys_cpu``."""
-    return _gather_cpu(kv_cache, slots, layer_ids, values=True)
-
-
-def _gather_cpu(
-    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None, *, values: bool
+def gather_kv_cpu(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
+    """``IndexError``, with nothing read, for a slot that is not there."""
     layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
     slots, sizes = as_int64(slots), _sizes_of(kv_cache)
     out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
@@ -130,7 +66,7 @@ def _gather_cpu(
     return out
 
 
-def compact_kv_cpu(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+def move_kv_cpu(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Entry after entry. ``IndexError``, with nothing written, for a slot that is not there."""
     if src.shape != dst.shape:
         raise ValueError(f"move_kv: slots {list(src.shape)} to {list(dst.shape)}")
@@ -147,22 +83,25 @@ def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
     return num_blocks, layers, size, heads, dim * kv_cache.itemsize
 
 
-def gather_keys_triton(kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
-    """Entries of slots outside of the cache are 0."""
-    return gather_triton(kv_cache[:, :, 0], slots, layer_ids, kv_cache.dtype)
-
-
-def gather_queries_triton(
-    query_log: Tensor, slots: Tensor, layer_ids: Tensor | None = None
+def gather_kv_triton(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
-    """As ``gather_keys_triton``."""
-    return gather_triton(query_log, slots, layer_ids, query_log.dtype)
+    """Keys of slots outside of the cache are 0. Values are gathered by torch: few policies read
+    them."""
+    if values:
+        return gather_kv_torch(kv_cache, slots, layer_ids, values)
+    return gather_triton(kv_cache[:, :, 0], slots, layer_ids)
 
 
 def gather_triton(
-    held: Tensor | QuantizedVectors, slots: Tensor, layer_ids: Tensor | None, dtype: torch.dtype
+    held: Entries,
+    slots: Tensor,
+    layer_ids: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Numbers or levels [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]."""
+    """Numbers or levels [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]. Those of
+    slots outside of the cache are 0."""
+    dtype = dtype or (held.dtype if isinstance(held, Tensor) else torch.float32)
     num_blocks, layers, block, heads, dim = held.shape
     if layer_ids is None:
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
@@ -185,19 +124,13 @@ def gather_triton(
     return out
 
 
-def compact_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+def move_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """One program per lane and run. Slots outside of the cache are left alone."""
     check_head_dim(kv_cache)
-    compact_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
+    move_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
 
 
-def compact_triton(
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
-    src: Tensor,
-    dst: Tensor,
-    runs: int,
-) -> None:
+def move_triton(keys: Entries, values: Entries, src: Tensor, dst: Tensor, runs: int) -> None:
     """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], strided views."""
     num_blocks, layers, block, heads, dim = keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
@@ -216,25 +149,10 @@ def compact_triton(
     )
 
 
-def forms_of(keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors) -> dict[str, int]:
+def forms_of(keys: Entries, values: Entries) -> dict[str, int]:
     """Constants of both forms, for kernels."""
     (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
     return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
-
-
-class MoveKernels(NamedTuple):
-    """One implementation of gathering keys and values, and of moving both."""
-
-    keys: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    values: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    move: Callable[[Tensor, Tensor, Tensor, int], None]
-
-
-BY_DEVICE = MoveKernels(gather_keys, gather_values, compact_kv)
-"""Triton's on CUDA, torch's elsewhere."""
-TRITON = MoveKernels(gather_keys_triton, gather_values, compact_kv_triton)
-"""Values are gathered by torch: few policies read them."""
-COMPILED = MoveKernels(gather_keys_cpu, gather_values_cpu, compact_kv_cpu)
 
 
 @Helper

@@ -14,18 +14,18 @@ Levels of fewer than 8 bits share bytes: of D channels byte j holds number j, ab
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.entry_format import EntryFormat, VectorForm
 from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.slot_mapping import by_row, places_of
 
 _STORE_LEVELS, _GATHER_LEVELS, _MOVE_LEVELS = (
-    Compiled(f"{what}_levels", "quantized_entries") for what in ("store", "gather", "move")
+    Compiled(f"{what}_levels", "storage") for what in ("store", "gather", "move")
 )
 
 
@@ -59,8 +59,7 @@ class QuantizedVectors:
         levels, step, *low = (part.index_select(dim, blocks) for part in self.parts)
         return QuantizedVectors(self.form, levels, step, *low)
 
-    def set(self, at: Any, new: QuantizedVectors) -> None:
-        """Write ``new`` over the vectors ``at``."""
+    def __setitem__(self, at: Any, new: QuantizedVectors) -> None:
         for part, values in zip(self.parts, new.parts, strict=True):
             part[at] = values
 
@@ -186,48 +185,29 @@ class QuantizedBlocks:
         return self.keys[:, place], self.values[:, place]
 
 
-def store_quantized_torch(
+def store_levels_torch(
     blocks: QuantizedBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
-    """Round and store one layer's new entries, as ``store_kv``. slots: int64 [R, T]; key, value:
-    [T, R * Hb, D]."""
+    """Round and store one layer's new entries, as ``store_kv_torch``. slots: int64 [R, T]; key,
+    value: [T, R * Hb, D]."""
     for held, x in zip(blocks.layer(layer), (key, value), strict=True):
         block = held.shape[1]
-        new = quantize(x.unflatten(1, (len(slots), -1)).transpose(0, 1), held.form)
-        held.set((slots // block, slots % block), new)
+        held[slots // block, slots % block] = quantize(by_row(x, slots), held.form)
 
 
-def gather_quantized_torch(
+def gather_levels_torch(
     blocks: QuantizedBlocks,
     slots: Tensor,
     layer_ids: Tensor | None,
     dtype: torch.dtype,
     values: bool = False,
 ) -> Tensor:
-    """Keys (or values) as numbers, as ``gather_keys``: int64 [L', Hkv, S] -> [L', Hkv, S, D]."""
+    """Keys (or values) as numbers, as ``gather_kv_torch``: [L', Hkv, S, D]."""
     held = blocks.values if values else blocks.keys
-    return held[places_of(held, slots, layer_ids)].widened(dtype)
+    return held[places_of(held.shape, slots, layer_ids)].widened(dtype)
 
 
-def move_quantized_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
-    """Copy entries bit for bit, as ``compact_kv``: all are read before any is written."""
-    source, target = (places_of(blocks.keys, slots, None) for slots in (src, dst))
-    for held in (blocks.keys, blocks.values):
-        held.set(target, held[source])
-
-
-def places_of(
-    held: QuantizedVectors, slots: Tensor, layer_ids: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Indices of [num_blocks, Lb, B, Hb] for slots [L', Hkv, S]."""
-    _, layers, block, heads, _ = held.shape
-    if layer_ids is None:
-        layer_ids = torch.arange(slots.shape[0], device=slots.device)
-    head = torch.arange(slots.shape[1], device=slots.device) % heads
-    return slots // block, (layer_ids % layers)[:, None, None], slots % block, head[:, None]
-
-
-def store_quantized_cpu(
+def store_levels_cpu(
     blocks: QuantizedBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """For float32 or bfloat16. ``ValueError`` for shapes that do not fit each other;
@@ -238,7 +218,7 @@ def store_quantized_cpu(
     for new in (key, value):
         if new.shape != shape or new.stride()[1:] != (dim, 1) or new.dtype not in dtypes:
             raise ValueError(
-                f"store_quantized: new entries of {new.dtype} {list(new.shape)} for slots "
+                f"store_levels: new entries of {new.dtype} {list(new.shape)} for slots "
                 f"{list(slots.shape)}: {list(shape)} of {dtypes} is needed, tokens dense"
             )
     _STORE_LEVELS(
@@ -248,7 +228,7 @@ def store_quantized_cpu(
     )
 
 
-def gather_quantized_cpu(
+def gather_levels_cpu(
     blocks: QuantizedBlocks,
     slots: Tensor,
     layer_ids: Tensor | None,
@@ -266,21 +246,9 @@ def gather_quantized_cpu(
     return out
 
 
-def move_quantized_cpu(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+def move_levels_cpu(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
     """Entry after entry. ``IndexError`` as of the store."""
     if src.shape != dst.shape:
-        raise ValueError(f"move_quantized: slots {list(src.shape)} to {list(dst.shape)}")
+        raise ValueError(f"move_levels: slots {list(src.shape)} to {list(dst.shape)}")
     places = as_int64(src), as_int64(dst), *src.shape
     _MOVE_LEVELS(blocks.fields, *places, refused=blocks.slot_outside)
-
-
-class QuantizedKernels(NamedTuple):
-    """One implementation of storing, gathering and moving."""
-
-    store: Callable[[QuantizedBlocks, int, Tensor, Tensor, Tensor], None]
-    gather: Callable[..., Tensor]
-    move: Callable[[QuantizedBlocks, Tensor, Tensor, int], None]
-
-
-TORCH = QuantizedKernels(store_quantized_torch, gather_quantized_torch, move_quantized_torch)
-COMPILED = QuantizedKernels(store_quantized_cpu, gather_quantized_cpu, move_quantized_cpu)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.move_kv import bfloat16_as_float, compact_triton, forms_of, gather_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels, parts_of
+from kvserve.kernels.move_kv import bfloat16_as_float, forms_of, gather_triton, move_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks, parts_of
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-def store_quantized_triton(
+def store_levels_triton(
     blocks: QuantizedBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """One program per token and head. Slots outside of the cache are left alone."""
@@ -36,17 +36,9 @@ def store_quantized_triton(
     keys, values = blocks.layer(layer)
     _store_levels.launch(
         (tokens, rows * heads),
-        key,
-        value,
-        *parts_of(keys),
-        *parts_of(values),
-        slots.contiguous(),
-        tokens,
-        key.stride(0),
-        value.stride(0),
-        num_blocks * block,
-        blocks.pool.stride(0),
-        blocks.lane_bytes,
+        *(key, value, *parts_of(keys), *parts_of(values), slots.contiguous()),
+        *(tokens, key.stride(0), value.stride(0), num_blocks * block),
+        *(blocks.pool.stride(0), blocks.lane_bytes),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
@@ -55,7 +47,7 @@ def store_quantized_triton(
     )
 
 
-def gather_quantized_triton(
+def gather_levels_triton(
     blocks: QuantizedBlocks,
     slots: Tensor,
     layer_ids: Tensor | None,
@@ -67,12 +59,9 @@ def gather_quantized_triton(
     return gather_triton(held, slots, layer_ids, dtype)
 
 
-def move_quantized_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
-    """As ``compact_kv_triton``."""
-    compact_triton(blocks.keys, blocks.values, src, dst, runs)
-
-
-TRITON = QuantizedKernels(store_quantized_triton, gather_quantized_triton, move_quantized_triton)
+def move_levels_triton(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """As ``move_kv_triton``."""
+    move_triton(blocks.keys, blocks.values, src, dst, runs)
 
 
 @Helper

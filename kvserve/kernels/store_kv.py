@@ -10,65 +10,34 @@ from torch import Tensor
 from kvserve.kernels.cpu.calls import Compiled, slot_outside
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.elementwise import rotate, turned
+from kvserve.kernels.slot_mapping import by_row
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-_STORE_KV, _STORE_QUERIES = Compiled("store_kv"), Compiled("store_queries", "store_kv")
+_STORE_KV, _STORE_QUERIES = Compiled("store_kv", "storage"), Compiled("store_queries", "storage")
 _E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 
-def store_kv(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Store one layer's new entries.
+def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Store one layer's new entries; the reference.
 
     kv_cache: [num_blocks, Lb, 2, B, Hb, D], each block dense; layer: the layer's place in its
     block; slots: int64 [R, T]; key, value: [T, R * Hb, D].
     """
-    store = store_kv_triton if kv_cache.is_cuda else store_kv_torch
-    store(kv_cache, layer, slots, key, value)
+    block = kv_cache.shape[3]
+    for kind, new in enumerate((key, value)):
+        kv_cache[:, layer, kind][slots // block, slots % block] = by_row(new, slots)
 
 
-def store_queries(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
-    """Log one layer's queries, as means over groups of neighbouring heads.
+def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
+    """Log one layer's queries, as means over groups of neighbouring heads; the reference.
 
     query_log: [num_blocks, Lb, tokens, Hb, D], the cache seen as log blocks (uint8: e4m3 numbers);
     slots: int64 [R, T]; query: [T, R * Hb * group, D].
     """
-    store = store_queries_triton if query_log.is_cuda else store_queries_torch
-    store(query_log, layer, slots, query)
-
-
-def store_kv_torch(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """The reference of ``store_kv``."""
-    _, layers, _, block, heads, dim = kv_cache.shape
-    if not kv_cache.is_contiguous():  # blocks of bytes, the last of which are unused
-        where = slots // block, slots % block
-        for kind, new in enumerate((key, value)):
-            by_row = new.unflatten(1, (len(slots), -1)).transpose(0, 1)
-            kv_cache[:, layer, kind][where] = by_row
-        return
-    flat = kv_cache.view(-1, heads * dim)
-    rows = (slots + slots // block * (block * (2 * layers - 1)) + 2 * layer * block).view(-1)
-    flat.index_copy_(0, rows, _by_row(key, slots, heads * dim))
-    flat.index_copy_(0, rows + block, _by_row(value, slots, heads * dim))
-
-
-def store_queries_torch(query_log: Tensor, layer: int, slots: Tensor, query: Tensor) -> None:
-    """The reference of ``store_queries``."""
-    _, layers, tokens, heads, dim = query_log.shape
-    query = _as_logged(query_log, slots, query)
-    if not query_log.is_contiguous():  # blocks of bytes, the last of which are unused
-        by_row = query.unflatten(1, (len(slots), -1)).transpose(0, 1)
-        query_log[:, layer][slots // tokens, slots % tokens] = by_row
-        return
-    rows = (slots + slots // tokens * (tokens * (layers - 1)) + layer * tokens).view(-1)
-    flat = query_log.view(-1, heads * dim)
-    flat.index_copy_(0, rows, _by_row(query, slots, heads * dim))
-
-
-def _by_row(x: Tensor, slots: Tensor, width: int) -> Tensor:
-    """[T, R * Hb, D] -> [R * T, Hb * D], the order of ``slots.view(-1)``."""
-    return x.unflatten(1, (len(slots), -1)).transpose(0, 1).reshape(-1, width)
+    tokens, logged = query_log.shape[2], _as_logged(query_log, slots, query)
+    query_log[:, layer][slots // tokens, slots % tokens] = by_row(logged, slots)
 
 
 def store_kv_cpu(kv_cache: Tensor, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
@@ -139,7 +108,7 @@ def rotate_and_store_torch(
 ) -> Tensor:
     """Store one layer's new entries; returns its rotated queries [T, Hq, D].
 
-    qk: [T, Hq + R * Hb, D], queries first; cos, sin: [T, 1, D]; the others as ``store_kv``'s.
+    qk: [T, Hq + R * Hb, D], queries first; cos, sin: [T, 1, D]; the others as ``store_kv_torch``'s.
     """
     queries = qk.shape[1] - value.shape[1]
     query, key = rotate(qk, cos, sin).split([queries, value.shape[1]], dim=1)
@@ -160,18 +129,8 @@ def rotate_and_store_triton(
     group_span, half_span = (1 << (n - 1).bit_length() for n in (group, dim // 2))
     _rotate_and_store.launch(
         (tokens, kv_heads),
-        out,
-        keys,
-        kv_cache[:, layer, 1],
-        slots.contiguous(),
-        qk,
-        value,
-        cos,
-        sin,
-        *qk.stride()[:2],
-        *value.stride()[:2],
-        num_blocks * block,
-        *keys.stride()[:2],
+        *(out, keys, kv_cache[:, layer, 1], slots.contiguous(), qk, value, cos, sin),
+        *(*qk.stride()[:2], *value.stride()[:2], num_blocks * block, *keys.stride()[:2]),
         BLOCK=block,
         ROW_HEADS=heads,
         GROUP=group,
@@ -230,17 +189,11 @@ def _launch(
                 f"{blocks.dtype} [{tokens}, {rows * heads}, {dim}] with contiguous tokens expected,"
                 f" got {new.dtype} {list(new.shape)}, strides {list(new.stride())}"
             )
+    other = x if more is None else more
     _store.launch(
         (tokens, rows),
-        blocks,
-        blocks if more_blocks is None else more_blocks,
-        slots.contiguous(),
-        x,
-        x if more is None else more,
-        x.stride(0),
-        x.stride(0) if more is None else more.stride(0),
-        num_blocks * block,
-        *blocks.stride()[:2],
+        *(blocks, blocks if more_blocks is None else more_blocks, slots.contiguous(), x, other),
+        *(x.stride(0), other.stride(0), num_blocks * block, *blocks.stride()[:2]),
         BLOCK=block,
         WIDTH=heads * dim,
         SPAN=1 << (heads * dim - 1).bit_length(),

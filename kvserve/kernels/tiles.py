@@ -54,6 +54,3 @@ FLOAT32_TILES = {
     "prefill codes": Tile(32, 16, 8, 2, programs=1),
     "scores": Tile(32, 32, 8, 1),
 }
-# Batches of up to so many rows, some of which filter, are sampled by torch's sort; by generation.
-# `make gpu-check` prints what either takes.
-SORTED_ROWS = {(8, 0): 0, (9, 0): 0}

@@ -18,9 +18,9 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.move_kv import entry_rows
-from kvserve.kernels.quantized_entries import QuantizedVectors, places_of
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.move_kv import gather_kv_torch
+from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.slot_mapping import places_of, slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.event import Events
@@ -226,13 +226,11 @@ class Recorder:
         lanes = torch.arange(at.start, at.stop).expand(layers, layout.num_kv_heads, -1)
         slots = slot_mapping(table, rows, lanes, layout.block_size)
         if isinstance(cache.entries, QuantizedEntries):
-            blocks, where = cache.entries.blocks, places_of(cache.entries.blocks.keys, slots)
+            blocks, where = cache.entries.blocks, places_of(cache.entries.blocks.keys.shape, slots)
             parts = [part[where] for held in (blocks.keys, blocks.values) for part in held.parts]
             stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
             return torch.cat(stored, dim=-1)[None, :num_layers]
-        rows = entry_rows(cache.kv, slots)
-        flat = cache.kv.view(-1, layout.head_dim)
-        return torch.stack([flat[rows], flat[rows + layout.block_size * layout.heads_per_block]])
+        return torch.stack([gather_kv_torch(cache.kv, slots, None, x) for x in (False, True)])
 
 
 def vectors_of(levels: Tensor, form: EntryFormat, dim: int) -> tuple[QuantizedVectors, ...]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import Codes, Slots, turns_of
+from kvserve.kernels.query_segments import QuerySegments
+from tests.kernels.paged_case import SCALE, Inputs
 
 DISTANCES = 50
 
@@ -30,8 +32,10 @@ class CodedCase:
     codes: Codes
 
     @property
-    def max_chunk(self) -> int:
-        return int(self.starts.diff().max())
+    def inputs(self) -> Inputs:
+        most = int(self.starts.diff().max())
+        chunks = QuerySegments(self.rows, self.last, int(self.last.max()) + 1, self.starts, most)
+        return self.q, self.keys, self.values, self.tables, chunks, SCALE
 
     def changed(self, **codes: Tensor) -> CodedCase:
         """The same with other codes."""

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,12 +41,12 @@ from kvserve.kernels.elementwise import (
     silu_and_mul_triton,
 )
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
-from kvserve.kernels.move_kv import compact_kv_triton, gather_keys_triton, gather_queries_triton
+from kvserve.kernels.move_kv import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.quantized_triton import (
-    gather_quantized_triton,
-    move_quantized_triton,
-    store_quantized_triton,
+    gather_levels_triton,
+    move_levels_triton,
+    store_levels_triton,
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -146,8 +147,8 @@ def attend(
         vectors = new(256, 8, dim, dtype=torch.float32)
         left = Remainder(vectors, vectors, new(256, 8, dtype=torch.float32))
     more = new(8 * group, dtype=torch.float32) if sinks else None
-    given = (q, keys, values, tables, chunks, 0.1, splits, coded, told, left, more, soft_cap)
-    paged_attention_triton(*given)
+    given = (q, keys, values, tables, chunks, 0.1, coded, told, left, more, soft_cap)
+    paged_attention_triton(*given, num_splits=splits)
 
 
 def score(
@@ -222,14 +223,34 @@ def multiply(form: LevelForm, rows: int, experts: int | None = None) -> None:
         expert_linear_levels_triton(x, weight, new(experts, dtype=torch.int32))
 
 
+def levels_variants(what: str, *forms: str) -> dict[str, Callable[[], object]]:
+    """What is done to a cache of levels of each form; the first, int8, has no name of its own."""
+    lanes, new_entries = slots(32, 8, 4096), new(64, 8, 128)
+    calls: dict[str, Callable[[str], object]] = {
+        "store": lambda form: store_levels_triton(
+            levels(form), 3, slots(1, 64), new_entries, new_entries
+        ),
+        "gather": lambda form: gather_levels_triton(levels(form), lanes, None, BF16),
+        "move": lambda form: move_levels_triton(levels(form), lanes, lanes, 8),
+    }
+    return {
+        f"{what}_levels" + f"/{form}" * (form != "int8"): partial(calls[what], form)
+        for form in forms
+    }
+
+
+def gather_values(form: str) -> None:
+    gather_levels_triton(levels(form), slots(32, 8, 4096), None, BF16, values=True)
+
+
 AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
 
 VARIANTS: dict[str, Callable[[], object]] = {
-    "compact_kv": lambda: compact_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
-    "compact_kv/head": lambda: compact_kv_triton(
+    "compact_kv": lambda: move_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
+    "compact_kv/head": lambda: move_kv_triton(
         cache(1, 64, 1), slots(32, 8, 4096), slots(32, 8, 4096), 8
     ),
-    "compact_kv/float32": lambda: compact_kv_triton(
+    "compact_kv/float32": lambda: move_kv_triton(
         cache(dtype=torch.float32), slots(32, 8, 512), slots(32, 8, 512)
     ),
     "store_kv": lambda: store_kv_triton(cache(), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)),
@@ -258,8 +279,8 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "silu_and_mul": lambda: silu_and_mul_triton(new(64, 28672)),
     "quantize_rows": lambda: quantize_rows_triton(new(64, 4096)),
     "quantize_rows/wide": lambda: quantize_rows_triton(new(64, 14336)),
-    "gather_keys": lambda: gather_keys_triton(cache(), slots(32, 8, 4096)),
-    "gather_queries/e4m3": lambda: gather_queries_triton(
+    "gather_keys": lambda: gather_kv_triton(cache(), slots(32, 8, 4096)),
+    "gather_queries/e4m3": lambda: gather_triton(
         new(4096, 32, 256, 8, 128, dtype=torch.uint8), slots(32, 8, 4096)
     ),
     "gather_queries/int4": lambda: gather_int4_triton(
@@ -314,42 +335,11 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "prefill/int8": lambda: attend(chunk=512, form="int8"),
     "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
     "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
-    "store_levels": lambda: store_quantized_triton(
-        levels("int8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/k8v4": lambda: store_quantized_triton(
-        levels("k8v4"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/k4v2": lambda: store_quantized_triton(
-        levels("k4v2"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "store_levels/fp8": lambda: store_quantized_triton(
-        levels("fp8"), 3, slots(1, 64), new(64, 8, 128), new(64, 8, 128)
-    ),
-    "gather_levels": lambda: gather_quantized_triton(
-        levels("int8"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/fp8": lambda: gather_quantized_triton(
-        levels("fp8"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/k4v4": lambda: gather_quantized_triton(
-        levels("k4v4"), slots(32, 8, 4096), None, BF16
-    ),
-    "gather_levels/k4v2": lambda: gather_quantized_triton(
-        levels("k4v2"), slots(32, 8, 4096), None, BF16, values=True
-    ),
-    "gather_levels/int4": lambda: gather_quantized_triton(
-        levels("k8v4"), slots(32, 8, 4096), None, BF16, values=True
-    ),
-    "move_levels": lambda: move_quantized_triton(
-        levels("int8"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
-    "move_levels/k8v4": lambda: move_quantized_triton(
-        levels("k8v4"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
-    "move_levels/k4v2": lambda: move_quantized_triton(
-        levels("k4v2"), slots(32, 8, 4096), slots(32, 8, 4096), 8
-    ),
+    **levels_variants("store", "int8", "k8v4", "k4v2", "fp8"),
+    **levels_variants("gather", "int8", "fp8", "k4v4"),
+    "gather_levels/k4v2": partial(gather_values, "k4v2"),
+    "gather_levels/int4": partial(gather_values, "k8v4"),
+    **levels_variants("move", "int8", "k8v4", "k4v2"),
     "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "prefill/head": lambda: attend(chunk=512, rows=8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,18 @@ def device() -> Iterator[str]:
     pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
         yield str(device)
+
+
+@pytest.fixture
+def unwritten(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no program has written is nan."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(x: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
+        made = empty(x, *shape, **options)
+        return torch.full_like(made, torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
 
 
 @pytest.fixture

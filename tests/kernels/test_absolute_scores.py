@@ -32,8 +32,12 @@ def attention_of(q: Tensor, keys: Tensor, own: int, recent: int) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("aggregate", "group_aggregate"), COMBINATIONS)
-@pytest.mark.parametrize(("first", "step"), [(0, 1), (8, 1), (1, 2)])
-def test_against_a_loop(aggregate: str, group_aggregate: str, first: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "step", "absolute"), [(0, 1, False), (0, 1, True), (8, 1, True), (1, 2, True)]
+)
+def test_against_a_loop(
+    aggregate: str, group_aggregate: str, first: int, step: int, absolute: bool
+) -> None:
     """With exact queries a share says what the softmax over everything would: nothing is lost."""
     before, n, later, dim, group = 20, 8, 4, 8, 3
     places = range(first, n + later, step)
@@ -47,9 +51,10 @@ def test_against_a_loop(aggregate: str, group_aggregate: str, first: int, step: 
             for i, place in enumerate(places):
                 recent = place - place // n * n + 1
                 _, shares[member, i] = attention_of(q[member, i], keys[h], before + place, recent)
-                # All it saw, and what came after it.
-                probs = torch.softmax(keys[h] @ q[member, i] * SCALE, dim=0)
-                rows.append(probs[before : before + n])
+                # All it saw, and what came after it; or the window alone.
+                some = keys[h] if absolute else keys[h, before : before + n]
+                probs = torch.softmax(some @ q[member, i] * SCALE, dim=0)
+                rows.append(probs[before : before + n] if absolute else probs)
             stacked = torch.stack(rows)
             heads.append(
                 {
@@ -64,8 +69,9 @@ def test_against_a_loop(aggregate: str, group_aggregate: str, first: int, step: 
             "max": pooled.amax(0),
             "rms": pooled.square().mean(0).sqrt(),
         }[group_aggregate]
-    seen = Seen(shares, n, first, step, later)
-    found = window_scores_torch(q, keys[:, before:], SCALE, aggregate, group_aggregate, seen)
+    seen = Seen(shares, n, first, step, later) if absolute else None
+    behind = keys[:, before:] if absolute else keys[:, before : before + n]
+    found = window_scores_torch(q, behind, SCALE, aggregate, group_aggregate, seen)
     torch.testing.assert_close(found, expected)
 
 
@@ -77,7 +83,6 @@ def test_rounding_that_moves_all_logits_alike_moves_no_score() -> None:
     shares = torch.empty(1, 12)
     for i in range(12):
         _, shares[0, i] = attention_of(q[0, i], keys[0], 28 + i, i + 1)
-    exact = window_scores_torch(q, keys[:, 28:], SCALE, seen=Seen(shares, 12))
     moved = q + 0.4 * torch.eye(16)[0]
     keys_alike = keys.clone()
     keys_alike[..., 0] = 6

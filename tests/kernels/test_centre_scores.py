@@ -10,9 +10,12 @@ from kvserve.kernels.scores.centre_scores import (
     FUTURES,
     Centres,
     centre_scores,
+    centre_scores_by_head,
     centre_scores_cpu,
     centre_scores_torch,
+    centre_scores_triton,
 )
+from tests.thinning import thinned
 
 
 def case(dim: int, dtype: torch.dtype, future: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,6 +44,18 @@ def test_against_the_reference(
     expected = centre_scores_torch(keys.double(), vectors.double(), spread.double(), normalise)
     scale = 1.0 if normalise else float(expected.abs().max())
     torch.testing.assert_close(found.double(), expected, atol=2e-5 * scale, rtol=0)
+
+
+@pytest.mark.usefixtures("device")
+@thinned(
+    {"future": FUTURES, "dim,group": [(16, 1), (128, 3)], "dtype": [torch.float32, torch.float16]}
+)
+def test_triton(device: str, dim: int, group: int, dtype: torch.dtype, future: str) -> None:
+    keys, vectors, spread = (x.to(device) for x in case(dim, dtype, future, group))
+    found, expected = (
+        find(keys, vectors, spread) for find in (centre_scores_triton, centre_scores_by_head)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
 
 
 def test_other_head_sizes_are_for_the_reference() -> None:

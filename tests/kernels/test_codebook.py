@@ -15,7 +15,6 @@ from kvserve.kernels.scores.codebook import (
     directions,
     extend,
     match,
-    reconstruct,
     scales,
 )
 
@@ -50,6 +49,12 @@ def clustered(streams: int, length: int, dim: int, seed: int, spread: float = 0.
     x[:, length // 2] = x[:, 0]
     x[:, length // 3] = 0
     return x
+
+
+def reconstruct(entries: Tensor, ref: Tensor, scale: Tensor) -> Tensor:
+    """Entries [S, M, D] at the lengths they stand for: [S, N, D]. ref, scale: [S, N]."""
+    at = ref[..., None].expand(*ref.shape, entries.shape[-1])
+    return entries.gather(1, at) * scale[..., None]
 
 
 def naive_cover(similar: Tensor) -> tuple[list[int], list[int]]:

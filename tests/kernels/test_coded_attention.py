@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import CpuQuerySegments, paged_attention
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.coded_entries import Slots
-from kvserve.kernels.query_segments import QuerySegments
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
+from tests.kernels.paged_case import EACH_KERNEL, KERNELS, SCALE, assert_same, by_cpu, by_triton
 
-pytestmark = pytest.mark.usefixtures("device")
-SCALE = 0.3
+pytestmark = pytest.mark.usefixtures("unwritten")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 # Decoding, chunks, and an empty chunk; rows without codes, of codes alone, and without entries.
 HELD = [[37, 40], [30, 9], [0, 21], [12, 5], [26, 26]]
@@ -29,49 +24,19 @@ CHUNKS = [1, 1, 1, 5, 0]
 ragged = partial(coded_case, HELD, CODED, CHUNKS)
 
 
-def of_torch(case: CodedCase) -> Tensor:
-    chunks = QuerySegments(case.rows, case.last, int(case.last.max()) + 1, case.starts)
-    return paged_attention_torch(
-        case.q, case.keys, case.values, case.tables, chunks, SCALE, case.codes
-    )
-
-
-def of_triton(case: CodedCase, num_splits: int | None = None) -> Tensor:
-    most = int(case.last.max()) + 1
-    chunks = QuerySegments(case.rows, case.last, most, case.starts, case.max_chunk)
-    arguments = case.q, case.keys, case.values, case.tables, chunks, SCALE, num_splits
-    return paged_attention_triton(*arguments, codes=case.codes)
-
-
-def of_cpu(case: CodedCase) -> Tensor:
-    chunks = CpuQuerySegments(case.rows, case.starts, case.last[None].contiguous())
-    arguments = case.q, case.keys, case.values, case.tables[None], chunks, 0, SCALE
-    return paged_attention(*arguments, codes=case.codes)
-
-
-KERNELS = [
-    pytest.param(of_triton, id="triton"),
-    pytest.param(partial(of_triton, num_splits=3), id="triton-split"),
-    pytest.param(
-        of_cpu,
-        marks=pytest.mark.compiler,
-        id="cpu",
-    ),
-]
-Attention = Callable[[CodedCase], Tensor]
-
-
-def assert_same(attend: Attention, case: CodedCase) -> None:
-    if attend is of_cpu and torch.cuda.is_available():
-        pytest.skip("tensors are on the GPU")
+def same(kernel: str, case: CodedCase) -> None:
     within = TOLERANCE[case.q.dtype]
-    torch.testing.assert_close(attend(case), of_torch(case), atol=within, rtol=within)
+    assert_same(kernel, case.inputs, within, codes=case.codes)
 
 
 def test_reference_against_loops() -> None:
     """Each key is turned pair by pair, as complex numbers."""
     case = ragged()
-    out, codes, dim = of_torch(case), case.codes, case.q.shape[-1]
+    out, codes, dim = (
+        paged_attention_torch(*case.inputs, codes=case.codes),
+        case.codes,
+        case.q.shape[-1],
+    )
     angles = 1.0 / 100.0 ** (torch.arange(0, dim, 2) / dim)
     owner = torch.arange(len(case.rows)).repeat_interleave(case.starts.diff())
     for t, h in torch.cartesian_prod(*map(torch.arange, case.q.shape[:2])).tolist():
@@ -107,42 +72,42 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("attend", KERNELS)
+@EACH_KERNEL
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ragged_rows(attend: Attention, shape: dict[str, Any]) -> None:
-    if attend is of_cpu and "dtype" in shape:
+def test_ragged_rows(kernel: str, shape: dict[str, Any]) -> None:
+    if kernel == "cpu" and "dtype" in shape:
         shape = shape | {"dtype": torch.bfloat16}
-    assert_same(attend, ragged(**shape))
+    same(kernel, ragged(**shape))
 
 
-@pytest.mark.parametrize("attend", KERNELS)
-def test_long_rows_of_large_blocks(attend: Attention) -> None:
+@EACH_KERNEL
+def test_long_rows_of_large_blocks(kernel: str) -> None:
     """Several tiles of codes, then of raw entries; a codebook of hundreds; tiles that hold both."""
     held, coded = [[300], [170], [129]], [[240], [112], [128]]
-    assert_same(attend, coded_case(held, coded, [1, 20, 1], dim=32, block=16, num_vectors=400))
+    same(kernel, coded_case(held, coded, [1, 20, 1], dim=32, block=16, num_vectors=400))
 
 
-@pytest.mark.parametrize("attend", KERNELS)
-def test_a_query_head_may_attend_to_no_code_at_all(attend: Attention) -> None:
+@EACH_KERNEL
+def test_a_query_head_may_attend_to_no_code_at_all(kernel: str) -> None:
     """Whole tiles and parts of its context are hidden from it, of one row everything."""
     case = coded_case([[1300], [70], [64]], [[1296], [64], [64]], [1, 3, 1], block=16, group=3)
     slots = case.codes.slots.clone()
     slots[..., 6] &= ~1
-    assert_same(attend, case.changed(slots=slots))
+    same(kernel, case.changed(slots=slots))
 
 
-@pytest.mark.parametrize("attend", KERNELS)
-def test_a_group_as_large_as_a_mask(attend: Attention) -> None:
-    assert_same(attend, coded_case([[40]], [[36]], [2], group=32))
+@EACH_KERNEL
+def test_a_group_as_large_as_a_mask(kernel: str) -> None:
+    same(kernel, coded_case([[40]], [[36]], [2], group=32))
 
 
 @pytest.mark.compiler
 def test_parts_of_a_long_row_are_merged() -> None:
-    assert_same(of_cpu, coded_case([[2100]], [[1600]], [3], block=16, num_vectors=900))
+    same("cpu", coded_case([[2100]], [[1600]], [3], block=16, num_vectors=900))
 
 
-@pytest.mark.parametrize("attend", KERNELS)
-def test_unmerged_codes_give_the_bits_of_the_entries(attend: Attention) -> None:
+@EACH_KERNEL
+def test_unmerged_codes_give_the_bits_of_the_entries(kernel: str) -> None:
     """Own vectors, turned by nothing and scaled by 1, in the place of raw entries. Triton's kernel
     adds up the halves of a turned key, so that sums may differ in their last bits."""
     case = coded_case([[24]], [[24]], [2], num_vectors=48)
@@ -167,8 +132,9 @@ def test_unmerged_codes_give_the_bits_of_the_entries(attend: Attention) -> None:
         vectors=cache.view(7, 8, 16),
     )  # fmt: skip
     raw = replace(case, keys=keys, values=values, tables=tables, codes=raw_codes)
-    within = 0.0 if attend is of_cpu else 1e-6
-    torch.testing.assert_close(attend(case), attend(raw), atol=within, rtol=within)
+    within, attend = 0.0 if kernel == "cpu" else 1e-6, KERNELS[kernel]
+    found, expected = (attend(*x.inputs, codes=x.codes) for x in (case, raw))
+    torch.testing.assert_close(found, expected, atol=within, rtol=within)
 
 
 @pytest.mark.parametrize("broken", ["index", "book", "distance", "vector"])
@@ -198,9 +164,13 @@ def test_codes_that_refer_to_nothing_are_not_seen(broken: str) -> None:
         others[:, :2] = others[:, :2].clamp(max=31)
         slots[index[0, 0, 0].long(), 8:16] = others
     slots[at] = words
-    found = of_triton(case.changed(slots=slots, slot_tables=index, vector_tables=book))
+    found = by_triton(
+        *case.inputs, codes=case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
+    )
     fewer = _without_front(case.changed(slots=slots), left_out)
-    torch.testing.assert_close(found, of_torch(fewer), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, paged_attention_torch(*fewer.inputs, codes=fewer.codes), atol=1e-5, rtol=1e-5
+    )
 
 
 def _without_front(case: CodedCase, count: int) -> CodedCase:
@@ -219,12 +189,12 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("attend", KERNELS[2:])
+@pytest.mark.compiler
 @pytest.mark.parametrize("broken", list(MESSAGES))
-def test_codes_that_refer_to_nothing_are_refused(attend: Attention, broken: str) -> None:
+def test_codes_that_refer_to_nothing_are_refused(broken: str) -> None:
     """By the CPU's kernel; Triton's skips what is not there."""
     case = coded_case([[20]], [[16]], [1], num_vectors=40)
-    assert_same(attend, case)
+    same("cpu", case)
     slots, index, book = (
         x.clone() for x in (case.codes.slots, case.codes.slot_tables, case.codes.vector_tables)
     )
@@ -239,15 +209,19 @@ def test_codes_that_refer_to_nothing_are_refused(attend: Attention, broken: str)
         words[5, 1] = -1
     slots[case.codes.slot_tables[0, 0, 0].long()] = words
     with pytest.raises(IndexError, match=MESSAGES[broken]):
-        attend(case.changed(slots=slots, slot_tables=index, vector_tables=book))
+        codes = case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
+        by_cpu(*case.inputs, codes=codes)
 
 
 @pytest.mark.usefixtures("untouched_memory")
-@pytest.mark.parametrize("attend", [KERNELS[0], KERNELS[2]])
-def test_offsets_exceed_31_bits(attend: Attention) -> None:
+@pytest.mark.parametrize("kernel", ["triton", pytest.param("cpu", marks=pytest.mark.compiler)])
+def test_offsets_exceed_31_bits(kernel: str) -> None:
     """Index and vector blocks behind 2^31 numbers, of a cache that is hardly touched."""
     case = coded_case([[20]], [[16]], [1], dim=64, block=16, num_vectors=20)
-    expected, near = of_torch(case), torch.stack([case.keys, case.values], dim=1)
+    expected, near = (
+        paged_attention_torch(*case.inputs, codes=case.codes),
+        torch.stack([case.keys, case.values], dim=1),
+    )
     count = 2**31 // near[0].numel() + 8
     cache = torch.empty(count, 2, 16, 1, 64)
     assert cache.numel() > 2**31
@@ -265,5 +239,6 @@ def test_offsets_exceed_31_bits(attend: Attention) -> None:
     )
     keys, values = cache.unbind(1)
     moved = replace(case, keys=keys, values=values, tables=far[0].int(), codes=codes)
-    torch.testing.assert_close(attend(moved), expected, atol=1e-5, rtol=1e-5)
+    found = KERNELS[kernel](*moved.inputs, codes=moved.codes)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert math.isfinite(float(expected.sum()))

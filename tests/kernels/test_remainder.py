@@ -7,19 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.events import add_remainders, add_remainders_cpu, add_remainders_torch
 from kvserve.kernels.int4_log import Int4Queries, quantize
-from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, merged
 from kvserve.kernels.scores.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_cpu,
     fitted_remainder_torch,
+    log_probs_of,
     probs_of,
 )
 from kvserve.kernels.scores.window_scores import (
@@ -27,31 +26,14 @@ from kvserve.kernels.scores.window_scores import (
     window_probs,
     window_scores,
     window_scores_cpu,
+    window_scores_torch,
 )
-from kvserve.kernels.shares import Given, Seen, Shares
+from kvserve.kernels.scores.window_scores_triton import log_given_triton, window_scores_triton
+from kvserve.kernels.shares import Given, Seen
 from kvserve.scheduler.layout import Granularity, KVLayout
-from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
+from tests.kernels.paged_case import SCALE, Shape, make, random_remainder
 
 NOTHING = -torch.inf
-
-
-def random_remainder(rows: int, heads: int, dim: int, seed: int) -> Remainder:
-    """Every third lane has none, and its vectors are NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, rows, heads, dim, generator=generator)
-    bias = torch.randn(rows, heads, generator=generator) * 2 + 1
-    nobody = torch.arange(rows * heads).view(rows, heads) % 3 == 2
-    keys[nobody], values[nobody] = torch.nan, torch.nan
-    return Remainder(keys, values, bias.masked_fill(nobody, NOTHING))
-
-
-def reference(case: Case, remainder: Remainder | None, shares: Shares | None = None) -> Tensor:
-    chunks = case.chunks
-    paged = QuerySegments(chunks.rows, chunks.last[0], int(chunks.last.max()) + 1, chunks.starts)
-    clean = case.keys.nan_to_num(), case.values.nan_to_num()
-    return paged_attention_torch(
-        case.query, *clean, case.tables[0], paged, SCALE, shares=shares, remainder=remainder
-    )
 
 
 def test_it_is_one_more_entry_with_a_weight() -> None:
@@ -59,9 +41,9 @@ def test_it_is_one_more_entry_with_a_weight() -> None:
     case = make(Shape(heads=2, kv_heads=1, block=8, columns=1), [5], [1])
     key, value = torch.randn(2, case.query.shape[-1])
     left = Remainder(key[None, None], value[None, None], torch.tensor([[7.0]]).log())
-    found = reference(case, left)
-    entries = int(case.chunks.last[0, 0, 0]) + 1
-    block = int(case.tables[0, int(case.chunks.rows[0]), 0, 0])
+    found = paged_attention_torch(*case.inputs(), remainder=left)
+    entries = int(case.last[0, 0, 0]) + 1
+    block = int(case.tables[0, 0, 0, 0])
     keys = torch.cat([case.keys[block, :entries, 0], key.expand(7, -1)])
     values = torch.cat([case.values[block, :entries, 0], value.expand(7, -1)])
     expected = torch.softmax(case.query[0] @ keys.T * SCALE, dim=-1) @ values
@@ -73,29 +55,22 @@ def test_it_is_one_more_entry_with_a_weight() -> None:
 def test_a_remainder_of_one_entry_is_that_entry_kept(entry: int) -> None:
     """Drop any entry, let the remainder stand for it alone: attention is as it was."""
     case = make(Shape(block=8), [40, 40], [1, 1])
-    clean = replace(case, keys=case.keys.nan_to_num(), values=case.values.nan_to_num())
-    last = torch.full_like(case.chunks.last, 39)
-    full = replace(clean, chunks=replace(case.chunks, last=last))
-    fewer = replace(
-        clean,
-        chunks=replace(case.chunks, last=last - 1),
-        keys=clean.keys.clone(),
-        values=clean.values.clone(),
-    )
+    keys, values = case.keys.nan_to_num(), case.values.nan_to_num()
+    last = torch.full_like(case.last, 39)
+    full = replace(case, keys=keys, values=values, last=last)
+    fewer = replace(full, keys=keys.clone(), values=values.clone(), last=last - 1)
     rows, heads = case.tables.shape[1], case.keys.shape[2]
-    keys, values = torch.zeros(2, rows, heads, case.query.shape[2])
-    left = Remainder(keys, values, torch.zeros(rows, heads))
-    for row in range(rows):
+    vectors = torch.zeros(2, rows, heads, case.query.shape[2])
+    left = Remainder(vectors[0], vectors[1], torch.zeros(rows, heads))
+    for row in range(2):
         at, end = ((case.tables[0, row, 0, e // 8].long(), e % 8) for e in (entry, 39))
         for mine, kept in zip(left, (fewer.keys, fewer.values), strict=False):
             mine[row] = kept[at]
             kept[at] = kept[end]
-    ours = paged_attention(
-        *(fewer.query, fewer.keys, fewer.values, fewer.tables, fewer.chunks, 0, SCALE),
-        remainder=left,
-    )
-    torch.testing.assert_close(ours, full.run(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(reference(fewer, left), full.run(), rtol=1e-5, atol=1e-5)
+    expected = paged_attention_cpu(*full.inputs())
+    for attend in (paged_attention_cpu, paged_attention_torch):
+        found = attend(*fewer.inputs(), remainder=left)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
@@ -113,7 +88,7 @@ def test_alike_entries_dropped_one_by_one_are_all_there() -> None:
 
 
 def test_merging_with_nothing_changes_nothing() -> None:
-    some = random_remainder(2, 3, 8, 1)
+    some = random_remainder(2, 3, 8)
     unknown = torch.full_like(some.keys, torch.nan)
     nothing = Remainder(unknown, unknown, torch.full_like(some.bias, NOTHING))
     for both in (merged(some, nothing), merged(nothing, some)):
@@ -121,52 +96,6 @@ def test_merging_with_nothing_changes_nothing() -> None:
         there = some.bias > NOTHING
         assert torch.equal(both.keys[there], some.keys[there])
         assert torch.equal(both.values[there], some.values[there])
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("shape", "held", "lengths"),
-    [
-        (Shape(), [1, 17, 96], [1, 1, 5]),
-        (Shape(heads=8, kv_heads=2, dim=64), [3, 65, 64, 0], [1, 2, 40, 1]),
-        (Shape(heads=8, tables=2), [90, 1, 66], [1, 1, 66]),
-        (Shape(heads=6, block=64, columns=40), [2500, 1024, 1025], [1, 1, 9]),
-    ],
-)
-def test_the_compiled_kernel(
-    shape: Shape, held: list[int], lengths: list[int], dtype: torch.dtype
-) -> None:
-    """Contexts of one part and of several, tokens that see nothing, rows without a remainder."""
-    case = make(shape, held, lengths, dtype)
-    left = random_remainder(len(held), shape.kv_heads, shape.dim, 2)
-    recent = torch.full((len(case.query),), 3)
-    ours, theirs = (Shares(torch.empty(case.query.shape[:2]), recent) for _ in range(2))
-    found = paged_attention(
-        *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
-        shares=ours,
-        remainder=left,
-    )
-    within = 1e-5 if dtype is torch.float32 else 1e-2
-    torch.testing.assert_close(found, reference(case, left, theirs), atol=within, rtol=within)
-    torch.testing.assert_close(ours.out, theirs.out, atol=within, rtol=within)
-    nothing = left._replace(bias=torch.full_like(left.bias, NOTHING))
-    same = paged_attention(
-        *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
-        remainder=nothing,
-    )
-    assert torch.equal(same, case.run()), "rows without a remainder changed"
-
-
-@pytest.mark.compiler
-def test_a_remainder_of_another_shape_is_refused() -> None:
-    case = make(Shape(), [9, 9], [1, 1])
-    left = random_remainder(3, 2, 16, 0)
-    with pytest.raises(ValueError, match=r"keys of the remainder have to be \[2, 2, 16\]"):
-        paged_attention(
-            *(case.query, case.keys, case.values, case.tables, case.chunks, 0, SCALE),
-            remainder=left,
-        )
 
 
 @pytest.mark.compiler
@@ -186,6 +115,22 @@ def test_what_scoring_finds_on_its_way(absolute: bool, dtype: torch.dtype) -> No
     torch.testing.assert_close(given.log_sums, sums, rtol=1e-4, atol=1e-4)
     probs = window_probs(log, keys, 0.2, seen).sum(dim=(-3, -2))
     torch.testing.assert_close(given.keys, probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("device")
+def test_what_triton_s_scoring_finds_on_its_way() -> None:
+    log = quantize(torch.randn(1, 2, 4, 21, 16), -torch.rand(1, 2, 4, 21))
+    keys, seen = torch.randn(1, 2, 2, 21, 16), Seen(log.shares, 16, later=5)
+    ours, theirs = (Given(torch.empty(1, 2, 4, 21), torch.empty(1, 2, 2, 16)) for _ in range(2))
+    how = log, keys, 0.3, "sum_squares", "rms", seen
+    scores, expected = window_scores_triton(*how, ours), window_scores_torch(*how, theirs)
+    for found, wanted in zip((scores, *ours), (expected, *theirs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for sharp in (1.0, 300.0):  # the sum itself is then less than any float
+        one = keys[..., :1, :] * -sharp
+        given = log_given_triton(log, one, theirs.log_sums, 0.3)
+        logits = log_probs_of(log, one, theirs.log_sums, 0.3)
+        torch.testing.assert_close(given, logits.logsumexp(dim=(-3, -2)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.compiler
@@ -244,9 +189,9 @@ def test_sharp_queries_leave_a_weight_that_is_a_number(form: str) -> None:
 @pytest.mark.compiler
 def test_what_rows_have_lost_is_merged_in_place() -> None:
     """Lanes that had lost nothing, or lose nothing now, hold anything there; other rows stay."""
-    lanes = [random_remainder(7, 4, 16, seed) for seed in range(2)]
+    lanes = [random_remainder(7, 4, 16) for _ in range(2)]
     whole = Remainder(*(torch.stack(parts).contiguous() for parts in zip(*lanes, strict=True)))
-    more = random_remainder(4 * 2, 4, 16, 9)
+    more = random_remainder(4 * 2, 4, 16)
     more = Remainder(*(part.unflatten(0, (4, 2)) for part in more))
     rows = torch.tensor([5, 0, 3, 6])
     expected = Remainder(*(part.clone() for part in whole))

@@ -10,7 +10,9 @@ import torch
 
 from kvserve.kernels.checks import AGGREGATES
 from kvserve.kernels.scores.causal_scores import GQA_REDUCTIONS, causal_scores, past_scores
-from kvserve.kernels.scores.window_scores import window_scores
+from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
+from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from tests.thinning import thinned
 
 KEYS = torch.tensor([[[0.0], [math.log(2)], [math.log(3)]]])
 QUERIES = torch.tensor([[[1.0], [0.0], [-1.0], [1.0]], [[0.0]] * 4])
@@ -23,30 +25,6 @@ def test_worked_example() -> None:
     torch.testing.assert_close(mean, torch.tensor([[1.2534, 1.3250, 1.4215]]), atol=1e-4, rtol=0)
     single = window_scores(QUERIES[:1], KEYS, scale=1.0)
     torch.testing.assert_close(single, torch.tensor([[1.2121, 1.2727, 1.5152]]), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-def test_against_a_naive_loop(aggregate: str) -> None:
-    events, heads, group, window, keys, dim = 2, 2, 3, 7, 5, 4
-    q = torch.randn(events, heads * group, window, dim)
-    k = torch.randn(events, heads, keys, dim)
-    scores = window_scores(q, k, 0.5, aggregate)
-    for e in range(events):
-        for h in range(heads):
-            total = torch.zeros(keys)
-            for g in range(group):
-                rows = torch.stack(
-                    [
-                        torch.softmax(q[e, h * group + g, i] @ k[e, h].T * 0.5, dim=-1)
-                        for i in range(window)
-                    ]
-                )
-                total += {
-                    "sum": rows.sum(0),
-                    "sum_squares": rows.square().sum(0),
-                    "max": rows.amax(0),
-                }[aggregate]
-            torch.testing.assert_close(scores[e, h], total / group)
 
 
 def test_invariants() -> None:
@@ -153,3 +131,68 @@ def test_window_queries_do_not_see_later_keys() -> None:
     total = 2 * causal_scores(queries, keys, scale=0.5)
     expected = torch.tensor([[0.3246, 0.3246, 0.1082, 0.8655, 0.1082, 0.1082]])
     torch.testing.assert_close(total, expected, atol=5e-5, rtol=0)
+
+
+# ---- by Triton, in two passes -------------------------------------------------------------------
+
+TRITON = pytest.mark.usefixtures("device")
+
+
+@TRITON
+@thinned(
+    {
+        "aggregate": AGGREGATES,
+        "group": [1, 3],
+        "dim,window,keys,dtype": [
+            (64, 70, 130, torch.float32),
+            (128, 5, 90, torch.float16),
+            (16, 65, 1, torch.float32),
+            (128, 70, 130, torch.bfloat16),
+        ],
+    }
+)
+def test_triton(
+    dim: int, window: int, keys: int, dtype: torch.dtype, group: int, aggregate: str
+) -> None:
+    if dtype is torch.bfloat16 and not torch.cuda.is_available():
+        pytest.skip("the interpreter rounds bfloat16 otherwise")
+    # Lanes in the order in which they are gathered, [L, heads, E, S, D], seen event by event.
+    q = torch.randn(2, 2 * group, 1, window, dim).permute(2, 0, 1, 3, 4).to(dtype)
+    k = torch.randn(2, 2, 1, keys, dim).permute(2, 0, 1, 3, 4).to(dtype)
+    found = window_scores_triton(q, k, 0.2, aggregate)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.2, aggregate))
+    if aggregate == "sum":
+        torch.testing.assert_close(found.sum(-1), torch.full(found.shape[:-1], float(window)))
+
+
+@TRITON
+def test_several_events_of_strided_lanes() -> None:
+    q = torch.randn(3, 4, 2 * 20, 32).unflatten(2, (2, 20)).permute(2, 0, 1, 3, 4)
+    k = torch.randn(3, 2, 2 * 24, 32).unflatten(2, (2, 24)).permute(2, 0, 1, 3, 4)[..., :17, :]
+    found = window_scores_triton(q, k, 0.3)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
+    flat = window_scores_triton(q.flatten(0, 1), k.flatten(0, 1), 0.3)
+    torch.testing.assert_close(flat, found.flatten(0, 1))
+
+
+@TRITON
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_queries_of_another_type_than_the_keys(query_dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 20, 32).to(query_dtype), torch.randn(2, 40, 32).half()
+    found = window_scores_triton(q, k, 0.3)
+    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
+
+
+@TRITON
+def test_every_e4m3_number_is_widened_exactly() -> None:
+    """Also by the interpreter, which is wrong about arithmetic in it and casts to it."""
+    codes = torch.arange(256, dtype=torch.uint8) % 0x7F  # the two codes of nan are left out
+    codes[128:] += 128
+    q, k = codes.view(torch.float8_e4m3fn).view(1, 16, 16), torch.eye(16)[None] / 64
+    found = window_scores_triton(q, k, 1.0, "max")
+    torch.testing.assert_close(found, window_scores_torch(q.float(), k, 1.0, "max"))
+
+
+@TRITON
+def test_nothing_to_score() -> None:
+    assert window_scores_triton(torch.randn(2, 4, 16), torch.randn(2, 0, 16), 1.0).shape == (2, 0)

@@ -10,20 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 from kvserve.scheduler.arrays import IntArray
-
-Entries = Tensor | QuantizedVectors
-"""Keys or values of one layer's blocks, ``[num_blocks, B, Hkv/R, D]``: numbers, or levels."""
-StoreKV = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
-"""``store_kv`` of ``kvserve.kernels.store_kv``, or another that does the same."""
-StoreQueries = Callable[[Tensor, int, Tensor, Tensor], None]
-"""``store_queries`` of that file, likewise."""
-StoreRotated = Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``rotate_and_store_triton`` of that file, likewise."""
 
 
 class RowRemainders(Protocol):
@@ -132,11 +123,6 @@ class ForwardBatch:
         return tables, (self.last[:, 0].index_select(1, ends) + 1).int()
 
 
-def remainder_of(remainders: RowRemainders | None, layer: int) -> Remainder | None:
-    """One layer's, if rows can have any."""
-    return None if remainders is None else remainders.layer(layer)
-
-
 def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
     """What a kernel has to write if shares are logged; else ``None``."""
     if out is None:
@@ -179,10 +165,17 @@ class LayerCache(Protocol):
         ...
 
 
-class BatchAttention(Protocol):
+@dataclass(frozen=True, slots=True)
+class BatchAttention:
     """Attention of one batch's tokens over the paged cache they were just stored in."""
 
-    def forward(
+    forward: Attend
+
+
+class Attend(Protocol):
+    """One layer's attention."""
+
+    def __call__(
         self,
         layer: int,
         q: Tensor,

@@ -6,7 +6,7 @@ Not run on a GPU yet: tested against a stand-in with its signature (flash-attn 2
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,27 +33,17 @@ class FlashAttention:
         """The package takes only causal chunks: in other batches each token is its own chunk."""
         batch = batch if batch.causal else batch.by_token()
         tables, held = batch.chunk_rows()
-        return _Planned(
-            attend=self._attend,
-            tables=tables,
-            starts=to_device(batch.starts, tables.device, torch.int32),
-            held_starts=F.pad(held.cumsum(1, dtype=torch.int32), (1, 0)),
-            max_chunk=int(np.diff(batch.starts).max()),
-            scale=self._scale,
-        )
+        starts = to_device(batch.starts, tables.device, torch.int32)
+        held_starts = F.pad(held.cumsum(1, dtype=torch.int32), (1, 0))
+        longest = int(np.diff(batch.starts).max())
+        return BatchAttention(partial(self._forward, tables, starts, held_starts, longest))
 
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    attend: Callable[..., Tensor]
-    tables: Tensor
-    starts: Tensor
-    held_starts: Tensor
-    max_chunk: int
-    scale: float
-
-    def forward(
+    def _forward(
         self,
+        tables: Tensor,
+        starts: Tensor,
+        held_starts: Tensor,
+        longest: int,
         layer: int,
         q: Tensor,
         cache: LayerCache,
@@ -62,15 +52,15 @@ class _Planned:
     ) -> Tensor:
         assert shares is None and sinks is None, "refused by select.py where there are any"
         keys, values, group = cache.keys_values(layer)
-        return self.attend(
+        return self._attend(
             q,
             keys,
             values,
-            cu_seqlens_q=self.starts,
-            cu_seqlens_k=self.held_starts[group],
-            max_seqlen_q=self.max_chunk,
-            max_seqlen_k=self.tables.shape[-1] * keys.shape[1],
-            softmax_scale=self.scale,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=held_starts[group],
+            max_seqlen_q=longest,
+            max_seqlen_k=tables.shape[-1] * keys.shape[1],
+            softmax_scale=self._scale,
             causal=True,
-            block_table=self.tables[group],
+            block_table=tables[group],
         )

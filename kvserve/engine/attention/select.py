@@ -10,27 +10,18 @@ from importlib.util import find_spec
 
 import torch
 
-from kvserve.engine.attention import triton
-from kvserve.engine.attention.base import (
-    AttentionBackend,
-    StoreKV,
-    StoreQueries,
-    StoreRotated,
-)
-from kvserve.engine.attention.by_layer import ByLayer
-from kvserve.engine.attention.by_phase import ByPhase
-from kvserve.engine.attention.cpu import CpuAttention
+from kvserve.engine.attention.base import AttentionBackend
+from kvserve.engine.attention.combined import ByLayer, ByPhase
 from kvserve.engine.attention.flash import FlashAttention
+from kvserve.engine.attention.paged import PagedAttention, triton_refusal
 from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.engine.attention.triton import TritonAttention
 from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.entry_format import FORMATS
-from kvserve.kernels import int4_log, move_kv, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels import storage
 from kvserve.kernels.attention import paged_attention_cpu
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
-from kvserve.kernels.int4_log import Int4Kernels
-from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.quantized_entries import QuantizedKernels
+from kvserve.kernels.storage import StorageKernels
 from kvserve.log import ConfigError, logger
 
 NO_CODES = "it does not read entries that are held as codes (--policy.codebook false)"
@@ -70,34 +61,25 @@ class Choice:
 
     name: str
     backend: AttentionBackend
-    store_kv: StoreKV
-    store_queries: StoreQueries
-    int4: Int4Kernels
-    quantized: QuantizedKernels
+    storage: StorageKernels
     reason: str
-    store_rotated: StoreRotated | None = None
-    moves: MoveKernels = BY_DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """A backend and what it can do. ``refuse`` gives reasons that the other fields do not.
 
-    ``dtypes`` is ``None`` if it takes all of them. ``quantized`` are the kernels for quantised
-    entries, ``None`` if it cannot read these. ``codes``: it reads entries that are held as codes.
-    ``only_named``: devices where ``auto`` skips it.
+    ``storage`` are the kernels that go with it, if it has its own. ``dtypes`` is ``None`` if it
+    takes all of them. ``levels``: it reads quantised entries. ``codes``: it reads entries that are
+    held as codes. ``only_named``: devices where ``auto`` skips it.
     """
 
     name: str
     how: Callable[[Needs], str]
     devices: tuple[str, ...]
     make: Callable[[Needs], AttentionBackend]
-    store_queries: StoreQueries = store_kv.store_queries
-    int4: Int4Kernels = int4_log.BY_DEVICE
-    store_kv: StoreKV = store_kv.store_kv
-    store_rotated: StoreRotated | None = None
-    quantized: QuantizedKernels | None = quantized_entries.TORCH
-    moves: MoveKernels = BY_DEVICE
+    storage: StorageKernels | None = None
+    levels: bool = True
     codes: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
@@ -112,7 +94,7 @@ class _Candidate:
             return f"no {phase}; name another for that, as in xformers,triton"
         if self.dtypes is not None and needs.dtype not in self.dtypes:
             return f"dtype {_name(needs.dtype)} is not {' or '.join(map(_name, self.dtypes))}"
-        if needs.form != "auto" and self.quantized is None:
+        if needs.form != "auto" and not self.levels:
             return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
         if needs.codes and not self.codes:
             return NO_CODES
@@ -120,12 +102,10 @@ class _Candidate:
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
-    for name in ("store_kv", "query_log", "move_kv"):
-        load_library(name)
-    if needs.form != "auto":
-        load_library("quantized_entries")
+    load_library("storage")
     _cpu_library(needs)
-    return CpuAttention(needs.scale, needs.soft_cap)
+    how = needs.scale, needs.block_size, needs.soft_cap
+    return PagedAttention(paged_attention_cpu.paged_attention_cpu, *how, all_starts=True)
 
 
 def _cpu_library(needs: Needs) -> CDLL:
@@ -136,13 +116,8 @@ def _cpu_library(needs: Needs) -> CDLL:
 
 
 def _make_triton(needs: Needs) -> AttentionBackend:
-    attention = TritonAttention(needs.scale, needs.block_size, needs.soft_cap)
-    return ByPhase(attention, attention)
-
-
-def _make_flash(needs: Needs) -> AttentionBackend:
-    attention = FlashAttention(needs.scale)
-    return ByPhase(attention, attention)
+    how = needs.scale, needs.block_size, needs.soft_cap
+    return ByPhase(PagedAttention(paged_attention_triton, *how))
 
 
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
@@ -174,11 +149,7 @@ _CANDIDATES = (
         ),
         devices=("cpu",),
         make=_make_cpu,
-        store_kv=store_kv.store_kv_cpu,
-        store_queries=store_kv.store_queries_cpu,
-        int4=int4_log.COMPILED,
-        quantized=quantized_entries.COMPILED,
-        moves=move_kv.COMPILED,
+        storage=storage.COMPILED,
         codes=True,
         dtypes=paged_attention_cpu.DTYPES,
         refuse=lambda needs: paged_attention_cpu.refusal(needs.head_dim),
@@ -188,22 +159,17 @@ _CANDIDATES = (
         how=lambda needs: "Triton kernels, read blocks where they lie",
         devices=("cuda",),
         make=_make_triton,
-        store_kv=store_kv.store_kv_triton,
-        store_rotated=store_kv.rotate_and_store_triton,
-        quantized=quantized_triton.TRITON,
-        moves=move_kv.TRITON,
+        storage=storage.TRITON,
         codes=True,
-        store_queries=store_kv.store_queries_triton,
-        int4=int4_log.TRITON,
         only_named=("cpu",),
-        refuse=lambda needs: triton.refusal(needs.device, needs.head_dim),
+        refuse=lambda needs: triton_refusal(needs.device, needs.head_dim),
     ),
     _Candidate(
         name="flash-attn",
         how=lambda needs: "the flash-attn package, reads blocks where they lie",
         devices=("cuda",),
-        make=_make_flash,
-        quantized=None,
+        make=lambda needs: ByPhase(FlashAttention(needs.scale)),
+        levels=False,
         dtypes=_HALF,
         refuse=partial(_refuse_package, "flash_attn", "flash-attn", 256),
     ),
@@ -212,7 +178,7 @@ _CANDIDATES = (
         how=lambda needs: "gathered blocks and the xformers package",
         devices=("cuda",),
         make=lambda needs: XformersAttention(needs.scale, needs.block_size),
-        quantized=None,
+        levels=False,
         dtypes=_HALF,
         phases=("prefill",),
         refuse=partial(_refuse_package, "xformers", "xformers", 1),
@@ -245,22 +211,15 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if names[0] != names[-1] or "decode" not in prefill.phases:
         decode, tokens = _take(names[-1], "decode", needs, refused)
     refusals = [f"not {', '.join(who)}: {why}" for why, who in refused.items()]
-    assert decode.quantized is not None or needs.form == "auto"
-    quantized = decode.quantized or quantized_entries.TORCH
-    stores = decode.store_kv, decode.store_queries, decode.int4, quantized
+    kernels = decode.storage or storage.by_device(needs.device, needs.head_dim)
     if prefill is decode:
-        how = "; ".join([decode.how(needs), *refusals])
-        backend = _by_layer(tokens, needs)
-        return Choice(decode.name, backend, *stores, how, decode.store_rotated, decode.moves)
-    both = f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"
-    name = f"{prefill.name},{decode.name}"
-    backend = _by_layer(ByPhase(chunks, tokens), needs)
-    how = "; ".join([*both, *refusals])
-    return Choice(name, backend, *stores, how, decode.store_rotated, decode.moves)
-
-
-def _by_layer(backend: AttentionBackend, needs: Needs) -> AttentionBackend:
-    return ByLayer(backend, needs.windowed) if needs.windowed else backend
+        name, backend, hows = decode.name, tokens, [decode.how(needs)]
+    else:
+        name, backend = f"{prefill.name},{decode.name}", ByPhase(chunks, tokens)
+        hows = [f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"]
+    if needs.windowed:
+        backend = ByLayer(backend, needs.windowed)
+    return Choice(name, backend, kernels, "; ".join([*hows, *refusals]))
 
 
 def _take(

@@ -5,7 +5,8 @@ Not run on a GPU yet: tested against a stand-in with its signature (xformers 0.0
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,12 @@ class XformersAttention:
         )
         # The host knows only upper bounds: the rows' lengths are put in on the device.
         masks = [replace(mask, k_seqinfo=replace(mask.k_seqinfo, seqlen=seqlen)) for seqlen in held]
-        return _Planned(self._fmha.memory_efficient_attention_forward, masks, tables, self._scale)
+        return BatchAttention(partial(self._forward, tables, masks))
 
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    attend: Any
-    masks: list[Any]
-    tables: Tensor
-    scale: float
-
-    def forward(
+    def _forward(
         self,
+        tables: Tensor,
+        masks: list[Any],
         layer: int,
         q: Tensor,
         cache: LayerCache,
@@ -63,12 +58,12 @@ class _Planned:
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
         tokens, q_heads, dim = q.shape
         heads = keys.shape[2]
-        blocks, shape = self.tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)
+        blocks, shape = tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)
         # One row after the other, and the query heads of a KV head share its keys.
         k, v = (
             x.index_select(0, blocks).view(1, -1, heads, 1, dim).expand(shape)
             for x in (keys, values)
         )
+        attend = self._fmha.memory_efficient_attention_forward
         folded = q.reshape(1, tokens, heads, -1, dim)
-        out = self.attend(folded, k, v, attn_bias=self.masks[group], scale=self.scale)
-        return out.reshape(q.shape)
+        return attend(folded, k, v, attn_bias=masks[group], scale=self._scale).reshape(q.shape)

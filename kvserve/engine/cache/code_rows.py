@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.coded_rows import CodeTables
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
@@ -20,6 +19,19 @@ from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.row_schema import per_group
 
 assert SLOT_BYTES == 2 * CODE_WORDS
+
+
+class CodeTables(NamedTuple):
+    """All rows' tables on the device, int32 ``[LG, num_rows, R, .]``: blocks of keys and values, of
+    logged queries, of code slots and of codebook vectors; and int64 ``[LG, num_rows, R]``, how many
+    entries are coded and how many vectors they have."""
+
+    kv: Tensor
+    log: Tensor
+    code_slots: Tensor
+    vectors: Tensor
+    coded: Tensor
+    num_vectors: Tensor
 
 
 def check_codes(spec: ModelSpec, max_len: int, block_bytes: int) -> int:

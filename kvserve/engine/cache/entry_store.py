@@ -6,15 +6,16 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, StoreKV, StoreRotated
+from kvserve.engine.attention.base import Entries
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.quantized_entries import QuantizedBlocks, QuantizedKernels
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
 
 
@@ -22,7 +23,7 @@ class EntryStore(Protocol):
     """Entries of all layers and heads in blocks of ``memory [num_blocks, L/LG, ...]``."""
 
     memory: Tensor
-    store_rotated: StoreRotated | None
+    store_rotated: Callable[..., Tensor] | None
     """Rotates keys and writes them in one launch; ``None``: they come rotated."""
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -55,31 +56,25 @@ class EntryStore(Protocol):
 class RawEntries:
     """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
 
-    def __init__(
-        self,
-        memory: Tensor,
-        store_kv: StoreKV,
-        store_rotated: StoreRotated | None = None,
-        moves: MoveKernels = BY_DEVICE,
-    ) -> None:
+    def __init__(self, memory: Tensor, kernels: StorageKernels) -> None:
         self.memory = memory
-        self.store_rotated = store_rotated
-        self._store_kv, self._moves = store_kv, moves
+        self.store_rotated = kernels.store_rotated
+        self._kernels = kernels
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._store_kv(self.memory, place, slots, k, v)
+        self._kernels.store_kv(self.memory, place, slots, k, v)
 
     def layer(self, place: int) -> tuple[Tensor, Tensor]:
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._moves.keys(self.memory, slots, layer_ids)
+        return self._kernels.gather_kv(self.memory, slots, layer_ids)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._moves.values(self.memory, slots, layer_ids)
+        return self._kernels.gather_kv(self.memory, slots, layer_ids, True)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        self._moves.move(self.memory, src, dst, runs)
+        self._kernels.move_kv(self.memory, src, dst, runs)
 
 
 class QuantizedEntries:
@@ -88,10 +83,10 @@ class QuantizedEntries:
     A number is rounded once, when it is stored; events read numbers of ``dtype``.
     """
 
-    store_rotated: StoreRotated | None = None
+    store_rotated: Callable[..., Tensor] | None = None
 
     def __init__(
-        self, blocks: QuantizedBlocks, kernels: QuantizedKernels, dtype: torch.dtype
+        self, blocks: QuantizedBlocks, kernels: StorageKernels, dtype: torch.dtype
     ) -> None:
         self.memory = blocks.pool
         self.blocks = blocks
@@ -99,19 +94,19 @@ class QuantizedEntries:
         self._dtype = dtype
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._kernels.store(self.blocks, place, slots, k, v)
+        self._kernels.store_levels(self.blocks, place, slots, k, v)
 
     def layer(self, place: int) -> tuple[Entries, Entries]:
         return self.blocks.layer(place)
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype)
+        return self._kernels.gather_levels(self.blocks, slots, layer_ids, self._dtype)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._kernels.gather(self.blocks, slots, layer_ids, self._dtype, True)
+        return self._kernels.gather_levels(self.blocks, slots, layer_ids, self._dtype, True)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        self._kernels.move(self.blocks, src, dst, runs)
+        self._kernels.move_levels(self.blocks, src, dst, runs)
 
 
 def block_bytes(layout: KVLayout, form: EntryFormat) -> int:

@@ -9,14 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import (
-    Entries,
-    ForwardBatch,
-    RotateAndStore,
-    StoreKV,
-    StoreQueries,
-    StoreRotated,
-)
+from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
 from kvserve.engine.cache.entry_store import (
     EntryStore,
     QuantizedEntries,
@@ -28,11 +21,8 @@ from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.kernels import int4_log
-from kvserve.kernels.int4_log import Int4Kernels
-from kvserve.kernels.move_kv import BY_DEVICE, MoveKernels
-from kvserve.kernels.quantized_entries import TORCH, QuantizedBlocks, QuantizedKernels
-from kvserve.kernels.store_kv import store_kv, store_queries
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.storage import StorageKernels, by_device
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
@@ -66,13 +56,9 @@ class KVCache:
         num_host_blocks: int = 0,
         form: EntryFormat | None = None,
         layers: LayerKinds | None = None,
-        store_kv: StoreKV = store_kv,
-        store_rotated: StoreRotated | None = None,
-        store_queries: StoreQueries = store_queries,
-        int4: Int4Kernels = int4_log.BY_DEVICE,
-        quantized: QuantizedKernels = TORCH,
-        moves: MoveKernels = BY_DEVICE,
+        kernels: StorageKernels | None = None,
     ) -> None:
+        kernels = kernels or by_device(device, layout.head_dim)
         self.layout = layout
         self.layers = layers or LayerKinds(layout.num_layers)
         self.form = form or entry_format("auto", dtype.itemsize)
@@ -92,17 +78,17 @@ class KVCache:
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.entries: EntryStore = RawEntries(self.kv, store_kv, store_rotated, moves)
+        self.entries: EntryStore = RawEntries(self.kv, kernels)
         if self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
-            self.entries = QuantizedEntries(blocks, quantized, dtype)
+            self.entries = QuantizedEntries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
         blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
-        self.query_log = QueryLog(blocks_of_queries, log, store_queries, int4)
+        self.query_log = QueryLog(blocks_of_queries, log, kernels)
         self.logs_shares = self.query_log.holds_shares
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""
-        self._store_kv = store_kv
+        self._kernels = kernels
         self._newest: RawEntries | None = None
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
@@ -182,7 +168,7 @@ class KVCache:
         layout = self.layout
         shape = layout.layers_per_block, 2, tokens, layout.heads_per_block, layout.head_dim
         blocks = self.kv.flatten(1).view(self.dtype)[:, : math.prod(shape)]
-        self._newest = RawEntries(blocks.unflatten(1, shape), self._store_kv)
+        self._newest = RawEntries(blocks.unflatten(1, shape), self._kernels)
 
     def write_newest(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store one layer's new entries as they were computed: slots [LG, R, T] of all layers that

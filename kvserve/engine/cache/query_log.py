@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import StoreQueries
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.int4_log import Int4Kernels, int4_bytes, int4_log
-from kvserve.kernels.move_kv import gather_queries
+from kvserve.kernels.int4_log import int4_bytes, int4_log
 from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
 
 
@@ -63,15 +62,13 @@ class LogForm:
 class QueryLog:
     """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
 
-    def __init__(
-        self, blocks: Queries, form: LogForm, store_queries: StoreQueries, int4: Int4Kernels
-    ) -> None:
+    def __init__(self, blocks: Queries, form: LogForm, kernels: StorageKernels) -> None:
         self.blocks, self.form = blocks, form
         self.block_tokens: int = blocks.shape[2]
         """Tokens whose queries one block holds."""
         self.heads = form.heads
         """Vectors that a token logs."""
-        self._store_queries, self._int4 = store_queries, int4
+        self._kernels = kernels
 
     @property
     def holds_shares(self) -> bool:
@@ -84,10 +81,10 @@ class QueryLog:
         q: [T, Hq, D]; shares: float32 [T, Hq], logarithms, if the log ``holds_shares``.
         """
         if isinstance(self.blocks, Tensor):
-            self._store_queries(self.blocks, layer, slots, q)
+            self._kernels.store_queries(self.blocks, layer, slots, q)
         else:
             assert shares is not None, "attention was asked for them"
-            self._int4.store(self.blocks, layer, slots, q, shares)
+            self._kernels.store_int4(self.blocks, layer, slots, q, shares)
 
     def read(self, slots: Tensor, layers: Tensor | None) -> Queries:
         """Queries of ``slots [L', heads, S]`` of ``layers [L']`` (default: all): [L', heads, S, D].
@@ -95,6 +92,6 @@ class QueryLog:
         4-bit and e4m3 queries keep their form; the scoring kernels widen them.
         """
         if not isinstance(self.blocks, Tensor):
-            return self._int4.gather(self.blocks, slots, layers)
-        entries = gather_queries(self.blocks, slots, layers)
+            return self._kernels.gather_int4(self.blocks, slots, layers)
+        entries = self._kernels.gather_queries(self.blocks, slots, layers)
         return entries.view(torch.float8_e4m3fn) if entries.dtype is torch.uint8 else entries

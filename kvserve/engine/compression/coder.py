@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.attention.coded_rows import CodeTables
-from kvserve.engine.cache.code_rows import CodeStore
+from kvserve.engine.cache.code_rows import CodeStore, CodeTables
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.moves import lanes_of
-from kvserve.engine.compression.observer import slots_of
+from kvserve.engine.compression.observer import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import Slots
-from kvserve.kernels.move_kv import entry_rows
 from kvserve.kernels.scores.codebook import extend, scales
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events
@@ -106,7 +104,9 @@ class Coder:
             part = task.part(np.array(events))
             batch = found[int(part.seq_ids[0])][0]
             batch = batch.of([found[seq][1] for seq in part.seq_ids.tolist()])
-            self._tell(part, batch)
+            if part.plan.window_len[0]:  # until its first event a row's entry is its position
+                counts = lanes_of(part.new_lens, self._cache.layout)
+                self._compressor.tell(part, batch.slots.position, counts)
             self._write(part, batch)
 
     def _kept(
@@ -194,8 +194,8 @@ class Coder:
         layout = self._cache.layout
         lanes = layout.num_layers, layout.num_kv_heads
         slots = slots_of(tables, rows, entries, lanes, layout.block_size)
-        at = entry_rows(self._cache.kv, slots).unflatten(2, (len(rows), -1)).permute(2, 0, 1, 3)
-        return self._store.vectors[at], self._store.vectors[at + layout.block_size]
+        read = self._cache.entries.keys(slots, None), self._cache.entries.values(slots, None)
+        return by_window(read[0], len(rows)), by_window(read[1], len(rows))
 
     def _codebook(self, task: Events, tables: CodeTables) -> Codebook:
         """The lanes' codebooks so far. Slots tell which vectors are keys, and their positions."""
@@ -221,12 +221,6 @@ class Coder:
         of_key.scatter_(-1, ref, True)
         position.scatter_(-1, ref, slots.position - slots.distance)
         return Codebook(vectors, counts, of_key[..., :last], position[..., :last])
-
-    def _tell(self, task: Events, found: Found) -> None:
-        """Tell tracers what rows hold after their first event; until then entry is position."""
-        if task.plan.window_len[0]:
-            counts = lanes_of(task.new_lens, self._cache.layout)
-            self._compressor.tell(task, found.slots.position, counts)
 
     def _write(self, task: Events, found: Found) -> None:
         codes, store, size = task.codes, self._store, self._cache.layout.block_size

@@ -16,13 +16,7 @@ from torch import Tensor
 from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.moves import (
-    Kept,
-    KeptEntries,
-    MovePlan,
-    lanes_of,
-    plan_moves,
-)
+from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.observer import (
     Observer,
     Scope,
@@ -66,7 +60,7 @@ class Compressor:
         plan, scope = task.plan, self.observer.scope(policy)
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
-            places, left = self._select(part, windows, policy, scope, block_tables, log_tables)
+            places, left = self._select(part, windows, scope, block_tables, log_tables)
             kept = places + to_device(windows.entries, places.device)[..., None]
             del places
             if (part.plan.windows != 1).any():
@@ -80,7 +74,6 @@ class Compressor:
         self,
         events: Events,
         windows: Windows,
-        policy: Policy,
         scope: Scope,
         block_tables: Tensor,
         log_tables: Tensor,
@@ -88,19 +81,19 @@ class Compressor:
         """The places of every window that equal-shaped events keep, [E', L, Hkv, N], and what is
         left of the others if that is fitted. A function of its own: what was scored is freed before
         anything moves."""
-        keep, kept_scores = int(events.plan.keep[0]), None
-        if scope.kept_scores:  # [rows, L, Hkv, m]
-            kept_scores = self._kept_scores.first(scope.kept_scores)
+        keep, kept_scores, policy = int(events.plan.keep[0]), None, scope.policy
+        if policy.kept_scores:  # [rows, L, Hkv, m]
+            kept_scores = self._kept_scores.first(policy.kept_scores)
         # If queries cover all entries, this is the first event: there are no earlier scores.
         first = int(events.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
         pieces: dict[int, list[Tensor]] = {}
         fitted: dict[int, list[Remainder]] = {}
         for some, at, scores, observed in self.observer.observe(
-            windows, policy, scope, block_tables, log_tables, earlier
+            windows, scope, block_tables, log_tables, earlier
         ):
             chosen = policy.select(scores, windows.length, keep)
-            if scope.couples_heads:
+            if policy.couples_heads:
                 chosen, scores = self._own(chosen, scores)
             if kept_scores is not None:
                 rows = to_device(windows.rows[some], chosen.device)
@@ -134,7 +127,7 @@ class Compressor:
         for part, at in _by_shape(
             events, uneven_lengths(events), events.plan.keep, events.plan.num_queries
         ):
-            for some, chosen in self._choose(part, policy, scope, block_tables, log_tables):
+            for some, chosen in self._choose(part, scope, block_tables, log_tables):
                 owners = to_device(at[some], answer.device)
                 if whole:
                     columns = chosen.entries[..., ::size] // size
@@ -145,27 +138,22 @@ class Compressor:
         return answer, found
 
     def _choose(
-        self,
-        events: Events,
-        policy: Policy,
-        scope: Scope,
-        block_tables: Tensor,
-        log_tables: Tensor,
+        self, events: Events, scope: Scope, block_tables: Tensor, log_tables: Tensor
     ) -> Iterator[tuple[slice, KeptEntries]]:
         """What equal-shaped events with uneven counts keep, some at a time."""
-        layout, length = self._cache.layout, int(events.plan.keep[0])
+        layout, length, policy = self._cache.layout, int(events.plan.keep[0]), scope.policy
         places = policy.query_places(int(events.plan.num_queries[0]))
         windows = Windows.of_uneven(events, places, layout)
         scored = list[Tensor]()
         for some, layers, scores, observed in self.observer.observe(
-            windows, policy, scope, block_tables, log_tables
+            windows, scope, block_tables, log_tables
         ):
             scored.append(scores)
             if layers.stop < scope.count:
                 continue
             found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
             indices, counts = found.indices, found.counts
-            if scope.couples_heads:
+            if policy.couples_heads:
                 indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
             entries = to_device(windows.entries[some], indices.device)[..., None]
@@ -221,7 +209,7 @@ class Compressor:
         ``start [E]`` on if it is fitted."""
         if self.on_moves is not None:
             self.on_moves(events, plan)
-        if self._remainders is not None and scope.leaves:
+        if self._remainders is not None and scope.policy.leaves != "off":
             if left is None:
                 left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
             self._remainders.add(to_device(events.rows, plan.src.device), left)

@@ -87,39 +87,29 @@ class Windows:
     def part(self, at: slice) -> Windows:
         """The windows ``at`` alone."""
         ids = None if self.token_ids is None else self.token_ids[at]
-        return Windows(
-            self.length,
-            self.places,
-            self.rows[at],
-            self.entries[at],
-            self.begin[at],
-            self.positions[at],
-            ids,
-        )
+        by_window = self.rows[at], self.entries[at], self.begin[at], self.positions[at]
+        return Windows(self.length, self.places, *by_window, ids)
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What events of one policy read and score, decided once: ``count`` layers, the ``leaders``
-    (``None``: all); ``where [L]`` is for every layer the index of its leader among them.
+    """What events of a policy score, decided once: ``count`` layers, the ``leaders`` (``None``:
+    all); ``where [L]`` is for every layer the index of its leader among them.
 
-    ``query_heads`` vectors are read of a token, and values too if it ``reads_values``. It ``fits``
-    what is left of dropped entries if every layer is scored; ``leaves``: something is left.
+    ``query_heads`` vectors are read of a token. What is left of dropped entries is fitted if every
+    layer is scored (``fits``).
     """
 
+    policy: Policy
     leaders: IntArray | None
     where: Tensor | None
     count: int
     query_heads: int
     fits: bool
-    reads_values: bool
-    leaves: bool
-    recomputes: bool
-    later_entries: int
-    couples_heads: bool
-    couples_layers: bool
-    uses_centres: bool
-    kept_scores: int
+
+    @property
+    def reads_values(self) -> bool:
+        return self.fits or self.policy.reads_values
 
 
 class Observer:
@@ -158,21 +148,13 @@ class Observer:
             heads = self._cache.query_log.heads
             if reduction is not None:
                 heads = self._recomputer.heads if reduction == "heads" else layout.num_kv_heads
-            fits = policy.leaves == "fitted" and alone
             known = Scope(
+                policy,
                 None if alone else np.array(scored),
                 None if alone else to_device(places, self._cache.kv.device),
                 len(scored),
                 heads,
-                fits,
-                policy.reads_values or fits,
-                policy.leaves != "off" and self._remainders is not None,
-                reduction is not None,
-                policy.later_entries,
-                policy.couples_heads,
-                policy.couples_layers,
-                policy.uses_centres,
-                policy.kept_scores,
+                fits=policy.leaves == "fitted" and alone,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -182,7 +164,6 @@ class Observer:
     def observe(
         self,
         windows: Windows,
-        policy: Policy,
         scope: Scope,
         block_tables: Tensor,
         log_tables: Tensor,
@@ -202,13 +183,13 @@ class Observer:
         layer = vectors * (4 * layout.head_dim + _SLOT_BYTES) + kv_heads * length * _SCORE_BYTES
         each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
         step, count = max(1, self.scratch_bytes // each), scope.count
-        if each > self.scratch_bytes and not scope.couples_layers:
+        if each > self.scratch_bytes and not scope.policy.couples_layers:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows if step >= len(windows.rows) else windows.part(some)
             recomputed = None
-            if scope.recomputes:
+            if scope.policy.recomputed_reduction is not None:
                 assert part.token_ids is not None, "the trigger logs queries"
                 positions = part.positions[:, None] + part.places
                 tokens = part.rows, part.token_ids, positions, part.entries[:, 0] + part.places
@@ -220,7 +201,7 @@ class Observer:
                 observed = self._observation(
                     part, scope, own, block_tables, log_tables, recomputed, earlier
                 )
-                yield some, at, policy.score(observed), observed
+                yield some, at, scope.policy.score(observed), observed
 
     def _observation(
         self,
@@ -234,6 +215,7 @@ class Observer:
     ) -> Observation:
         """What is scored of ``layers`` (``None``: of all), all windows at once."""
         cache, count, layout = self._cache, len(part.rows), self._cache.layout
+        policy, remainders = scope.policy, self._remainders
         device, at = block_tables.device, None
         numbers, begin = part.entries, part.begin[:, None, None]
         if layers is not None:
@@ -243,7 +225,7 @@ class Observer:
         lanes = layout.num_layers if layers is None else len(layers)
         if len(block_tables) > 1:
             block_tables = led(block_tables, at, 0)
-        places = np.arange(part.length + scope.later_entries)
+        places = np.arange(part.length + policy.later_entries)
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
@@ -271,17 +253,17 @@ class Observer:
 
         @functools.cache
         def left() -> Remainder | None:
-            if self._remainders is None or not scope.leaves:
+            if remainders is None or policy.leaves == "off":
                 return None
-            return self._remainders.of(to_device(part.rows, device), at)
+            return remainders.of(to_device(part.rows, device), at)
 
         sinks = self._sinks
         if sinks is not None:  # of each E, L', Hlog; a group's mean query has its heads' mean sink
             each = queries.shape[:-2]
             sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
-        how = self._scale, scores, missing, gather, scope.later_entries, values, left, sinks
-        if not scope.uses_centres:
+        how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
+        if not policy.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
         if centres is not None and at is not None:

@@ -84,12 +84,7 @@ def build_runner(
         num_host_blocks=pool.num_host_blocks,
         form=plan.form,
         layers=plan.spec.layers,
-        store_kv=attention.store_kv,
-        store_rotated=attention.store_rotated,
-        store_queries=attention.store_queries,
-        int4=attention.int4,
-        quantized=attention.quantized,
-        moves=attention.moves,
+        kernels=attention.storage,
     )
     config, spec = plan.config, plan.spec
     rows = config.scheduler.max_num_seqs

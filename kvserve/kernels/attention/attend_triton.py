@@ -1,10 +1,10 @@
-"""The kernel that ``paged_attention_triton`` launches: attention to a context, or a part of it."""
+"""What ``paged_attention_triton`` launches: attention to a context, or a part of it; and the mean
+over parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvserve.kernels.attention.coded_tile import coded_tile
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.quantized_triton import as_half, channels_of, numbers_at
 
@@ -329,3 +329,94 @@ def with_remainder(
     # Where there is none its numbers may be anything.
     acc = acc * decay[:, None] + tl.where(begins[:, None], weight[:, None] * more_value, 0.0)
     return acc, total, new_high, decay
+
+
+@Helper
+def coded_tile(
+    entry,
+    stop,
+    row,
+    slots,
+    vectors,
+    slot_tables,
+    vector_tables,
+    turns,
+    slot_columns,
+    vector_columns,
+    num_turns,
+    num_blocks,
+    dims,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Of a tile of entries held as codes (``coded_entries.py``): which are known, their keys, where
+    their values lie, and the scales of both."""
+    HALF: tl.constexpr = DIM // 2
+    block = tl.load(
+        slot_tables + row * slot_columns + entry // SLOTS,
+        mask=(entry < stop) & (entry // SLOTS < slot_columns),
+        other=-1,
+    ).to(tl.int64)
+    known = (block >= 0) & (block < num_blocks)
+    slot = slots + (block * SLOTS + entry % SLOTS) * 4
+    refs = tl.load(slot, mask=known, other=0)
+    scales = tl.load(slot + 1, mask=known, other=0)
+    distance = tl.load(slot + 2, mask=known, other=0) >> 16
+    k_ref, v_ref = refs & 0xFFFF, (refs >> 16) & 0xFFFF
+    k_scale = (scales & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    v_scale = (scales >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    known = known & (tl.abs(distance) < num_turns)
+    k_column, v_column = k_ref // (2 * BLOCK), v_ref // (2 * BLOCK)
+    row_vectors = vector_tables + row * vector_columns
+    k_block = tl.load(
+        row_vectors + k_column, mask=known & (k_column < vector_columns), other=-1
+    ).to(tl.int64)
+    v_block = tl.load(
+        row_vectors + v_column, mask=known & (v_column < vector_columns), other=-1
+    ).to(tl.int64)
+    known = known & (k_block >= 0) & (k_block < num_blocks)
+    known = known & (v_block >= 0) & (v_block < num_blocks)
+    k_at = vectors + ((k_block * 2 * BLOCK + k_ref % (2 * BLOCK)) * DIM)[:, None]
+    v_at = vectors + ((v_block * 2 * BLOCK + v_ref % (2 * BLOCK)) * DIM)[:, None]
+    turn_at = turns + (tl.abs(distance) * DIM)[:, None] + (dims % HALF)[None, :]
+    cos = tl.load(turn_at, mask=known[:, None], other=0.0)
+    sin = tl.load(turn_at + HALF, mask=known[:, None], other=0.0)
+    negative = (distance < 0)[:, None] != (dims < HALF)[None, :]
+    own = tl.load(k_at + dims[None, :], mask=known[:, None], other=0.0)
+    pair_at = k_at + ((dims + HALF) % DIM)[None, :]
+    pair = tl.load(pair_at, mask=known[:, None], other=0.0)
+    k = own * cos + pair * tl.where(negative, -sin, sin)
+    return known, k, k_scale, v_at, v_scale
+
+
+@Kernel
+def merge(
+    out,
+    parts,
+    sums,
+    part_recent,
+    shares,
+    places,
+    splits,
+    DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    """The mean over a context's parts."""
+    place = tl.program_id(0).to(tl.int64)
+    part, dims = tl.arange(0, SPAN), tl.arange(0, DIM)
+    at = part.to(tl.int64) * places + place
+    log_sum = tl.load(sums + at, mask=part < splits, other=float("-inf"))
+    high = tl.max(log_sum, axis=0)
+    base = tl.where(high == float("-inf"), 0.0, high)
+    weight = tl.exp2(log_sum - base)
+    part_at = parts + at[:, None] * DIM + dims[None, :]
+    means = tl.load(part_at, mask=(log_sum > float("-inf"))[:, None], other=0.0)
+    total = tl.sum(weight, axis=0)
+    if SHARES:
+        recent = tl.load(part_recent + at, mask=part < splits, other=float("-inf"))
+        share = tl.log2(tl.sum(tl.exp2(recent - base), axis=0)) - tl.log2(total)
+        tl.store(shares + place, tl.where(total > 0, share * 0.6931471805599453, 0.0))  # ln(2)
+    mean = tl.sum(means * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + place * DIM + dims, mean.to(out.dtype.element_ty))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.checks import check_codes, check_remainder, check_shares, check_sinks
+from kvserve.kernels.attention.paged_attention import Newest
+from kvserve.kernels.checks import Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.quantized_entries import QuantizedVectors
+from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 
@@ -32,42 +32,6 @@ _REFUSALS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CpuQuerySegments:
-    """S runs of consecutive tokens, each of one table row; int64, on the CPU.
-
-    ``rows [S]``; ``starts [S + 1]`` first tokens, and where the last run ends: tokens behind it are
-    padding, and see nothing; ``last [LG, R, T]`` the last entry that each token sees of each of its
-    tables, -1 for none; ``first [LG, R, T]`` the first one (``None``: entry 0).
-    """
-
-    rows: Tensor
-    starts: Tensor
-    last: Tensor
-    first: Tensor | None = None
-
-
-class Begun(NamedTuple):
-    """Attention of T tokens to a part of what they see.
-
-    ``out`` float32 [T, Hq, D]; ``log_sums`` float32 [T, Hq], logarithms of what each softmax
-    divides by; ``shares`` float32 [T, Hq], what of it the newest entries got, if that is wanted.
-    """
-
-    out: Tensor
-    log_sums: Tensor
-    shares: Tensor | None
-
-
-Entries = Tensor | QuantizedVectors
-
-
-def _defines(keys: Entries, values: Entries) -> tuple[str, ...]:
-    if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return ()
-    return defines_of(keys.form, values.form)
-
-
 def instructions(library: ctypes.CDLL) -> str:
     """The vector instructions that a kernel was compiled with, as in ``AVX-512, BF16, VNNI``."""
     name = library.kvserve_instructions
@@ -82,42 +46,60 @@ def refusal(head_dim: int) -> str | None:
     return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
 
 
-def paged_attention(
-    query: Tensor,
+def paged_attention_cpu(
+    q: Tensor,
     keys: Entries,
     values: Entries,
     tables: Tensor,
-    chunks: CpuQuerySegments,
-    group: int,
+    chunks: QuerySegments,
     scale: float,
     codes: Codes | None = None,
     shares: Shares | None = None,
     remainder: Remainder | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
-    begun: Begun | None = None,
+    newest: Newest | None = None,
+) -> Tensor:
+    """As ``paged_attention_torch``. Chunks are int64 and have ``starts``; tokens behind the last
+    chunk are padding, and see nothing. A call begins with what tokens see of the ``newest``
+    entries, in one order for chunks of any length, and another one goes on from that.
+
+    ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry, a block or a
+    vector that is not there; no sequence holds block 0.
+    """
+    attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
+    if newest is not None:
+        log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
+        if shares is not None and newest.recent is not None:
+            own = Shares(torch.empty_like(shares.out), newest.recent)
+        out = attend(*newest[:4], shares=own, log_sums=log_sums)
+        begun = out, log_sums, None if own is None else own.out
+    return attend(keys, values, tables, chunks, codes, shares, remainder, sinks, begun=begun)
+
+
+def _attend(
+    q: Tensor,
+    keys: Entries,
+    values: Entries,
+    tables: Tensor,
+    chunks: QuerySegments,
+    codes: Codes | None = None,
+    shares: Shares | None = None,
+    remainder: Remainder | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    soft_cap: float,
+    begun: tuple[Tensor, Tensor, Tensor | None] | None = None,
     log_sums: Tensor | None = None,
 ) -> Tensor:
-    """Attention of each token over its row's entries up to its ``last``, softmax at ``scale``.
-
-    query: [T, Hq, D]; keys, values: [num_blocks, B, Hkv/R, D], or levels of them; tables: int32
-    [LG, num_rows, R, M], of which layer group ``group`` is read; ``codes`` are that group's.
-    Returns [T, Hq, D]; zeros where a token sees nothing. ``shares`` takes the logarithm of what
-    each query gave to the newest entries, 0 for such a token. ``remainder [num_rows, Hkv, ...]`` is
-    what tokens see beside entries, if they see any. ``sinks`` float32 [Hq] are logits that take
-    part in each head's softmax and carry no value. Logits x become ``soft_cap`` tanh(x /
-    ``soft_cap``), unless it is 0. ``begun`` is what tokens have seen of other entries, newer ones:
-    their softmax is over both. ``log_sums`` takes those of ``Begun``, whose ``out`` is returned
-    then. ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry, a block
-    or a vector that is not there; no sequence holds block 0. Reference: ``paged_attention_torch``.
-    """
-    check_remainder(remainder, tables[0], query, keys)
-    check_sinks(sinks, query)
-    check_shares(shares, query)
-    _check(query, keys, values, tables, chunks, codes)
-    assert begun is None or (begun.shares is None) is (shares is None), "both have shares or none"
-    out = torch.empty(query.shape, dtype=query.dtype if log_sums is None else torch.float32)
-    num_rows, per_row, columns = tables.shape[1:]
+    """``begun``: attention of these tokens to other entries, newer ones, float32 [T, Hq, D]; the
+    logarithms of what each softmax divided by, and what of it the newest got, float32 [T, Hq]. It
+    is returned, and ``log_sums`` filled, if these are given."""
+    problem = _problem(q, keys, values, chunks)
+    check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
+    out = torch.empty(q.shape, dtype=q.dtype if log_sums is None else torch.float32)
+    num_rows, per_row, columns = tables.shape
     (k, *k_scales, k_groups), (v, *v_scales, v_groups) = _stored(keys), _stored(values)
     head_stride = 0 if k_groups == 0 else k.stride(2)
     coded: tuple[Tensor | None, ...] = (None,) * 6
@@ -127,38 +109,24 @@ def paged_attention(
         coded = counts, slots, vectors, slot_tables, vector_tables, turns
         widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
     _COMPILED(
-        *(query, out, k, v, tables[group], chunks.rows, chunks.starts, chunks.last[group]),
-        *(None if chunks.first is None else chunks.first[group], sinks),
+        *(q, out, k, v, tables, chunks.rows, chunks.starts, chunks.last, chunks.first, sinks),
         *(*(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
         *(*(remainder or (None,) * 3), *coded, *k_scales, *v_scales),
         *(k_groups, v_groups, head_stride, *widths),
-        *(query.stride(0), k.stride(0), len(query), len(chunks.rows), keys.shape[0], num_rows),
-        *(columns, keys.shape[1], query.shape[1], keys.shape[2] * per_row, per_row),
-        *(query.shape[2], torch.get_num_threads()),
-        *(scale, soft_cap, query.dtype is torch.bfloat16),
+        *(q.stride(0), k.stride(0), len(q), len(chunks.rows), keys.shape[0], num_rows),
+        *(columns, keys.shape[1], q.shape[1], keys.shape[2] * per_row, per_row),
+        *(q.shape[2], torch.get_num_threads()),
+        *(scale, soft_cap, q.dtype is torch.bfloat16),
         refused=_REFUSALS,
         defines=_defines(keys, values),
     )
     return out
 
 
-def begin_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    chunks: CpuQuerySegments,
-    group: int,
-    scale: float,
-    shares: Shares | None = None,
-    soft_cap: float = 0.0,
-) -> Begun:
-    """Attention to these entries alone, which ``paged_attention`` goes on from. Sums are added up
-    in one order for chunks of any length."""
-    log_sums = torch.empty(query.shape[:2], dtype=torch.float32)
-    how: dict[str, Any] = {"shares": shares, "soft_cap": soft_cap, "log_sums": log_sums}
-    out = paged_attention(query, keys, values, tables, chunks, group, scale, **how)
-    return Begun(out, log_sums, None if shares is None else shares.out)
+def _defines(keys: Entries, values: Entries) -> tuple[str, ...]:
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        return ()
+    return defines_of(keys.form, values.form)
 
 
 def _stored(x: Entries) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
@@ -168,72 +136,22 @@ def _stored(x: Entries) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
     return x.levels, x.step, x.low, x.step.shape[-1]
 
 
-def _check(
-    query: Tensor,
-    keys: Entries,
-    values: Entries,
-    tables: Tensor,
-    chunks: CpuQuerySegments,
-    codes: Codes | None,
-) -> None:
-    """Raise ``ValueError`` unless the kernel's assumptions hold."""
-    problem = _problem(query, keys, values, tables, chunks)
-    if problem is not None:
-        raise ValueError(
-            f"paged attention: {problem} (query {list(query.shape)}, blocks {list(keys.shape)}, "
-            f"tables {list(tables.shape)})"
-        )
-    if codes is not None:
-        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
-        check_codes(codes, tables[0], keys)
-
-
-def _problem(
-    query: Tensor,
-    keys: Entries,
-    values: Entries,
-    tables: Tensor,
-    chunks: CpuQuerySegments,
-) -> str | None:
-    tokens, heads, dim = query.shape
-    per_table = keys.shape[2]
+def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -> str | None:
+    """What this kernel asks for beside ``check_attention``."""
+    dim = q.shape[2]
     if (why := refusal(dim)) is not None:
         return why
-    if query.dtype not in DTYPES:
-        return f"dtype {query.dtype}: one of {DTYPES} is needed"
-    if keys.shape != values.shape or keys.shape[3] != dim or heads % (per_table * tables.shape[2]):
-        return "query heads do not divide over the KV heads of the blocks and tables"
-    if query.stride()[1:] != (dim, 1):
+    if q.dtype not in DTYPES:
+        return f"dtype {q.dtype}: one of {DTYPES} is needed"
+    if q.stride(1) != dim:
         return "a token of the query is not dense"
-    if (why := _entry_problem(query, keys, values)) is not None:
-        return why
-    if tables.dtype is not torch.int32 or not tables.is_contiguous():
-        return "tables are not dense int32"
     parts = [chunks.rows, chunks.starts, chunks.last]
-    if chunks.first is not None:
-        parts.append(chunks.first)
-    if not all(part.dtype is torch.int64 and part.is_contiguous() for part in parts):
+    if not all(x is not None and x.dtype is torch.int64 and x.is_contiguous() for x in parts):
         return "chunks are not dense int64"
-    if (
-        any(x.shape != (tables.shape[0], tables.shape[2], tokens) for x in parts[2:])
-        or len(chunks.starts) != len(chunks.rows) + 1
-    ):
-        return "chunks do not fit the query and the tables"
-    return None
-
-
-def _entry_problem(query: Tensor, keys: Entries, values: Entries) -> str | None:
-    """What is wrong with keys and values, which are of one shape."""
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        if not query.dtype is keys.dtype is values.dtype:
-            return f"dtypes {query.dtype}, {keys.dtype}, {values.dtype}: they have to be the same"
-        if keys.stride()[1:] != (keys.shape[2] * keys.shape[3], keys.shape[3], 1):
-            return "a layer of a block is not dense"
-        return (
-            None if keys.stride() == values.stride() else "keys and values are not laid out alike"
-        )
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return "keys and values are not both levels"
+        entry = keys.shape[2] * dim, dim
+        apart = isinstance(keys, Tensor) and keys.stride()[1:3] != entry
+        return "a layer of a block is not dense" if apart else None
     forms = keys.form, values.form
     if not any(forms == (each.key, each.value) for each in FORMATS.values()):
         return f"no keys of {keys.form} beside values of {values.form}"

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvserve.kernels.attention.attend_triton import attend
-from kvserve.kernels.attention.merge_triton import merge
+from kvserve.kernels.attention.attend_triton import attend, merge
 from kvserve.kernels.attention.paged_attention import Newest
-from kvserve.kernels.checks import check_attention, check_sinks
+from kvserve.kernels.checks import HEAD_DIMS, Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.dispatch import Tile, num_processors, tile_of
-from kvserve.kernels.quantized_entries import QuantizedVectors, form_of, parts_of
+from kvserve.kernels.quantized_entries import form_of, parts_of
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
@@ -43,18 +42,18 @@ class _Parts(NamedTuple):
 
 def paged_attention_triton(
     q: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
-    num_splits: int | None = None,
     codes: Codes | None = None,
     shares: Shares | None = None,
     remainder: Remainder | None = None,
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
+    num_splits: int | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``; entries in blocks outside of the cache are not seen, and
     neither are codes with wrong references.
@@ -65,8 +64,8 @@ def paged_attention_triton(
     lengths grow up to it. A launch of its own adds the parts up: on an H100 that takes 6 to 16 %
     less than when the last program of a row does it. ``newest`` entries are one more part.
     """
-    check_attention(q, keys, values, tables, chunks, codes, shares, remainder)
-    check_sinks(sinks, q)
+    problem = None if q.shape[2] in HEAD_DIMS else f"head_dim is not one of {HEAD_DIMS}"
+    check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
     packed = chunks.max_chunk * (q.shape[1] // (tables.shape[1] * keys.shape[2]))
     tile = _tile_of(q, values, packed, codes is not None)
     least = 1
@@ -91,7 +90,16 @@ def paged_attention_triton(
     context = keys, values, tables, chunks, scale, codes, shares
     _attend(out, behind, q, *context, *beside, soft_cap, tile, num_splits, least)
     if parts is not None:
-        _add_up(out, parts, shares)
+        places, told = q.shape[0] * q.shape[1], out if shares is None else shares.out
+        merge.launch(
+            (places,),
+            *(out, parts.means, parts.sums, out if shares is None else parts.recent, told),
+            *(places, count),
+            DIM=q.shape[2],
+            SPAN=1 << (count - 1).bit_length(),
+            SHARES=shares is not None,
+            num_warps=4,
+        )
     return out
 
 
@@ -99,8 +107,8 @@ def _attend(
     out: Tensor,
     parts: _Parts | None,
     q: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -119,34 +127,22 @@ def _attend(
     _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
-    (key, key_groups), (value, value_groups) = map(form_of, (keys, values))
+    (k, *k_beside), (v, *v_beside) = parts_of(keys), parts_of(values)
+    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
     query_tiles = -(-max_chunk * group // tile.rows)
     # Where nothing is read or written, any address does.
     given, recent = (last, rows) if shares is None else shares
     attend.launch(
         (len(rows) * per_row * kv_heads, query_tiles, num_splits),
-        out,
-        given,
-        *(tables if x is None else x for x in parts or (None,) * 3),
-        q,
-        *_entry_arguments(keys, values, tables),
-        tables,
-        rows,
-        last,
-        tables if first is None else first,
-        tables if sinks is None else sinks,
-        rows if starts is None else starts,
-        recent,
+        *(out, given, *(tables if x is None else x for x in parts or (None,) * 3)),
+        *(q, k, v, *k_beside, *v_beside, tables, rows, last),
+        *(tables if x is None else x for x in (first, sinks)),
+        *(rows if starts is None else starts, recent),
         *((tables,) * 3 if remainder is None else remainder),
         *_code_arguments(codes, tables),
-        scale * math.log2(math.e),
-        soft_cap * math.log2(math.e),
-        tokens,
-        least,
-        columns,
-        num_blocks,
-        *q.stride()[:2],
-        *_entry_strides(keys, values),
+        *(scale * math.log2(math.e), soft_cap * math.log2(math.e)),
+        *(tokens, least, columns, num_blocks),
+        *(*q.stride()[:2], *k.stride()[:3], v.stride(1)),
         ROWS=per_row,
         HEADS=kv_heads,
         GROUP=group,
@@ -171,7 +167,7 @@ def _attend(
     )
 
 
-def _tile_of(q: Tensor, values: Tensor | QuantizedVectors, packed: int, coded: bool) -> Tile:
+def _tile_of(q: Tensor, values: Entries, packed: int, coded: bool) -> Tile:
     """The tile for ``packed`` queries of a KV head and chunk."""
     # Decoding codes takes registers, so these kernels have tiles of their own. 64 queries in
     # float32 do not fit into registers.
@@ -184,45 +180,6 @@ def _tile_of(q: Tensor, values: Tensor | QuantizedVectors, packed: int, coded: b
     if not isinstance(values, Tensor):  # widening takes registers
         return tile._replace(rows=tile.rows // 2)
     return tile
-
-
-def _add_up(out: Tensor, parts: _Parts, shares: Shares | None) -> None:
-    """Write the mean of a context's parts to ``out``, and the ``shares`` of all of it."""
-    num_splits, tokens, heads, dim = parts.means.shape
-    recent, given = (out, out) if shares is None else (parts.recent, shares.out)
-    merge.launch(
-        (tokens * heads,),
-        out,
-        parts.means,
-        parts.sums,
-        recent,
-        given,
-        tokens * heads,
-        num_splits,
-        DIM=dim,
-        SPAN=1 << (num_splits - 1).bit_length(),
-        SHARES=shares is not None,
-        num_warps=4,
-    )
-
-
-def _entry_arguments(
-    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors, unused: Tensor
-) -> tuple[Tensor, ...]:
-    """Keys, values, and the steps and lows of their levels."""
-    if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        return keys, values, *[unused] * 4
-    (k, *k_beside), (v, *v_beside) = parts_of(keys), parts_of(values)
-    return k, v, *k_beside, *v_beside
-
-
-def _entry_strides(
-    keys: Tensor | QuantizedVectors, values: Tensor | QuantizedVectors
-) -> tuple[int, ...]:
-    """Strides of blocks, entries and KV heads, and of the values' entries."""
-    k, v = (x if isinstance(x, Tensor) else x.levels for x in (keys, values))
-    return *k.stride()[:3], v.stride(1)
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:

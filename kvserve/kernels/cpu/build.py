@@ -21,7 +21,6 @@ from typing import Any
 
 from kvserve.entry_format import VectorForm
 from kvserve.folders import cache_folder, temporary_folder
-from kvserve.kernels.cpu import levels
 
 # Not -ffast-math: before GCC 13 a library linked with it turns off denormals in its process.
 # The last: tuned for Zen 2 and 3, GCC fuses a product with its sum in some loops and not in others;
@@ -41,10 +40,23 @@ _HERE = Path(__file__).parent
 PREBUILT = _HERE / "prebuilt"
 """Libraries that came with the package, as in the CPU image (``kvserve.kernels.cpu.prebuild``)."""
 _logger = logging.getLogger("kvserve")
+
+# Levels of CPUs, as GCC's -march names them, and some of the flags of each in /proc/cpuinfo: those
+# that tell it from the level below.
+_X86 = {
+    "sapphirerapids": {
+        *("amx_bf16", "amx_tile", "avx512_bf16", "avx512_bitalg", "avx512_fp16", "avx512_vbmi2"),
+        *("avx512_vnni", "avx512_vpopcntdq", "avx512ifma", "avx512vbmi", "avx_vnni", "gfni"),
+        *("movdir64b", "movdiri", "vaes", "vpclmulqdq"),
+    },
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"},
+}
+_ARM = {"armv8-a": {"asimd"}}
+
 _failures: dict[tuple[object, ...], str] = {}
-"""Why a build failed, so that the next call does not wait for the same compiler again."""
-_missing: dict[tuple[str | None, ...], str] = {}
-"""What ``why_missing`` has said, by name, ``PATH`` and cache folder."""
+"""Why a build failed, by what was asked, ``PATH`` and cache folder: each event asks, and the same
+compiler is not waited for again."""
 
 
 class BuildError(RuntimeError):
@@ -61,20 +73,21 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
 
     ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
     """
+    attempt = name, defines, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
+    if attempt in _failures:
+        raise BuildError(_failures[attempt])
     file = _file_name(name, defines, "native")
     there = [folder / file for folder in _cache_folders() if _is_ours(folder)]
-    there += [PREBUILT / _file_name(name, defines, level) for level in levels.of_this_cpu()]
+    there += [PREBUILT / _file_name(name, defines, level) for level in levels_of_this_cpu()]
     for library in there:
         if library.is_file():
             with contextlib.suppress(BuildError):  # it is of another system that shares this home
                 return _open(library)
-    attempt = file, shutil.which("g++"), _cache_folders()
-    if attempt not in _failures:
-        try:
-            return _open(_build(name, defines, file))
-        except BuildError as error:
-            _failures[attempt] = str(error)
-    raise BuildError(_failures[attempt])
+    try:
+        return _open(_build(name, defines, file))
+    except BuildError as error:
+        _failures[attempt] = str(error)
+        raise
 
 
 def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
@@ -83,15 +96,12 @@ def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
 
 
 def why_missing(name: str) -> str | None:
-    """Why there is no library of ``name.cpp``; ``None`` if there is. Each event asks, so a machine
-    without a compiler is searched once."""
-    asked = name, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
-    if asked not in _missing:
-        try:
-            load_library(name)
-        except BuildError as error:
-            _missing[asked] = str(error)
-    return _missing.get(asked)
+    """Why there is no library of ``name.cpp``; ``None`` if there is."""
+    try:
+        load_library(name)
+    except BuildError as error:
+        return str(error)
+    return None
 
 
 def prebuild(name: str, defines: tuple[str, ...], level: str) -> Path:
@@ -205,9 +215,27 @@ def _is_ours(folder: Path) -> bool:
 
 def _cpu() -> tuple[str, ...]:
     """What -march=native depends on."""
+    return platform.machine(), *_facts("model name", "flags", "Features", "CPU part")
+
+
+def _facts(*kinds: str) -> list[str]:
+    """Different lines of these kinds that the system has of its CPUs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    kinds = ("model name", "flags", "Features", "CPU part")
-    return platform.machine(), *sorted({line for line in lines if line.startswith(kinds)})
+        return []
+    return sorted({line for line in lines if line.startswith(kinds)})
+
+
+def levels_of_this_machine() -> list[str]:
+    """The levels that libraries are compiled ahead for on such a machine, the newest first."""
+    kinds = {"x86_64": _X86, "aarch64": _ARM}
+    return list(kinds.get(platform.machine(), {}))
+
+
+@functools.cache
+def levels_of_this_cpu() -> tuple[str, ...]:
+    """The levels that this CPU has, the newest first."""
+    words = (line.partition(":")[2].split() for line in _facts("flags", "Features"))
+    flags = frozenset(next(words, ()))
+    return tuple(level for level in levels_of_this_machine() if {**_X86, **_ARM}[level] <= flags)

@@ -115,129 +115,105 @@ int64_t argmax(const T* x, int64_t width) {
   return first;
 }
 
+// row(x, out, group) for each row of x, and where its result goes.
 template <typename T, typename Row>
 void each_row(const Elementwise& c, Row row) {
+  const T* x = static_cast<const T*>(c.x);
+  T* out = static_cast<T*>(c.out);
   const int64_t count = c.groups * c.rows;
 #pragma omp parallel for schedule(static) num_threads(c.num_threads)
-  for (int64_t i = 0; i < count; ++i) row(i / c.rows, i % c.rows);
+  for (int64_t i = 0; i < count; ++i)
+    row(x + i / c.rows * c.x_stride + i % c.rows * c.width, out + i * c.width, i / c.rows);
 }
 
 template <typename T, typename V = T>
 void norm_rows(const Elementwise& c) {
-  const T* x = static_cast<const T*>(c.x);
   const V* weight = static_cast<const V*>(c.a);
-  T* out = static_cast<T*>(c.out);
-  each_row<T>(c, [=](int64_t group, int64_t row) {
-    rms_norm(x + group * c.x_stride + row * c.width, weight, static_cast<float>(c.eps),
-             out + (group * c.rows + row) * c.width, c.width);
-  });
+  const float eps = c.eps;
+  each_row<T>(c, [=](const T* x, T* out, int64_t) { rms_norm(x, weight, eps, out, c.width); });
 }
 
 template <typename T>
 void add_and_norm_rows(const Elementwise& c) {
-  const T *x = static_cast<const T*>(c.x), *weight = static_cast<const T*>(c.a),
-          *added = static_cast<const T*>(c.b);
-  T *out = static_cast<T*>(c.out), *whole = static_cast<T*>(c.whole);
-  each_row<T>(c, [=](int64_t group, int64_t) {
+  const T *weight = static_cast<const T*>(c.a), *added = static_cast<const T*>(c.b);
+  T* whole = static_cast<T*>(c.whole);
+  const float eps = c.eps;
+  each_row<T>(c, [=](const T* x, T* out, int64_t group) {
     const int64_t at = group * c.width;
-    add_rms_norm(x + at, added + at, weight, static_cast<float>(c.eps), whole + at, out + at,
-                 c.width);
+    add_rms_norm(x, added + at, weight, eps, whole + at, out, c.width);
   });
 }
 
 template <typename T>
 void rotate_rows(const Elementwise& c) {
-  const T *x = static_cast<const T*>(c.x), *cos = static_cast<const T*>(c.a),
-          *sin = static_cast<const T*>(c.b);
-  T* out = static_cast<T*>(c.out);
-  each_row<T>(c, [=](int64_t group, int64_t row) {
-    rotate(x + group * c.x_stride + row * c.width, cos + group * c.width, sin + group * c.width,
-           out + (group * c.rows + row) * c.width, c.width);
+  const T *cos = static_cast<const T*>(c.a), *sin = static_cast<const T*>(c.b);
+  each_row<T>(c, [=](const T* x, T* out, int64_t group) {
+    rotate(x, cos + group * c.width, sin + group * c.width, out, c.width);
   });
 }
 
 template <typename T>
 void activate_rows(const Elementwise& c, void (*activate)(const T*, T*, int64_t)) {
-  const T* x = static_cast<const T*>(c.x);
-  T* out = static_cast<T*>(c.out);
-  each_row<T>(c, [=](int64_t group, int64_t) {
-    activate(x + group * c.x_stride, out + group * c.width, c.width);
-  });
+  each_row<T>(c, [=](const T* x, T* out, int64_t) { activate(x, out, c.width); });
 }
 
 template <typename T>
 void scale_rows(const Elementwise& c) {
-  const T* x = static_cast<const T*>(c.x);
-  T* out = static_cast<T*>(c.out);
   const float factor = c.eps;
-  each_row<T>(c, [=](int64_t group, int64_t row) {
-    const T* from = x + group * c.x_stride + row * c.width;
-    T* to = out + (group * c.rows + row) * c.width;
+  each_row<T>(c, [=](const T* x, T* out, int64_t) {
     each_vector(c.width, [&](int64_t i, int64_t count) {
-      X::store(to + i, X::load(from + i, count) * factor, count);
+      X::store(out + i, X::load(x + i, count) * factor, count);
     });
   });
 }
 
 template <typename T>
 void add_rows(const Elementwise& c) {
-  const T *x = static_cast<const T*>(c.x), *added = static_cast<const T*>(c.b);
-  T* out = static_cast<T*>(c.out);
-  each_row<T>(c, [=](int64_t group, int64_t) {
-    const int64_t at = group * c.width;
+  const T* added = static_cast<const T*>(c.b);
+  each_row<T>(c, [=](const T* x, T* out, int64_t group) {
     each_vector(c.width, [&](int64_t i, int64_t count) {
-      X::store(out + at + i, X::load(x + at + i, count) + X::load(added + at + i, count), count);
+      const F more = X::load(added + group * c.width + i, count);
+      X::store(out + i, X::load(x + i, count) + more, count);
     });
   });
 }
 
 template <typename T>
 void largest_of_rows(const Elementwise& c) {
-  const T* x = static_cast<const T*>(c.x);
-  int64_t* out = static_cast<int64_t*>(c.out);
-  each_row<T>(c, [=](int64_t group, int64_t) {
-    out[group] = argmax(x + group * c.x_stride, c.width);
-  });
+  int64_t* places = static_cast<int64_t*>(c.out);
+  each_row<T>(c, [=](const T* x, T*, int64_t group) { places[group] = argmax(x, c.width); });
 }
 
 }  // namespace
 
-extern "C" void kvserve_rms_norm(const Elementwise* c) {
+extern "C" {
+void kvserve_rms_norm(const Elementwise* c) {
   c->is_bf16 ? norm_rows<bf16>(*c) : norm_rows<float>(*c);
 }
-
-extern "C" void kvserve_add_rms_norm(const Elementwise* c) {
+void kvserve_add_rms_norm(const Elementwise* c) {
   c->is_bf16 ? add_and_norm_rows<bf16>(*c) : add_and_norm_rows<float>(*c);
 }
-
-extern "C" void kvserve_rotate(const Elementwise* c) {
-  c->is_bf16 ? rotate_rows<bf16>(*c) : rotate_rows<float>(*c);
-}
-
 // The weight is float32, whatever x is.
-extern "C" void kvserve_wide_rms_norm(const Elementwise* c) {
+void kvserve_wide_rms_norm(const Elementwise* c) {
   c->is_bf16 ? norm_rows<bf16, float>(*c) : norm_rows<float>(*c);
 }
-
-extern "C" void kvserve_silu_and_mul(const Elementwise* c) {
+void kvserve_rotate(const Elementwise* c) {
+  c->is_bf16 ? rotate_rows<bf16>(*c) : rotate_rows<float>(*c);
+}
+void kvserve_silu_and_mul(const Elementwise* c) {
   c->is_bf16 ? activate_rows<bf16>(*c, silu_and_mul) : activate_rows<float>(*c, silu_and_mul);
 }
-
-extern "C" void kvserve_gelu_and_mul(const Elementwise* c) {
+void kvserve_gelu_and_mul(const Elementwise* c) {
   c->is_bf16 ? activate_rows<bf16>(*c, gelu_and_mul) : activate_rows<float>(*c, gelu_and_mul);
 }
-
-extern "C" void kvserve_scale(const Elementwise* c) {
+void kvserve_scale(const Elementwise* c) {
   c->is_bf16 ? scale_rows<bf16>(*c) : scale_rows<float>(*c);
 }
-
-extern "C" void kvserve_add(const Elementwise* c) {
-  c->is_bf16 ? add_rows<bf16>(*c) : add_rows<float>(*c);
-}
-
-extern "C" void kvserve_argmax(const Elementwise* c) {
+void kvserve_add(const Elementwise* c) { c->is_bf16 ? add_rows<bf16>(*c) : add_rows<float>(*c); }
+void kvserve_argmax(const Elementwise* c) {
   c->is_bf16 ? largest_of_rows<bf16>(*c) : largest_of_rows<float>(*c);
 }
+}  // extern "C"
 
 // The width is in bytes.
 extern "C" struct TakeRows {

@@ -19,38 +19,31 @@ _WORTH_A_THREAD = 32768  # elements: what torch gives each thread of its own ope
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x: [T, N], or [T, heads, N] with dense heads; weight: [N]."""
-    out = torch.empty(x.shape, dtype=x.dtype)
     _check("rms_norm", x, weight, fits=weight.shape == x.shape[-1:])
-    _launch("rms_norm", x, x.shape[-1], out, weight, None, eps)
-    return out
+    return _run("rms_norm", x, torch.empty(x.shape, dtype=x.dtype), weight, None, eps)
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x and added: [T, N], weight: [N]."""
-    whole, out = torch.empty_like(x), torch.empty_like(x)
+    whole = torch.empty_like(x)
     fits = added.shape == x.shape and weight.shape == x.shape[-1:] and x.is_contiguous()
     _check("add_rms_norm", x, added, weight, fits=fits)
-    _launch("add_rms_norm", x, x.shape[-1], out, weight, added, eps, whole)
-    return whole, out
+    return whole, _run("add_rms_norm", x, torch.empty_like(x), weight, added, eps, whole)
 
 
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As ``rms_norm``, with a float32 weight."""
-    out = torch.empty(x.shape, dtype=x.dtype)
     fits = weight.shape == x.shape[-1:] and weight.is_contiguous()
     _check("wide_rms_norm", x, fits=fits and weight.dtype is torch.float32)
-    _launch("wide_rms_norm", x, x.shape[-1], out, weight, None, eps)
-    return out
+    return _run("wide_rms_norm", x, torch.empty(x.shape, dtype=x.dtype), weight, None, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [T, heads, D] with dense heads, cos and sin: [T, 1, D]."""
-    out = torch.empty(x.shape, dtype=x.dtype)
     tokens, _, dim = x.shape
     fits = cos.shape == sin.shape == (tokens, 1, dim) and dim % 2 == 0
     _check("rotate", x, cos, sin, fits=fits)
-    _launch("rotate", x, dim, out, cos, sin, 0.0)
-    return out
+    return _run("rotate", x, torch.empty(x.shape, dtype=x.dtype), cos, sin)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -65,26 +58,20 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
 
 def scale(x: Tensor, factor: float) -> Tensor:
     """x: [T, N], or [T, heads, N] with dense heads."""
-    out = torch.empty(x.shape, dtype=x.dtype)
     _check("scale", x, fits=True)
-    _launch("scale", x, x.shape[-1], out, None, None, factor)
-    return out
+    return _run("scale", x, torch.empty(x.shape, dtype=x.dtype), None, None, factor)
 
 
 def add(x: Tensor, added: Tensor) -> Tensor:
     """x and added: [T, N], dense."""
-    out = torch.empty_like(x)
     _check("add", x, added, fits=x.shape == added.shape and x.is_contiguous())
-    _launch("add", x, x.shape[-1], out, None, added, 0.0)
-    return out
+    return _run("add", x, torch.empty_like(x), None, added)
 
 
 def argmax(x: Tensor) -> Tensor:
     """x: [T, N] -> int64 [T]."""
-    out = torch.empty(x.shape[:1], dtype=torch.int64)
     _check("argmax", x, fits=x.shape[1] > 0)
-    _launch("argmax", x, x.shape[1], out, None, None, 0.0)
-    return out
+    return _run("argmax", x, torch.empty(x.shape[:1], dtype=torch.int64))
 
 
 def take_rows(table: Tensor, places: Tensor) -> Tensor:
@@ -101,29 +88,30 @@ def take_rows(table: Tensor, places: Tensor) -> Tensor:
 
 def _activated(name: str, gate_up: Tensor) -> Tensor:
     tokens, both = gate_up.shape
-    out = torch.empty(tokens, both // 2, dtype=gate_up.dtype)
     _check(name, gate_up, fits=both % 2 == 0)
-    _launch(name, gate_up, both // 2, out, None, None, 0.0)
-    return out
+    out = torch.empty(tokens, both // 2, dtype=gate_up.dtype)
+    return _run(name, gate_up, out, width=both // 2)
 
 
-def _launch(
+def _run(
     name: str,
     x: Tensor,
-    width: int,
     out: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    eps: float,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    eps: float = 0.0,
     whole: Tensor | None = None,
-) -> None:
+    width: int = 0,
+) -> Tensor:
+    """Fill ``out``; ``width``: of a row's result, if that is not x's."""
     groups = x.shape[0]  # not len(), which is slow for a tensor
     threads = max(1, min(torch.get_num_threads(), x.numel() // _WORTH_A_THREAD))
     _compiled(name)(
         *(x, a, b, out, whole),
-        *(groups, 1 if x.dim() == 2 else x.shape[1], width, x.stride(0)),
+        *(groups, 1 if x.dim() == 2 else x.shape[1], width or x.shape[-1], x.stride(0)),
         *(x.dtype is torch.bfloat16, threads, eps),
     )
+    return out
 
 
 @cache

@@ -106,24 +106,13 @@ def expert_linear(x: Tensor, panels: ExpertPanels, ends: Tensor) -> Tensor:
     """x: [N, inputs], sorted by expert; ends: int32 [experts], the last of which is N, where each
     expert's rows end -> [N, outputs]; a row does not depend on the others."""
     _check_rows(x, panels)
-    if ends.shape != (panels.experts,) or ends.dtype is not torch.int32:
-        raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
-    bounds = ends.diff(prepend=ends.new_zeros(1))
-    if int(ends[-1]) != len(x) or bool((bounds < 0).any()):
-        raise ValueError(f"expert_linear: ends {ends.tolist()} do not divide {len(x)} rows")
-    return _multiply(x, panels, None, ends.contiguous(), panels.experts)
+    return _multiply(x, panels, None, checked_ends(ends, panels.experts, len(x)), panels.experts)
 
 
 def linear(x: Tensor, panels: Panels, bias: Tensor | None = None) -> Tensor:
     """x: [T, inputs], bias: [outputs] -> [T, outputs]; a row does not depend on the others."""
     _check_rows(x, panels)
-    if bias is not None and not (
-        bias.shape == (panels.outputs,) and bias.dtype is x.dtype and bias.is_contiguous()
-    ):
-        raise ValueError(
-            f"linear: bias {list(bias.shape)} of {bias.dtype}: {panels.outputs} dense {x.dtype} "
-            "are needed"
-        )
+    check_bias(bias, panels.outputs, x.dtype)
     return _multiply(x, panels, bias, None, 1)
 
 
@@ -138,6 +127,25 @@ def take_rows(panels: Panels, places: Tensor) -> Tensor:
     sizes = len(places), rows, panels.shape[1], threads
     _TAKE_ROWS(panels, places, out, *sizes, refused=f"row {{}} of a table of {rows}")
     return out
+
+
+def check_bias(bias: Tensor | None, outputs: int, dtype: torch.dtype) -> None:
+    if bias is not None and not (
+        bias.shape == (outputs,) and bias.dtype is dtype and bias.is_contiguous()
+    ):
+        raise ValueError(
+            f"linear: bias {list(bias.shape)} of {bias.dtype}: {outputs} dense {dtype} are needed"
+        )
+
+
+def checked_ends(ends: Tensor, experts: int, rows: int) -> Tensor:
+    """Where each expert's rows end, dense."""
+    if ends.shape != (experts,) or ends.dtype is not torch.int32:
+        raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
+    bounds = ends.diff(prepend=ends.new_zeros(1))
+    if int(ends[-1]) != rows or bool((bounds < 0).any()):
+        raise ValueError(f"expert_linear: ends {ends.tolist()} do not divide {rows} rows")
+    return ends.contiguous()
 
 
 def _check_rows(x: Tensor, panels: Panels) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kvserve.kernels.cpu.build import load_library
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.cpu.linear import _WORTH_A_THREAD, panel_width
+from kvserve.kernels.cpu.linear import _WORTH_A_THREAD, check_bias, checked_ends, panel_width
 from kvserve.kernels.weight_levels import LevelForm, Levels, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -48,21 +48,13 @@ class LevelPanels(Levels):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x: [T, width], bias: [outputs] -> [T, outputs]; a row does not depend on the others."""
-        if bias is not None and not (
-            bias.shape == (self.outputs,) and bias.dtype is x.dtype and bias.is_contiguous()
-        ):
-            raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} does not fit")
+        check_bias(bias, self.outputs, x.dtype)
         return self._multiply(x, bias, None)
 
     def expert_linear(self, x: Tensor, ends: Tensor) -> Tensor:
         """x: [N, width], sorted by expert; ends: int32 [experts], the last of which is N, where
         each expert's rows end -> [N, outputs]."""
-        if ends.shape != (self.experts,) or ends.dtype is not torch.int32:
-            raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
-        bounds = ends.diff(prepend=ends.new_zeros(1))
-        if int(ends[-1]) != len(x) or bool((bounds < 0).any()):
-            raise ValueError(f"expert_linear: ends {ends.tolist()} do not divide {len(x)} rows")
-        return self._multiply(x, None, ends.contiguous())
+        return self._multiply(x, None, checked_ends(ends, self.experts, len(x)))
 
     def take_rows(self, places: Tensor) -> Tensor:
         """places: int64 [T] -> those rows, [T, inputs]; ``IndexError`` for one that is not

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.cpu import levels
-from kvserve.kernels.cpu.build import PREBUILT, BuildError, defines_of, prebuild
-
-_NAMES = (
-    *("calls", "centre_scores", "decode_inputs", "elementwise", "fitted_remainder", "linear"),
-    *("linear_levels",),
-    *("move_kv", "moved_entries", "paged_attention", "quantized_entries", "query_log"),
-    *("remainder", "slot_mapping", "store_kv", "top_places", "window_scores"),
+from kvserve.kernels.cpu.build import (
+    PREBUILT,
+    BuildError,
+    defines_of,
+    levels_of_this_machine,
+    prebuild,
 )
 
 
 def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every library that the package loads: a source, and the compiler's defines."""
-    yield from ((name, ()) for name in _NAMES)
+    yield from ((source.stem, ()) for source in sorted(Path(__file__).parent.glob("*.cpp")))
     for form in FORMATS.values():
         yield "paged_attention", defines_of(form.key, form.value)
 
 
 def main() -> int:
-    found = levels.of_this_machine()
+    found = levels_of_this_machine()
     if not found:
         print("this kind of machine has no levels; kernels are compiled at first use")
         return 1

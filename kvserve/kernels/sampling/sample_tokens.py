@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.dispatch import Helper, Kernel, most_sorted_rows, num_processors
+from kvserve.kernels.checks import check_dense
+from kvserve.kernels.dispatch import Helper, Kernel, num_processors
 from kvserve.kernels.ordering import order_of
 from kvserve.kernels.sampling.cut_offs import cut_offs
 
@@ -32,11 +33,8 @@ def sample_tokens(
     for top-k, top-p or min-p. Among equals, lower ids come first, and top-k is taken first, then
     top-p of what it left, then min-p.
     """
-    if not logits.is_cuda:
-        return sample_tokens_torch(logits, settings, seeds, positions, filtered)
-    if filtered and len(logits) <= most_sorted_rows(logits.device):
-        return sample_tokens_sorted(logits, settings, seeds, positions)
-    return sample_tokens_triton(logits, settings, seeds, positions, filtered)
+    sample = sample_tokens_triton if logits.is_cuda else sample_tokens_torch
+    return sample(logits, settings, seeds, positions, filtered)
 
 
 def sample_tokens_torch(
@@ -52,21 +50,6 @@ def sample_tokens_torch(
     noise = gumbel_noise(seeds[drawing], positions[drawing], logits.shape[1])
     tokens[drawing] = (scaled + noise).argmax(dim=-1)
     return tokens
-
-
-def sample_tokens_sorted(
-    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor
-) -> Tensor:
-    """As ``sample_tokens_torch`` with filters, for all rows, so it does not wait for a GPU.
-
-    A sort of few rows may take less than the three launches of ``cut_offs``.
-    """
-    temperature, top_p, top_k, min_p = settings.unbind(dim=1)
-    drawing = temperature > 0
-    scaled = logits / torch.where(drawing, temperature, 1.0)[:, None]
-    scaled = keep_allowed(scaled, top_p, top_k, min_p)
-    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[1])).argmax(dim=-1)
-    return torch.where(drawing, drawn, logits.argmax(dim=-1))
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -121,16 +104,8 @@ def sample_tokens_triton(
     tokens = torch.empty_like(best, dtype=torch.int64)
     _draw.launch(
         (rows, parts),
-        best,
-        tokens,
-        logits,
-        cut_offs(logits, settings) if filtered else seeds,
-        settings,
-        seeds,
-        positions,
-        vocab,
-        logits.stride(0),
-        -(-tiles // parts) * _DRAW_TILE,
+        *(best, tokens, logits, cut_offs(logits, settings) if filtered else seeds),
+        *(settings, seeds, positions, vocab, logits.stride(0), -(-tiles // parts) * _DRAW_TILE),
         FILTERED=filtered,
         TILE=_DRAW_TILE,
         num_warps=4,
@@ -140,18 +115,14 @@ def sample_tokens_triton(
 
 def _check(logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor) -> tuple[int, int]:
     rows, vocab = logits.shape
-    if logits.dtype is not torch.float32 or settings.dtype is not torch.float32:
-        raise ValueError(f"logits are {logits.dtype}, settings {settings.dtype}, not float32")
-    if vocab == 0 or logits.stride(1) != 1:
+    if logits.dtype is not torch.float32 or vocab == 0 or logits.stride(1) != 1:
         raise ValueError(
-            f"logits need contiguous rows of one token or more, got shape {list(logits.shape)}, "
-            f"strides {list(logits.stride())}"
+            f"logits need float32, dense rows of one token or more; got {logits.dtype} "
+            f"{list(logits.shape)}, strides {list(logits.stride())}"
         )
-    if settings.shape != (rows, 4) or seeds.shape != (rows,) or positions.shape != (rows,):
-        shapes = [list(x.shape) for x in (settings, seeds, positions)]
-        raise ValueError(f"settings, seeds, positions {shapes} do not go with {rows} rows")
-    if not all(x.is_contiguous() for x in (settings, seeds, positions)):
-        raise ValueError("settings, seeds and positions have to be contiguous")
+    check_dense("settings", settings, (rows, 4), torch.float32)
+    for name, x in (("seeds", seeds), ("positions", positions)):
+        check_dense(name, x, (rows,), torch.int64)
     return rows, vocab
 
 

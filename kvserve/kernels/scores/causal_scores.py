@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,23 +31,19 @@ class _Lanes(NamedTuple):
     remainder: Remainder | None
     sinks: Tensor | None
 
-    def pieces(self, rows: int | None = None) -> Iterator[_Lanes]:
-        """The two halves of the first dimension that can be divided, heads at last; nothing if
-        the logits of ``rows`` of the W queries (default: all) fit ``PIECE_BYTES``, or there is one
-        KV head."""
+    def score(self, score: Callable[[_Lanes], Tensor], rows: int | None = None) -> Tensor:
+        """``score`` of all lanes, or of the two halves of the first dimension that can be divided,
+        heads at last, if the logits of ``rows`` of the W queries (default: all) do not fit
+        ``PIECE_BYTES``."""
         *lanes, queries, _ = self.query.shape
         size = 4 * math.prod(lanes) * min(queries, rows or queries) * self.key.shape[-2]
-        if size <= PIECE_BYTES or not (dim := self.divided):
-            return
+        dims = self.key.shape[:-2]  # the dimension is counted from the key's end
+        dim = next((len(dims) + 2 - i for i, count in enumerate(dims) if count > 1), 0)
+        if size <= PIECE_BYTES or not dim:
+            return score(self)
         count = self.key.shape[-dim]
-        for first, end in ((0, count // 2), (count // 2, count)):
-            yield self._part(dim, first, end)
-
-    @property
-    def divided(self) -> int:
-        """That dimension of ``key``, counted from its end; 0 if there is none."""
-        dims = self.key.shape[:-2]
-        return next((len(dims) + 2 - i for i, size in enumerate(dims) if size > 1), 0)
+        halves = (self._part(dim, *ends) for ends in ((0, count // 2), (count // 2, count)))
+        return torch.cat([half.score(score, rows) for half in halves], dim=1 - dim)
 
     def _part(self, dim: int, first: int, end: int) -> _Lanes:
         group = self.query.shape[-3] // self.key.shape[-3] if dim == 3 else 1
@@ -92,19 +88,17 @@ def causal_scores(
     Hq], each a logit of its head (shares have counted both). Returns float32 [..., Hkv, n - W],
     or [..., Hq, n - W] with ``gqa_reduce`` ``none``. SnapKV, arXiv 2404.14469, section 4.
     """
-    lanes = _Lanes(query, key, missing, shares, remainder, sinks)
-    if pieces := list(lanes.pieces()):
-        parts = [
-            causal_scores(q, k, scale, gqa_reduce, m, s, r, own) for q, k, m, s, r, own in pieces
-        ]
-        return torch.cat(parts, dim=1 - lanes.divided)
-    if shares is not None:
-        votes = _absolute_past(query, key, scale, missing, shares).mean(dim=-2)
+
+    def votes_of(lanes: _Lanes) -> Tensor:
+        if lanes.shares is not None:
+            probs = _absolute_past(lanes, lanes.shares, scale)
+        else:
+            past = lanes.key.shape[-2] - lanes.query.shape[-2]
+            probs = torch.softmax(_causal_logits(lanes, scale), dim=-1)[..., :past]
+        votes = probs.mean(dim=-2)
         return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
-    window, length = query.shape[-2], key.shape[-2]
-    logits = _causal_logits(query, key, scale, missing, remainder, sinks)
-    votes = torch.softmax(logits, dim=-1)[..., : length - window].mean(dim=-2)
-    return votes.flatten(-3, -2) if gqa_reduce == "none" else over_group(votes, gqa_reduce, -2)
+
+    return _Lanes(query, key, missing, shares, remainder, sinks).score(votes_of)
 
 
 def causal_log_sums(
@@ -120,45 +114,12 @@ def causal_log_sums(
 
     Arguments are those of ``causal_scores``.
     """
+    lanes = _Lanes(query, key, missing, shares, remainder, sinks)
     if shares is not None:
-        _, total = _absolute_logits(query, key, scale, missing, shares)
+        _, total = _absolute_logits(lanes, shares, scale)
     else:
-        total = _causal_logits(query, key, scale, missing, remainder, sinks).logsumexp(dim=-1)
+        total = _causal_logits(lanes, scale).logsumexp(dim=-1)
     return total.flatten(-3, -2)
-
-
-def _causal_logits(
-    query: Queries,
-    key: Tensor,
-    scale: float,
-    missing: Tensor | None,
-    remainder: Remainder | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Of the last W of n tokens: float32 [..., Hkv, group, W, n], and of what is beside them."""
-    length = key.shape[-2]
-    place = torch.arange(length, device=key.device)
-    unseen = place > place[length - query.shape[-2] :, None]
-    if missing is not None:
-        unseen = unseen | missing[..., None, None, :]
-    logits = logits_of(query, key, scale).masked_fill_(unseen, -torch.inf)
-    return _with_beside(logits, query, remainder, sinks, scale)
-
-
-def _with_beside(
-    logits: Tensor,
-    query: Queries,
-    remainder: Remainder | None,
-    sinks: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """``logits`` [..., Hkv, group, W, n] with a column for a remainder, and one for sinks."""
-    if remainder is not None:
-        logits = logits_with(logits, query.float(), remainder, scale)
-    if sinks is not None:
-        own = sinks.unflatten(-1, logits.shape[-4:-2])[..., None, None]
-        logits = torch.cat([logits, own.expand(*logits.shape[:-1], 1)], dim=-1)
-    return logits
 
 
 def past_scores(
@@ -177,24 +138,22 @@ def past_scores(
     importance of R-KV, arXiv 2505.24133, section 3, and its decode-time SnapKV. With ``shares``
     there is no such softmax: a group's absolute probabilities are reduced.
     """
-    lanes = _Lanes(query, key, missing, shares, remainder, sinks)
-    if pieces := list(lanes.pieces()):
-        parts = [
-            past_scores(q, k, scale, gqa_reduce, m, s, r, own) for q, k, m, s, r, own in pieces
-        ]
-        return torch.cat(parts, dim=1 - lanes.divided)
-    if shares is not None:
-        probs = _absolute_past(query, key, scale, missing, shares)
-        return over_group(probs, gqa_reduce, -3).mean(dim=-2)
-    past = key[..., : key.shape[-2] - query.shape[-2], :]
-    logits = logits_of(query, past, scale)
-    if missing is not None:
-        # Not -inf, which would make NaN of a lane that holds nothing but the window.
-        none = missing[..., None, None, : past.shape[-2]]
-        logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
-    logits = _with_beside(logits, query, remainder, sinks, scale)
-    probs = torch.softmax(over_group(logits, gqa_reduce, -3), dim=-1)
-    return probs[..., : past.shape[-2]].mean(dim=-2)
+
+    def probs_of(lanes: _Lanes) -> Tensor:
+        if lanes.shares is not None:
+            probs = _absolute_past(lanes, lanes.shares, scale)
+            return over_group(probs, gqa_reduce, -3).mean(dim=-2)
+        past = lanes.key[..., : lanes.key.shape[-2] - lanes.query.shape[-2], :]
+        logits = logits_of(lanes.query, past, scale)
+        if lanes.missing is not None:
+            # Not -inf, which would make NaN of a lane that holds nothing but the window.
+            none = lanes.missing[..., None, None, : past.shape[-2]]
+            logits = logits.masked_fill(none, torch.finfo(logits.dtype).min)
+        logits = _with_beside(logits, lanes, scale)
+        probs = torch.softmax(over_group(logits, gqa_reduce, -3), dim=-1)
+        return probs[..., : past.shape[-2]].mean(dim=-2)
+
+    return _Lanes(query, key, missing, shares, remainder, sinks).score(probs_of)
 
 
 def received_mass(
@@ -214,48 +173,60 @@ def received_mass(
     [..., Hkv, n], each KV head adding to group * Q. Rows are taken ``block`` at a time, so that no
     [Q, n] matrix is held. H2O, arXiv 2306.14048, section 4.
     """
-    lanes = _Lanes(query, key, missing, None, remainder, sinks)
-    if pieces := list(lanes.pieces(block)):
-        parts = [
-            received_mass(q, k, scale, weights, m, r, own, block) for q, k, m, _, r, own in pieces
-        ]
-        return torch.cat(parts, dim=1 - lanes.divided)
-    length, count = key.shape[-2], query.shape[-2]
-    places = torch.arange(length, device=key.device)
-    mass = torch.zeros(key.shape[:-1], dtype=torch.float32, device=key.device)
-    for start in range(0, count, block):
-        part = _rows(query, slice(start, start + block))
-        last = length - count + start + torch.arange(part.shape[-2], device=key.device)
-        unseen = places > last[:, None]
-        if missing is not None:
-            unseen = unseen | missing[..., None, None, :]
-        logits = logits_of(part, key, scale).masked_fill(unseen, -torch.inf)
-        logits = _with_beside(logits, part, remainder, sinks, scale)
-        probs = torch.softmax(logits, dim=-1)[..., :length]
-        if weights is not None:
-            probs *= weights[start : start + block, None]
-        mass += probs.sum(dim=(-3, -2))
-    return mass
+
+    def mass_of(lanes: _Lanes) -> Tensor:
+        mass = torch.zeros(lanes.key.shape[:-1], dtype=torch.float32, device=key.device)
+        count, length = lanes.query.shape[-2], lanes.key.shape[-2]
+        for start in range(0, count, block):
+            some = slice(start, start + block)
+            part = lanes._replace(query=_rows(lanes.query, some))
+            probs = torch.softmax(_causal_logits(part, scale, length - count + start), dim=-1)
+            probs = probs[..., :length]
+            if weights is not None:
+                probs *= weights[some, None]
+            mass += probs.sum(dim=(-3, -2))
+        return mass
+
+    return _Lanes(query, key, missing, None, remainder, sinks).score(mass_of, block)
 
 
-def _absolute_past(
-    query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
-) -> Tensor:
+def _causal_logits(lanes: _Lanes, scale: float, first: int | None = None) -> Tensor:
+    """Of queries at the places from ``first`` on (default: the last): float32 [..., Hkv, group, W,
+    n], and of what is beside the keys."""
+    window, length = lanes.query.shape[-2], lanes.key.shape[-2]
+    place = torch.arange(length, device=lanes.key.device)
+    first = length - window if first is None else first
+    unseen = place > place[first : first + window, None]
+    if lanes.missing is not None:
+        unseen = unseen | lanes.missing[..., None, None, :]
+    logits = logits_of(lanes.query, lanes.key, scale).masked_fill_(unseen, -torch.inf)
+    return _with_beside(logits, lanes, scale)
+
+
+def _with_beside(logits: Tensor, lanes: _Lanes, scale: float) -> Tensor:
+    """``logits`` [..., Hkv, group, W, n] with a column for a remainder, and one for sinks."""
+    if lanes.remainder is not None:
+        logits = logits_with(logits, lanes.query.float(), lanes.remainder, scale)
+    if lanes.sinks is not None:
+        own = lanes.sinks.unflatten(-1, logits.shape[-4:-2])[..., None, None]
+        logits = torch.cat([logits, own.expand(*logits.shape[:-1], 1)], dim=-1)
+    return logits
+
+
+def _absolute_past(lanes: _Lanes, shares: Tensor, scale: float) -> Tensor:
     """What the last W of n tokens give earlier ones: float32 [..., Hkv, group, W, n - W]."""
-    logits, total = _absolute_logits(query, key, scale, missing, shares)
+    logits, total = _absolute_logits(lanes, shares, scale)
     return torch.exp(logits - total[..., None])
 
 
-def _absolute_logits(
-    query: Queries, key: Tensor, scale: float, missing: Tensor | None, shares: Tensor
-) -> tuple[Tensor, Tensor]:
+def _absolute_logits(lanes: _Lanes, shares: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Of the last W of n tokens with the n - W earlier ones, and their log-sums over all seen."""
-    window, past = query.shape[-2], key.shape[-2] - query.shape[-2]
-    logits = logits_of(query, key, scale)
-    if missing is not None:
-        logits = logits.masked_fill(missing[..., None, None, :], -torch.inf)
+    window, past = lanes.query.shape[-2], lanes.key.shape[-2] - lanes.query.shape[-2]
+    logits = logits_of(lanes.query, lanes.key, scale)
+    if lanes.missing is not None:
+        logits = logits.masked_fill(lanes.missing[..., None, None, :], -torch.inf)
     own = logits[..., past:]
-    place = torch.arange(window, device=key.device)
+    place = torch.arange(window, device=own.device)
     own = own.masked_fill(place > place[:, None], -torch.inf)
     shared = own.logsumexp(dim=-1)
     total = shared - shares.unflatten(-2, logits.shape[-4:-2])

@@ -57,10 +57,6 @@ class Centres:
     def to(self, device: torch.device) -> Centres:
         return self._each(lambda x: x.to(device))
 
-    def double(self) -> Centres:
-        """In float64, for comparisons."""
-        return self._each(Tensor.double)
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> Centres:
         parts = change(self.mean), change(self.spread), change(self.frequencies)
         return Centres(*parts, self.factor)
@@ -146,12 +142,7 @@ def centre_scores_triton(key: Tensor, vectors: Tensor, spread: Tensor) -> Tensor
     tile = max(16, 4096 // dim)
     _scores.launch(
         (events * layers * kv_heads, -(-length // tile)),
-        out,
-        key.contiguous(),
-        vectors.contiguous(),
-        spread.contiguous(),
-        length,
-        layers * kv_heads,
+        *(out, *(x.contiguous() for x in (key, vectors, spread)), length, layers * kv_heads),
         GROUP=heads // kv_heads,
         FUTURES=futures,
         HALF=dim // 2,

@@ -139,12 +139,3 @@ def scales(x: Tensor, entries: Tensor) -> Tensor:
     """
     own, its = x.float().norm(dim=-1), entries.float().norm(dim=-1)
     return torch.where(own == its, 1.0, own / its)
-
-
-def reconstruct(entries: Tensor, ref: Tensor, scale: Tensor) -> Tensor:
-    """Entries [S, M, D] at the lengths they stand for: [S, N, D]. ref, scale: [S, N].
-
-    With raw vectors as entries and ``scales`` between vectors, or with unit vectors and lengths.
-    """
-    at = ref[..., None].expand(*ref.shape, entries.shape[-1])
-    return entries.float().gather(1, at) * scale[..., None]

@@ -48,13 +48,7 @@ def token_to_chunk_triton(scores: Tensor, keep: int, chunk_budget: int, max_chun
     span = max(16, 1 << (length - 1).bit_length())
     _choose.launch(
         (scores.numel() // length,),
-        kept,
-        scores,
-        length,
-        keep,
-        singles,
-        chunks,
-        max_chunk,
+        *(kept, scores, length, keep, singles, chunks, max_chunk),
         CHUNKS=chunks > 0 and singles > 1,
         SPAN=span,
         WAYS=8,

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels import dispatch
-from kvserve.kernels.checks import (
-    AGGREGATES,
-    GROUP_AGGREGATES,
-    check_head_dim,
-)
+from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel, Tile, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
 from kvserve.kernels.scores.causal_scores import Queries

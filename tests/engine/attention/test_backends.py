@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.attention.cpu import CpuAttention
+from kvserve.engine.attention.paged import PagedAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.cpu import build
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
-from tests.kernels.cpu.test_cpu_attention import SCALE, Case, Shape, make
+from tests.kernels.paged_case import SCALE, Case, Shape, make
 from tests.thinning import slow, thinned
 
 NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)
@@ -48,7 +49,7 @@ class StoredCase:
 
 def forward_batch(case: Case, block_size: int) -> ForwardBatch:
     """The batch that such a call belongs to; what attention does not read is left empty."""
-    rows, starts, last = case.chunks.rows, case.chunks.starts, case.chunks.last
+    rows, starts, last = case.rows, case.starts, case.last
     ends = [int(x.max()) for x in last.amax(dim=(0, 1)).tensor_split(starts[1:-1])]
     columns = np.array(ends) // block_size + 1
     empty = torch.empty(0)
@@ -68,7 +69,8 @@ def test_backends_agree(lengths: list[int], groups: int, tables: int) -> None:
     case = make(shape, [10, 17, 96, 60, 7], lengths)
     batch = forward_batch(case, shape.block)
     reference = TorchAttention(SCALE, shape.block, torch.float32).plan(batch)
-    found = CpuAttention(SCALE).plan(batch)
+    paged = PagedAttention(paged_attention_cpu, SCALE, shape.block, all_starts=True)
+    found = paged.plan(batch)
     for group in range(groups):
         cache = StoredCase(case, group)
         expected = reference.forward(0, case.query, cache)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import AttentionBackend
-from kvserve.engine.attention.by_phase import ByPhase
+from kvserve.engine.attention.combined import ByPhase
 from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
@@ -24,7 +24,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 from tests.engine.attention.test_backends import StoredCase, forward_batch
-from tests.kernels.cpu.test_cpu_attention import SCALE, Shape, make
+from tests.kernels.paged_case import SCALE, Shape, make
 
 NEEDS = Needs("cuda", torch.bfloat16, head_dim=128, block_size=256, scale=0.25)
 

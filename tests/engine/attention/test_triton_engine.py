@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.cache import query_log
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import rank
 from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.move_kv import gather_queries_triton
 from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
@@ -60,7 +58,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(Kernel, "launch", record)
     fill = decode_inputs.decode_inputs_triton
     monkeypatch.setattr(rank, "select_decode_inputs", lambda: fill)
-    monkeypatch.setattr(query_log, "gather_queries", gather_queries_triton)
     monkeypatch.setattr(scoring, "window_scores", window_scores_triton)
     monkeypatch.setattr(sampler, "sample_tokens", sample_tokens_triton)
     monkeypatch.setattr(kara, "token_to_chunk", token_to_chunk_triton)

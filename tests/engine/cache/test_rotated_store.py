@@ -16,6 +16,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.runner import plan
 from kvserve.entry_format import entry_format
+from kvserve.kernels.storage import TORCH
 from kvserve.kernels.store_kv import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -54,7 +55,8 @@ def test_tokens(
         return rotate_and_store_torch(kv_cache, layer, *entries)
 
     def choose(wanted: str, needs: Needs) -> Choice:
-        return replace(select_backend(wanted, needs), store_rotated=store)
+        choice = select_backend(wanted, needs)
+        return replace(choice, storage=choice.storage._replace(store_rotated=store))
 
     monkeypatch.setattr(plan, "select_backend", choose)
     assert tokens_of(folder, **settings) == expected
@@ -64,14 +66,13 @@ def test_tokens(
 def test_others_take_rotated_keys() -> None:
     """Groups that write something of every token, and levels."""
     made = KVLayout(2, 2, 16, 4), 3, LogForm(2), torch.float32, "cpu"
-    cache = KVCache(*made, store_rotated=rotate_and_store_torch)
+    kernels = TORCH._replace(store_rotated=rotate_and_store_torch)
+    cache = KVCache(*made, kernels=kernels)
     assert cache.rotate_and_store is not None
     cache.writers.append(Deaf())
     assert cache.rotate_and_store is None
     levels = entry_format("int8", 4)
-    assert (
-        KVCache(*made, form=levels, store_rotated=rotate_and_store_torch).rotate_and_store is None
-    )
+    assert KVCache(*made, form=levels, kernels=kernels).rotate_and_store is None
 
 
 class Deaf:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.checkpoints import write_checkpoint
+from tests.engine.compression.test_remainder import COMPANY
 from tests.engine.policies.cases import Case
 from tests.engine.policies.test_conformance import Lab, Run, same
 
@@ -101,17 +102,6 @@ def probabilities(
 
 
 @EACH
-def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, label: str) -> None:
-    same(lab.alone(label), lab.crowd[label])
-
-
-@EACH
-@pytest.mark.parametrize("swap_space", [0, 1])
-def test_a_preempted_sequence_ends_up_the_same(lab: Lab, label: str, swap_space: int) -> None:
-    same(lab.alone(label), lab.preempted(swap_space)[label])
-
-
-@EACH
-@pytest.mark.parametrize("hits", [False, True])
-def test_neither_chunks_nor_hits_matter(lab: Lab, label: str, hits: bool) -> None:
-    same(lab.alone(label), lab.chunked(16, hits)[label])
+@pytest.mark.parametrize("company", [each for each in COMPANY if each != "guesses"])
+def test_company_does_not_matter(lab: Lab, label: str, company: str) -> None:
+    same(lab.alone(label), COMPANY[company](lab)[label])

@@ -3,6 +3,7 @@ reference in float64 that evicts for real; and the same however a sequence is co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -146,26 +147,20 @@ def left_in_row(llm: LLM, row: int) -> tuple[Tensor, ...]:
     return tuple(part[:, row].float() for part in remainders.whole)
 
 
+COMPANY: dict[str, Callable[[Lab], dict[str, Run]]] = {
+    "mates, chunks and blocks": lambda lab: lab.crowd,
+    "preempted": lambda lab: lab.preempted(0),
+    "swapped": lambda lab: lab.preempted(1),
+    "chunks": lambda lab: lab.chunked(16, False),
+    "hits": lambda lab: lab.chunked(16, True),
+    "guesses": lambda lab: lab.guessed,
+}
+
+
 @EACH
-def test_mates_chunks_and_blocks_do_not_matter(lab: Lab, case: Case) -> None:
-    same(lab.alone(case.label), lab.crowd[case.label])
-
-
-@pytest.mark.parametrize("swap_space", [0, 1])
-@EACH
-def test_a_preempted_sequence_ends_up_the_same(lab: Lab, case: Case, swap_space: int) -> None:
-    same(lab.alone(case.label), lab.preempted(swap_space)[case.label])
-
-
-@EACH
-def test_guesses_do_not_matter(lab: Lab, case: Case) -> None:
-    same(lab.alone(case.label), lab.guessed[case.label])
-
-
-@pytest.mark.parametrize("hits", [False, True])
-@EACH
-def test_neither_chunks_nor_hits_matter(lab: Lab, case: Case, hits: bool) -> None:
-    same(lab.alone(case.label), lab.chunked(16, hits)[case.label])
+@pytest.mark.parametrize("company", list(COMPANY))
+def test_company_does_not_matter(lab: Lab, case: Case, company: str) -> None:
+    same(lab.alone(case.label), COMPANY[company](lab)[case.label])
 
 
 def test_what_is_fitted_is_the_same_alone_and_in_any_company(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of a captured step by Triton against the torch reference, which is today's engine."""
+"""Inputs of a captured step by each kernel against the torch reference."""
 
 from __future__ import annotations
 
@@ -57,31 +57,52 @@ def assert_same(one: RowTables | DecodeInputs, other: RowTables | DecodeInputs) 
         assert same, field.name
 
 
-@thinned(
-    {
-        "logs": [False, True],
-        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
-        "size,count": [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)],
-    },
-    rest=False,
-)
-def test_inputs(groups: int, heads: int, size: int, count: int, logs: bool) -> None:
-    """Twice: the second step goes where the first one's count says."""
-    rows = some_rows(groups, heads)
-    other, known = deepcopy(rows), torch.tensor(count)
-    for _ in range(2):
-        found, expected = buffers(rows, size, logs), buffers(rows, size, logs)
-        decode_inputs_triton(rows, found, known)
-        decode_inputs_torch(other, expected, known)
-        assert_same(found, expected)
-        assert_same(rows, other)
-
-
 FORMS = pytest.mark.parametrize(
     "fill",
     [decode_inputs_triton, pytest.param(decode_inputs_cpu, marks=pytest.mark.compiler)],
     ids=["triton", "compiled"],
 )
+
+
+@FORMS
+@thinned(
+    {
+        "logs": [False, True],
+        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
+        "size,count": [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)],
+        "block,log_block": [(4, 5), (16, 256), (64, 3)],
+    },
+    rest=False,
+)
+def test_inputs(
+    fill: FillInputs,
+    groups: int,
+    heads: int,
+    size: int,
+    count: int,
+    logs: bool,
+    block: int,
+    log_block: int,
+) -> None:
+    """Twice: the second step goes where the first one's count says."""
+    rows = some_rows(groups, heads, block, log_block)
+    other, known = deepcopy(rows), torch.tensor(count)
+    for _ in range(2):
+        found, expected = buffers(rows, size, logs), buffers(rows, size, logs)
+        fill(rows, found, known)
+        decode_inputs_torch(other, expected, known)
+        assert_same(found, expected)
+        assert_same(rows, other)
+
+
+@FORMS
+def test_refusals(fill: FillInputs) -> None:
+    rows = some_rows(2, 1)
+    for wrong in (buffers(some_rows(1, 1), 3, False), buffers(rows, ROWS + 1, False)):
+        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
+            fill(rows, wrong, torch.tensor(1))
+
+
 CHUNKS = {
     "ragged": ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
     "padded": ([0, 4, 8, 12], [1, 4, 2]),

@@ -1,0 +1,85 @@
+"""What is done to the cache's blocks, by each implementation: an engine chooses one at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvserve.kernels import int4_log, move_kv, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels.checks import HEAD_DIMS
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+
+
+class StorageKernels(NamedTuple):
+    """One implementation. The references in torch say what each does; all have their arguments."""
+
+    store_kv: Callable[..., None]
+    gather_kv: Callable[..., Tensor]
+    move_kv: Callable[..., None]
+    store_queries: Callable[..., None]
+    gather_queries: Callable[..., Tensor]
+    store_int4: Callable[..., None]
+    gather_int4: Callable[..., Any]
+    store_levels: Callable[..., None]
+    gather_levels: Callable[..., Tensor]
+    move_levels: Callable[..., None]
+    store_rotated: Callable[..., Tensor] | None = None
+    """``rotate_and_store_torch``, if that is one launch; ``None``: keys come rotated."""
+
+
+def _move_levels_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    move_kv.move_torch(blocks.keys, blocks.values, src, dst)
+
+
+TORCH = StorageKernels(
+    store_kv.store_kv_torch,
+    move_kv.gather_kv_torch,
+    move_kv.move_kv_torch,
+    store_kv.store_queries_torch,
+    move_kv.gather_torch,
+    int4_log.store_int4_torch,
+    int4_log.gather_int4_torch,
+    quantized_entries.store_levels_torch,
+    quantized_entries.gather_levels_torch,
+    _move_levels_torch,
+)
+COMPILED = StorageKernels(
+    store_kv.store_kv_cpu,
+    move_kv.gather_kv_cpu,
+    move_kv.move_kv_cpu,
+    store_kv.store_queries_cpu,
+    move_kv.gather_torch,
+    int4_log.store_int4_cpu,
+    int4_log.gather_int4_cpu,
+    quantized_entries.store_levels_cpu,
+    quantized_entries.gather_levels_cpu,
+    quantized_entries.move_levels_cpu,
+)
+TRITON = StorageKernels(
+    store_kv.store_kv_triton,
+    move_kv.gather_kv_triton,
+    move_kv.move_kv_triton,
+    store_kv.store_queries_triton,
+    move_kv.gather_triton,
+    int4_log.store_int4_triton,
+    int4_log.gather_int4_triton,
+    quantized_triton.store_levels_triton,
+    quantized_triton.gather_levels_triton,
+    quantized_triton.move_levels_triton,
+    store_kv.rotate_and_store_triton,
+)
+
+
+def by_device(device: str, head_dim: int) -> StorageKernels:
+    """Beside an attention that has none of its own: Triton's on CUDA, as far as they know heads of
+    this size, but for levels; torch's elsewhere."""
+    if device != "cuda":
+        return TORCH
+    if head_dim in HEAD_DIMS:
+        levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels
+        return StorageKernels(*TRITON[:7], *levels)
+    return TORCH._replace(
+        store_kv=store_kv.store_kv_triton, store_queries=store_kv.store_queries_triton
+    )

@@ -1,0 +1,53 @@
+"""Where entries lie and which move, by the compiled kernels, beside torch's references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvserve.kernels.events import (
+    moved_entries_cpu,
+    moved_entries_torch,
+    slots_of_entries_cpu,
+    slots_of_entries_torch,
+)
+
+pytestmark = pytest.mark.compiler
+BLOCK, LAYERS, HEADS = 4, 4, 2
+
+
+@pytest.mark.parametrize(("groups", "tables"), [(1, 1), (LAYERS, 1), (2, HEADS)])
+def test_slots_of_entries(groups: int, tables: int) -> None:
+    """Entries of each lane, or as in all layers or heads; those behind a lane's end have none."""
+    torch.manual_seed(2)
+    table = torch.randint(1, 50, (groups, 7, tables, 9), dtype=torch.int32)
+    rows, lanes = torch.tensor([4, 0, 6]), (LAYERS, HEADS)
+    counts = torch.randint(0, 12, (3, LAYERS, HEADS))
+    for shape in ((LAYERS, HEADS), (LAYERS, 1), (1, 1)):
+        entries = torch.randint(-3, 9 * BLOCK, (3, *shape, 11))
+        if shape == (LAYERS, HEADS):
+            entries = entries.transpose(0, 1).contiguous().transpose(0, 1)
+        how = table, rows, entries, lanes, BLOCK
+        expected = slots_of_entries_torch(*how)
+        assert torch.equal(slots_of_entries_cpu(*how), expected)
+        for some in (counts, counts[:, :1, :1]):
+            found = slots_of_entries_cpu(*how, some)
+            assert torch.equal(found, slots_of_entries_torch(*how, some))
+            assert (found == 0).any() and not torch.equal(found, expected)
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    for row, entry, message in ((7, 0, "row 7"), (-1, 0, "row -1"), (0, 36, "entry 36")):
+        with pytest.raises(IndexError, match=f"{message} is not in 7 rows of 9 blocks of 4"):
+            slots_of_entries_cpu(table, torch.tensor([row]), first + entry, lanes, BLOCK)
+
+
+@pytest.mark.parametrize("num_kept", [0, 5])
+def test_moved_entries(num_kept: int) -> None:
+    """Lanes of one event differ in what they keep, lose and hold."""
+    torch.manual_seed(3)
+    shape = 3, LAYERS, HEADS
+    kept = torch.randint(20, 60, (LAYERS, 3, HEADS, num_kept)).transpose(0, 1)
+    limits = (9, 4, num_kept + 1, 30, 19)
+    numbers = torch.stack([torch.randint(limit, shape) for limit in limits])
+    found = moved_entries_cpu(kept, numbers, 18)
+    assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
+    assert len(found.unique()) > 20

@@ -1,0 +1,218 @@
+"""Random rows over a paged cache, as every kernel of attention takes them; and these kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.entry_format import EntryFormat
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
+from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.shares import Shares
+
+SCALE = 0.3
+COLUMNS = 12
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+Inputs = tuple[Tensor, Any, Any, Tensor, QuerySegments, float]
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def by_triton(*inputs: Any, **how: Any) -> Tensor:
+    """As engines call it: chunks of one token have no starts."""
+    q, keys, values, tables, chunks, scale = inputs
+    newest = how.get("newest")
+    if chunks.max_chunk == 1:
+        chunks = chunks._replace(starts=None)
+        if newest is not None:
+            how["newest"] = newest._replace(chunks=newest.chunks._replace(starts=None))
+    return paged_attention_triton(q, keys, values, tables, chunks, scale, **how)
+
+
+def by_cpu(*inputs: Any, **how: Any) -> Tensor:
+    if torch.cuda.is_available():
+        pytest.skip("tensors are on the GPU")
+    return paged_attention_cpu(*inputs, **how)
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "triton": by_triton,
+    "triton-split": partial(by_triton, num_splits=3),
+    "triton-in-19": partial(by_triton, num_splits=19),
+    "cpu": by_cpu,
+}
+TRITON = ["triton", "triton-split"]
+EACH_KERNEL = pytest.mark.parametrize(
+    "kernel", [*TRITON, pytest.param("cpu", marks=pytest.mark.compiler)]
+)
+
+
+def assert_same(kernel: str, inputs: Inputs, within: float = 0.0, **how: Any) -> Tensor:
+    """As the reference, and so are shares, if any are asked for."""
+    expected = paged_attention_torch(*inputs, **how)
+    within = within or TOLERANCE[expected.dtype]
+    shares: Shares | None = how.get("shares")
+    wanted = None if shares is None else shares.out.clone()
+    if shares is not None:
+        shares.out.fill_(torch.nan)
+    found = KERNELS[kernel](*inputs, **how)
+    torch.testing.assert_close(found, expected, atol=within, rtol=within)
+    if shares is not None and wanted is not None:
+        seen, close = wanted > -80, 10 * within  # beyond -80, a sink leaves nothing
+        torch.testing.assert_close(shares.out[seen], wanted[seen], atol=close, rtol=close)
+        assert (shares.out[~seen] < -80).all()
+    return found
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Granularities: model (LG, R) = (1, 1), layer (L, 1), head (L, Hkv)."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    block: int = 8
+    groups: int = 1
+    tables: int = 1
+    layers: int = 1
+    columns: int = COLUMNS
+
+
+@dataclass(frozen=True)
+class Case:
+    """Of layer groups: ``tables [LG, rows, R, M]``, ``last`` and ``first [LG, R, T]``. Blocks that
+    no row holds, and entries behind a row's end, are NaN."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    rows: Tensor
+    starts: Tensor
+    last: Tensor
+    first: Tensor | None = None
+
+    def inputs(self, group: int = 0) -> Inputs:
+        last, most = self.last[group], int(self.starts.diff().max())
+        first = None if self.first is None else self.first[group]
+        chunks = QuerySegments(self.rows, last, int(last.max()) + 1, self.starts, most, first)
+        return self.query, self.keys, self.values, self.tables[group], chunks, SCALE
+
+    def shares(self, recent: int = 3) -> Shares:
+        count = torch.full((len(self.query),), recent)
+        return Shares(torch.empty(self.query.shape[:2], dtype=torch.float32), count)
+
+
+def make(
+    shape: Shape,
+    held: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Chunk s is the last ``lengths[s]`` tokens of a row of ``held[s]`` entries (in other tables
+    and groups: up to 3 fewer). The last row of the tables is nobody's, and the others are the
+    chunks' in any order."""
+    count, size = len(held), shape.block
+    fewer = torch.randint(0, 4, (shape.groups, shape.tables, count))
+    ends = (torch.tensor(held) - fewer).clamp(min=0)
+    lanes = shape.groups, count, shape.tables
+    num_blocks = shape.groups * count * shape.tables * shape.columns + 1
+    names = torch.randperm(num_blocks - 1).to(torch.int32) + 1
+    nobody = torch.full((shape.groups, 1, shape.tables, shape.columns), -1, dtype=torch.int32)
+    tables = torch.cat([names.view(*lanes, shape.columns), nobody], dim=1)
+    # Attention reads the last layer of a block.
+    cache = torch.randn(
+        num_blocks, shape.layers, 2, size, shape.kv_heads // shape.tables, shape.dim
+    )
+    cache[0] = torch.nan
+    rows = torch.randperm(count)
+    place = torch.arange(shape.columns * size)
+    for group, chunk, table in torch.cartesian_prod(*map(torch.arange, ends.transpose(1, 2).shape)):
+        behind = place[place >= ends[group, table, chunk]]
+        block = tables[group, rows[chunk], table, behind // size].long()
+        cache[block, :, :, behind % size] = torch.nan
+    steps = torch.cat([torch.arange(length) - length + 1 for length in lengths])
+    owner = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    last = (ends[:, :, owner] - 1 + steps).clamp(min=-1)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    # As a model hands queries over: a view of one projection.
+    wide = torch.randn(sum(lengths), shape.heads + 3, shape.dim).to(dtype)
+    keys, values = cache.to(dtype)[:, shape.layers - 1].unbind(1)
+    return Case(wide[:, : shape.heads], keys, values, tables, rows, starts, last)
+
+
+def windowed(case: Case, window: int) -> Case:
+    """Each token sees its ``window`` newest entries; columns that no token of a row's chunk sees
+    name no block, and what no token sees is NaN."""
+    size = case.keys.shape[1]
+    first = (case.last - window + 1).clamp(min=0)
+    for chunk, row in enumerate(case.rows.tolist()):
+        tokens = slice(int(case.starts[chunk]), int(case.starts[chunk + 1]))
+        for group, table in torch.cartesian_prod(*map(torch.arange, first.shape[:2])).tolist():
+            column, inside = divmod(int(first[group, table, tokens].min()), size)
+            block = int(case.tables[group, row, table, column])
+            case.keys[block, :inside] = case.values[block, :inside] = torch.nan
+            case.tables[group, row, table, :column] = 0
+    return replace(case, first=first)
+
+
+def random_remainder(rows: int, heads: int, dim: int) -> Remainder:
+    """Every third lane has none, and its vectors are NaN."""
+    keys, values = torch.randn(2, rows, heads, dim)
+    bias = torch.randn(rows, heads) * 2 + 1
+    nobody = torch.arange(rows * heads).view(rows, heads) % 3 == 2
+    keys[nobody], values[nobody] = torch.nan, torch.nan
+    return Remainder(keys, values, bias.masked_fill(nobody, -torch.inf))
+
+
+# ---- levels -------------------------------------------------------------------------------------
+
+BLOCK = 16
+
+
+class LevelRows:
+    """Three rows of random entries held as levels: layer 1 of a pool of two. What no row holds
+    reads as not a number."""
+
+    def __init__(
+        self,
+        form: EntryFormat,
+        dim: int,
+        dtype: torch.dtype,
+        tables: int = 1,
+        held: tuple[int, ...] = (200, 1, 77),
+    ) -> None:
+        self.held, heads, columns = list(held), 4 // tables, -(-max(held) // BLOCK)
+        names = torch.randperm(len(held) * tables * columns).int() + 1
+        self.tables = names.view(len(held), tables, columns)
+        shape = len(names) + 1, 2, heads * form.lane_bytes(BLOCK, dim)
+        pool = torch.full(shape, 255, dtype=torch.uint8)
+        self.blocks = QuantizedBlocks(pool, form, BLOCK, dim)
+        for row, length in enumerate(held):
+            place = torch.arange(length)
+            slots = self.tables[row][:, place // BLOCK].long() * BLOCK + place % BLOCK
+            k, v = torch.randn(2, length, 4, dim)
+            store_levels_torch(self.blocks, 1, slots, k, v + 0.3)
+        self.q = torch.randn(max(held), 12, dim).to(dtype)
+
+    def inputs(self, lengths: Sequence[int]) -> Inputs:
+        """Chunks of the last tokens of the first rows."""
+        last = torch.cat([torch.arange(h - n, h) for h, n in zip(self.held, lengths, strict=False)])
+        last = last.expand(self.tables.shape[1], -1).contiguous()
+        starts, rows = torch.tensor([0, *lengths]).cumsum(0), torch.arange(len(lengths))
+        chunks = QuerySegments(rows, last, max(self.held), starts, max(lengths))
+        return self.q[: len(last[0])], *self.blocks.layer(1), self.tables, chunks, SCALE
