@@ -96,8 +96,7 @@ class ShadowRunner:
         self.resumed = 0
         self.ahead = np.zeros(rows, int)
         """Confirmed guesses of the last step, which the host counts when it has the tokens."""
-        if scheduler.conversations is not None:
-            self._follow(scheduler.conversations)
+        self._follow(scheduler.conversations)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
@@ -194,7 +193,7 @@ class ShadowRunner:
                 assert self.remainders[row] == self.lost[row][0], "a remainder was lost or mixed up"
         assert len(self.parked) == len(self.scheduler.swap._parked)
         cache = self.scheduler.blocks.prefix_cache
-        for digest, column in cache.columns.items() if cache is not None else ():
+        for digest, column in cache.columns.items():
             blocks = column.ravel()[: len(self.lanes)]
             now = [self.memory[int(b), i] for b in blocks for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
@@ -353,7 +352,7 @@ class ShadowRunner:
 
         def left(seq: Sequence) -> None:
             save_row(seq)
-            newest = next(reversed(conversations.store._by_use.values()), None)
+            newest = max(conversations.store.all, key=lambda known: known.used, default=None)
             if newest is not None and newest not in self.left:
                 # What is still to come of a step that is being scheduled comes here too.
                 row, events = seq.row, self.events[seq.seq_id]

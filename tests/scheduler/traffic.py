@@ -140,10 +140,11 @@ def make_sequence(
     priority: int = 0,
     stops: tuple[int, ...] = (),
     history: IntArray | None = None,
+    continues: bool = False,
 ) -> Sequence:
     """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes.
 
-    ``history`` comes before that. Who can takes continuations, and leaves some.
+    ``history`` comes before that. With ``continues``, who can takes continuations, and leaves some.
     """
     tokens = np.arange(prompt, dtype=np.int32) + first
     if history is not None:
@@ -156,7 +157,7 @@ def make_sequence(
         leaves_remainder=policy % 3 != 1,
     )
     seq.event_kind = kind_of(policy)
-    if policy not in CODES and policy not in KEEP_SCORES:
+    if continues and policy not in CODES and policy not in KEEP_SCORES:
         seq.continues_as = policy
     if prunes_prompt(trigger, prompt):
         seq.num_shareable = 0
@@ -387,6 +388,7 @@ class Traffic:
                 priority=int(rng.integers(2)),
                 stops=(7, 8, 9) if self.num_added % 3 else (),
                 history=history,
+                continues=self.continuations,
             )
             if seq.seq_id % 5 and not isinstance(seq.trigger, EngineWide):
                 seq.guess_from = 0

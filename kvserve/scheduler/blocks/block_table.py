@@ -139,45 +139,24 @@ class BlockTable(RowArrays):
         return SavedTable(first, end, start, self.blocks[:, row, :, start : end.max()].copy())
 
     def resume(
-        self, row: int, saved: SavedTable, end: IntArray, partial: IntArray
+        self, row: int, saved: SavedTable, tokens: IntArray, own_from: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Begin an empty row with the columns before ``end [LG, R]`` of a saved one, shared.
+        """Begin an empty row with the blocks of a saved one for its first ``tokens [LG, R]``.
 
-        If the last column is ``partial [LG, R]``, the row gets a private block there, since it
-        writes more entries to it. Returns the shared and the private blocks, to be copied.
+        Those before column ``own_from [LG, R]`` are shared. For the others the row gets private
+        ones. Returns the saved and the private blocks of these, for the contents to be copied.
         """
-        self._name(row, saved, end)
-        self.pool.share(self.row_entries(row)[0])
-        some = np.flatnonzero(partial & (end > saved.first))
-        lanes = self._lanes[:, row].ravel()[some]
-        at = self._places(lanes, end.ravel()[some] - 1, np.ones_like(some))
-        tables = self.blocks.reshape(-1)
-        shared, own = tables[at], self.pool.allocate(len(at))
-        tables[at] = own
-        self.pool.release(shared)
-        return shared, own
-
-    def load(
-        self, row: int, saved: SavedTable, end: IntArray, shared: int = 0
-    ) -> tuple[IntArray, IntArray]:
-        """Begin a row with private blocks for the columns before ``end [LG, R]`` of a saved one,
-        behind its first ``shared`` ones, which it has. Returns the saved blocks, in host memory,
-        and the private ones."""
-        self._name(row, saved, end, shared)
-        first, end = np.maximum(saved.first, shared).ravel(), self.end[:, row].ravel()
-        at = self._places(self._lanes[:, row].ravel(), first, end - first)
-        tables = self.blocks.reshape(-1)
-        host, own = tables[at], self.pool.allocate(len(at))
-        tables[at] = own
-        return host, own
-
-    def _name(self, row: int, saved: SavedTable, end: IntArray, shared: int = 0) -> None:
-        """Begin a row that names the blocks of a saved one before ``end [LG, R]``, behind its first
-        ``shared`` columns."""
-        width, begin = saved.start + saved.blocks.shape[2], max(saved.start, shared)
-        self.blocks[:, row, :, begin:width] = saved.blocks[..., begin - saved.start :]
+        width, end = saved.start + saved.blocks.shape[2], -(-tokens // self.block_tokens)
+        self.blocks[:, row, :, saved.start : width] = saved.blocks
         self.first[:, row] = self._synced[:, row] = saved.first
-        self.end[:, row] = np.maximum(end, saved.first)
+        end = self.end[:, row] = np.maximum(end, saved.first)
+        own_from = np.clip(own_from, saved.first, end)
+        self.pool.share(self._named([row], saved.first[:, None], (own_from - saved.first)[:, None]))
+        at = self._places(self._lanes[:, row].ravel(), own_from.ravel(), (end - own_from).ravel())
+        tables = self.blocks.reshape(-1)
+        theirs, own = tables[at], self.pool.allocate(len(at))
+        tables[at] = own
+        return theirs, own
 
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""

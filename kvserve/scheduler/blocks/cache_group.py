@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
 from kvserve.scheduler.messages.continuation import GroupRow
@@ -30,22 +27,13 @@ class ResumeAt(NamedTuple):
     log_from: int
 
 
-class Begun(NamedTuple):
-    """The columns before ``end [LG, R]`` with which a resumed row begins; whether it writes more
-    entries to the last one (``partial``), and its ``fields``."""
-
-    end: IntArray
-    partial: NDArray[np.bool_]
-    fields: dict[str, IntArray]
-
-
 class CacheGroup(RowArrays):
     """One kind of entry: ``tables`` over the pool, which an event fills unless a subclass says how
     they grow with tokens."""
 
     kind: ClassVar[str] = "entries"
     """What its blocks are counted as, where bytes are told by kind."""
-    cached_with_prefixes: ClassVar[bool] = False
+    cached_with_prefixes: bool = False
     """Whether cached prefixes bring this group's blocks. They then hold as many tokens each as
     blocks of keys and values."""
 
@@ -133,9 +121,14 @@ class CacheGroup(RowArrays):
         """Blocks that a row takes to resume a saved one and to grow up to its target."""
         return 0
 
-    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
-        """With what a row resumes; ``None`` if it begins empty."""
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
+        """How many entries of a saved row's tables another one resumes with: ``[LG, R]``; ``None``
+        if it begins empty."""
         return None
+
+    def resume_fields(self, row: int, saved: GroupRow, at: ResumeAt) -> None:
+        """Set the fields of a row that resumes a saved one."""
+        self.restore_fields(row, saved.fields)
 
     # ---- what others have to know ------------------------------------------------------------
 

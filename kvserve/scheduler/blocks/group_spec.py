@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable
 from kvserve.scheduler.blocks.cache_group import CacheGroup
-from kvserve.scheduler.blocks.entry_group import EntryGroup, NoEntries
+from kvserve.scheduler.blocks.entry_group import EntryGroup
 from kvserve.scheduler.blocks.token_group import LogGroup, TokenGroup
 from kvserve.scheduler.layout import KVLayout
 
@@ -46,10 +46,10 @@ def make_groups(
 ) -> tuple[CacheGroup, ...]:
     """The groups of one scheduler: keys and values, logged queries, and ``further`` ones."""
     lanes = layout.layer_groups, layout.rows
-    holds = EntryGroup if layout.holds_entries else NoEntries
     kv, log = (
         BlockTable(pool, lanes, max_rows, tokens, max_model_len)
         for tokens in (layout.block_size, log_block_tokens)
     )
     made = pool, layout, max_rows, max_model_len
-    return holds(kv, layout.block_size), LogGroup(log), *(one.make(*made) for one in further)
+    entries = EntryGroup(kv, holds=layout.holds_entries)
+    return entries, LogGroup(log), *(one.make(*made) for one in further)

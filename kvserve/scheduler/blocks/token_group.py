@@ -8,7 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.cache_group import Begun, CacheGroup, ResumeAt
+from kvserve.scheduler.blocks.cache_group import CacheGroup, ResumeAt
 from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.row_schema import per_row
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING
@@ -64,14 +64,12 @@ class TokenGroup(CacheGroup):
             wanted += int(np.maximum(held, 0).sum())
         return wanted
 
-    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
         first = self._first(at.log_from)
         if first >= at.computed:
             return None
         assert saved.fields["_from"] <= first, "what is wanted of earlier tokens is not there"
-        shape = saved.tables[0].end.shape
-        end = np.full(shape, -(-at.computed // self.block_tokens))
-        return Begun(end, np.full(shape, at.computed % self.block_tokens > 0), saved.fields)
+        return np.full(self._table.lanes, at.computed)
 
     def _first(self, log_from: int) -> int:
         """From which token on a row holds something, if it logs queries from ``log_from`` on."""

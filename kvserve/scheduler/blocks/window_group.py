@@ -11,7 +11,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.cache_group import Begun, CacheGroup, ResumeAt
+from kvserve.scheduler.blocks.cache_group import CacheGroup, ResumeAt
 from kvserve.scheduler.blocks.group_spec import GroupSpec
 from kvserve.scheduler.blocks.token_group import TokenGroup
 from kvserve.scheduler.layout import KVLayout
@@ -80,18 +80,13 @@ class WindowGroup(TokenGroup):
         return first * self.block_tokens + self._window - 1 if first else 0
 
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
-        end = min(at.target, at.computed + self._chunk)
-        columns = -(-end // self.block_tokens) - at.computed // self.block_tokens
-        wanted = columns * self._table.num_lanes
-        if hosted:
-            held = at.computed // self.block_tokens - saved.tables[0].first
-            wanted += int(np.maximum(held, 0).sum())
-        return wanted
+        at = at._replace(target=min(at.target, at.computed + self._chunk))
+        return super().wanted_to_resume(saved, hosted, at)
 
-    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
         seen = int(self._first_column(np.array(at.computed)))
         assert int(saved.tables[0].first.max()) <= seen, "what the next token sees is not there"
-        return super().begun(saved, at)
+        return super().resumed_tokens(saved, at)
 
     def _first_column(self, positions: IntArray) -> IntArray:
         """The first column that a token at ``positions`` sees."""

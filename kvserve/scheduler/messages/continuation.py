@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,13 @@ class SavedTable:
         table[self._live] = blocks
         return replace(self, blocks=table)
 
+    def beginning(self, columns: IntArray) -> SavedTable:
+        """The same row with the blocks ``columns [n, LG * R]`` in its first columns."""
+        table = self.blocks.copy()
+        lanes = self.blocks.shape[:2]
+        table[..., : len(columns)] = columns.reshape(-1, *lanes).transpose(1, 2, 0)
+        return replace(self, blocks=table)
+
     @property
     def _live(self) -> NDArray[np.bool_]:
         column = self.start + np.arange(self.blocks.shape[2])
@@ -97,13 +104,6 @@ class SavedRow:
         return replace(self, groups=tuple(groups))
 
 
-class Place(NamedTuple):
-    """A place in a prompt: ``start`` tokens of full columns, whose hash is ``key``, and a tail."""
-
-    key: bytes
-    start: int
-
-
 @dataclass(slots=True, eq=False)
 class Continuation:
     """What a sequence held of its ``token_ids`` when it ended; ``row`` is ``None`` once evicted.
@@ -124,13 +124,13 @@ class Continuation:
     num_shareable: int
     turns: tuple[Turn, ...]
     events: tuple[int, ...]
-    floor_place: Place
-    """Of ``floor``, and below of ``num_prompt``: it is looked up by them."""
-    prompt_place: Place
+    floor_key: bytes
+    """The hash of the full columns before ``floor``, and below before ``num_prompt``."""
+    prompt_key: bytes
     hosted: bool = False
     """Whether ``row`` is in host memory; its tables then name host blocks."""
     used: int = 0
-    taken: int = field(default=0)
+    taken: int = 0
     """How many sequences have resumed it."""
 
 
@@ -139,9 +139,3 @@ class Resumption(NamedTuple):
 
     continuation: Continuation
     num_tokens: int
-
-
-def named_by(continuations: Iterable[Continuation]) -> IntArray:
-    """Every block that the rows of continuations name, once per reference."""
-    rows = [known.row.named for known in continuations if known.row is not None]
-    return np.concatenate([np.zeros(0, np.int32), *rows])

@@ -13,18 +13,16 @@ import numpy as np
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
 from kvserve.scheduler.blocks.continuation_index import LookedUp
-from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
     NO_PLACE,
     Continuation,
-    Place,
     Resumption,
     SavedRow,
     Turn,
 )
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.saved_rows import SavedRows
+from kvserve.scheduler.offload.saved_rows import blocks_to_resume, resume_row, save_row
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
 
@@ -45,14 +43,12 @@ class NextTurn:
 
 
 class Conversations:
-    """Moves rows to the ``store`` of continuations and back. A sequence that resumes one takes over
+    """Moves rows to the store of continuations and back. A sequence that resumes one takes over
     its history: if it loses its cache, it is computed again with all events and turns of that."""
 
-    def __init__(self, rows: RowTable, blocks: BlockManager, store: Continuations) -> None:
-        self.store = store
-        self._rows = rows
-        self._blocks = blocks
-        self._saved = SavedRows(blocks)
+    def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
+        self.store = blocks.continuations
+        self._rows, self._blocks = rows, blocks
         self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
 
     def save_row(self, seq: Sequence) -> None:
@@ -64,17 +60,13 @@ class Conversations:
         if rows.has_remainder(row):
             if not self.store.make_place():
                 return
-            remainder = self._blocks.swapped.save_remainder(row)
+            remainder = self.store.host.save_remainder(row)
         computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
         tokens = rows.token_ids[row, :computed].copy()
         last = seq.events[-1] if seq.events else 0
         least = max(group.resumes_from(row) for group in self._blocks.groups)
         floor = max(seq.num_prompt_tokens, last, least)
         hashes = [seq.cache_seed, *rows.hashes(seq, tokens, seq.column_hashes)]
-
-        def place(end: int) -> Place:
-            return Place(hashes[end // size], end // size * size)
-
         self.store.add(
             Continuation(
                 seq.continues_as,
@@ -82,13 +74,13 @@ class Conversations:
                 seq.num_prompt_tokens,
                 floor,
                 rows.park_row(row),
-                replace(self._saved.save(row, computed), remainder=remainder),
+                replace(save_row(self._blocks, row, computed), remainder=remainder),
                 seq.first_prompt_tokens,
                 seq.num_shareable,
                 seq.turns,
                 tuple(seq.events),
-                place(floor),
-                place(seq.num_prompt_tokens),
+                hashes[floor // size],
+                hashes[seq.num_prompt_tokens // size],
             )
         )
         if seq.resumed is not None:
@@ -124,7 +116,7 @@ class Conversations:
         log_from = int(seq.trigger.log_from(state, due)[0])
         hosted = known.hosted
         at = ResumeAt(dropped, computed, target, log_from)
-        blocks = self._saved.blocks_wanted(known.row, hosted, at)
+        blocks = blocks_to_resume(self._blocks, known.row, hosted, at)
         return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
 
     def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
@@ -139,7 +131,7 @@ class Conversations:
         row = rows.resume(seq, known.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
         rows.num_published[row] = min(rows.num_published[row], computed // size)
-        self._saved.resume(row, turn.row, turn.hosted, turn.at)
+        resume_row(self._blocks, row, turn.row, turn.hosted, turn.at)
         return row
 
     def recall(self, seq: Sequence) -> None:
@@ -168,7 +160,7 @@ class Conversations:
         asked, changes, found = self._known
         if (asked, changes) != (seq.seq_id, self.store.changes):
             hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
-            keys = seq.cache_seed, *hashes
+            keys = [seq.cache_seed, *hashes]
             found = self.store.find(seq.token_ids, keys, seq.continues_as)
             self._known = seq.seq_id, self.store.changes, found
         return found

@@ -13,62 +13,51 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
-from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.messages.continuation import NO_PLACE, SavedRow
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 
 
-class SavedRows:
-    """Saves rows by reference, and resumes new rows from them.
+def save_row(blocks: BlockManager, row: int, computed: int) -> SavedRow:
+    """What a row of ``computed`` tokens holds in blocks."""
+    blocks.give_back_unused(np.array([row]), np.array([computed]))
+    return SavedRow(tuple(group.save(row) for group in blocks.groups))
 
-    A resumed row shares all full blocks. It writes more entries to the others, so it gets copies of
-    those: at most one for each lane, and one for each lane's log.
+
+def blocks_to_resume(blocks: BlockManager, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
+    """Blocks for ``resume_row``, and for the row's growth up to its target."""
+    each = zip(blocks.groups, saved.groups, strict=True)
+    return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
+
+
+def resume_row(
+    blocks: BlockManager,
+    row: int,
+    saved: SavedRow,
+    hosted: bool,
+    at: ResumeAt,
+    columns: IntArray | None = None,
+) -> None:
+    """Begin a row as a saved one. Queries logged before it begins to log are left out.
+
+    It shares all full blocks. It writes more entries to the others, so it gets copies of those: at
+    most one for each lane, and one for each lane's log. A ``hosted`` row is copied from host memory
+    to private blocks; it shares cached ``columns [n, LG * R]`` of keys and values.
     """
-
-    def __init__(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
-
-    def save(self, row: int, computed: int) -> SavedRow:
-        """What a row of ``computed`` tokens holds in blocks."""
-        self._blocks.give_back_unused(np.array([row]), np.array([computed]))
-        return SavedRow(tuple(group.save(row) for group in self._blocks.groups))
-
-    def blocks_wanted(self, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
-        """Blocks for ``resume``, and for the row's growth up to its target."""
-        each = zip(self._blocks.groups, saved.groups, strict=True)
-        return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
-
-    def resume(
-        self,
-        row: int,
-        saved: SavedRow,
-        hosted: bool,
-        at: ResumeAt,
-        columns: IntArray | None = None,
-    ) -> None:
-        """Begin a row as a saved one. Queries logged before it begins to log are left out.
-
-        A ``hosted`` row is copied from host memory to private blocks, except for cached ``columns
-        [n, LG * R]`` of keys and values, which it shares.
-        """
-        blocks, memory = self._blocks, self._blocks.swapped
-        blocks.start_row(row)
-        memory.load_remainder(saved.remainder, row)
-        for group, held in zip(blocks.groups, saved.groups, strict=True):
-            begun = group.begun(held, at)
-            if begun is None:
-                continue
-            for table, tokens in zip(group.tables, held.tables, strict=True):
-                if not hosted:
-                    memory.copy(*table.resume(row, tokens, begun.end, begun.partial))
-                    continue
-                shared = 0
-                if columns is not None and columns.size and table is blocks.kv:
-                    group.adopt(row, columns)
-                    shared = len(columns)
-                memory.move_in(*table.load(row, tokens, begun.end, shared))
-            group.restore_fields(row, begun.fields)
+    memory = blocks.continuations.host
+    move = memory.move_in if hosted else memory.copy
+    blocks.start_row(row)
+    memory.load_remainder(saved.remainder, row)
+    for group, held in zip(blocks.groups, saved.groups, strict=True):
+        tokens = group.resumed_tokens(held, at)
+        if tokens is None:
+            continue
+        for table, there in zip(group.tables, held.tables, strict=True):
+            own_from = there.first if hosted else tokens // table.block_tokens
+            if columns is not None and columns.size and table is blocks.kv:
+                there, own_from = there.beginning(columns), own_from + len(columns)
+            move(*table.resume(row, there, tokens, own_from))
+        group.resume_fields(row, held, at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,14 +81,10 @@ class ParkedRow:
 class SwapSpace:
     """Preempted rows in host memory, which come before the continuations there."""
 
-    def __init__(
-        self, rows: RowTable, blocks: BlockManager, continuations: Continuations | None
-    ) -> None:
-        self.memory = blocks.swapped
-        self.pool = self.memory.pool
-        self._rows, self._blocks = rows, blocks
-        self._continuations = continuations
-        self._saved = SavedRows(blocks)
+    def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
+        self._rows, self._blocks, self._store = rows, blocks, blocks.continuations
+        self._memory = self._store.host
+        self.pool = self._memory.pool
         self._parked: dict[int, ParkedRow] = {}
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -107,18 +92,18 @@ class SwapSpace:
 
     def park(self, seq: Sequence) -> bool:
         """Copy a row's blocks to host memory, if there is room; the caller then frees the row."""
-        rows, memory, row = self._rows, self.memory, seq.row
+        rows, memory, row = self._rows, self._memory, seq.row
         leaves = rows.has_remainder(row)
         if leaves and not memory.have_place(preempted=True):
             return False
-        saved = self._saved.save(row, int(rows.num_computed[row]))
+        saved = save_row(self._blocks, row, int(rows.num_computed[row]))
         device = saved.named
-        if not memory.have_free(len(device)):
+        if not self._store.have_host_blocks(len(device)):
             return False
         saved = saved.renamed(memory.move_out(device, row))
         remainder = memory.save_remainder(row) if leaves else NO_PLACE
-        parked = ParkedRow(rows.park_row(row), replace(saved, remainder=remainder))
-        self._parked[seq.seq_id] = parked
+        saved = replace(saved, remainder=remainder)
+        self._parked[seq.seq_id] = ParkedRow(rows.park_row(row), saved)
         return True
 
     def identity_tokens(self, seq: Sequence) -> int:
@@ -135,33 +120,31 @@ class SwapSpace:
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
         """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""
         parked = self._parked[seq.seq_id]
-        return self._saved.blocks_wanted(parked.row, True, parked.at(reserve))
+        return blocks_to_resume(self._blocks, parked.row, True, parked.at(reserve))
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
         """Give a parked sequence a row, which shares cached ``columns [n, LG * R]``."""
         parked = self._parked.pop(seq.seq_id)
         row = self._rows.restore(seq, parked.counters)
-        self._saved.resume(row, parked.row, True, parked.at(0), columns)
+        resume_row(self._blocks, row, parked.row, True, parked.at(0), columns)
         self._blocks.queries.log_from(np.array([row]), np.array([parked.log_from]))
-        self.memory.bring_back(row, parked.row.named)
-        self.memory.release_place(parked.row.remainder)
+        self._memory.bring_back(row, parked.row.named)
+        self._memory.release_place(parked.row.remainder)
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
         parked = self._parked.pop(seq.seq_id)
-        self.memory.discard(parked.row.named)
-        self.memory.release_place(parked.row.remainder)
+        self._memory.discard(parked.row.named)
+        self._memory.release_place(parked.row.remainder)
 
     def discard_all_of(self, gone: SwapSpace) -> None:
         """Let the device forget what it keeps of the rows in another space, which is given up."""
         rows = [int(parked.row.named[0]) for parked in gone._parked.values()]
-        self.memory.discard_all_of(gone.memory, rows)
+        self._memory.discard_all_of(gone._memory, rows)
 
     def check_integrity(self) -> None:
         """Every host block and every place is free, or belongs to one row that is away."""
         away = [parked.row for parked in self._parked.values()]
-        places = [row.remainder for row in away]
-        if self._continuations is not None:
-            saved = self._continuations.all
-            places += [known.row.remainder for known in saved if known.row is not None]
-        self.memory.check_integrity([row.named for row in away], places)
+        saved = [known.row for known in self._store.all if known.row is not None]
+        blocks = [self._store.held(hosted=True), *(row.named for row in away)]
+        self._memory.check_integrity(blocks, [row.remainder for row in (*away, *saved)])

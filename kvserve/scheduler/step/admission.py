@@ -16,7 +16,7 @@ from kvserve.scheduler.messages.output import (
     PrefillBatch,
 )
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.conversations import Conversations, NextTurn
+from kvserve.scheduler.offload.conversations import NextTurn
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import RowState, Trigger
@@ -62,14 +62,12 @@ class Admission:
         sequences run.
         """
         parked = seq in self._swap
-        if not parked and self._conversations is not None:
-            found = self._conversations.find(seq)
-            if found is not None:
-                turn = self._conversations.plan(seq, found)
-                if self._go_on(self._conversations, seq, turn, budget) or self._rows.num_rows:
-                    return seq.status is SequenceStatus.RUNNING
-            else:
-                self._conversations.recall(seq)
+        if not parked and (found := self._conversations.find(seq)) is not None:
+            turn = self._conversations.plan(seq, found)
+            if self._go_on(seq, turn, budget) or self._rows.num_rows:
+                return seq.status is SequenceStatus.RUNNING
+        elif not parked:
+            self._conversations.recall(seq)
         if parked:
             target, limit = 0, self._swap.identity_tokens(seq)
             wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
@@ -101,9 +99,7 @@ class Admission:
         pool.release(shared)
         return seq.status is SequenceStatus.RUNNING
 
-    def _go_on(
-        self, conversations: Conversations, seq: Sequence, turn: NextTurn, budget: StepBudget
-    ) -> bool:
+    def _go_on(self, seq: Sequence, turn: NextTurn, budget: StepBudget) -> bool:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
         length = self.chunk_length(seq, computed, turn.at.target, budget)
@@ -112,7 +108,7 @@ class Admission:
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
-            at = np.array([conversations.resume_row(seq, turn)], np.int32)
+            at = np.array([self._conversations.resume_row(seq, turn)], np.int32)
             self._events.schedule_next_event(seq.policy_id, at)
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]
@@ -147,8 +143,7 @@ class Admission:
     def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:
         """Give ``seq`` a row that begins with cached ``columns``, and blocks up to ``target``."""
         rows, blocks = self._rows, self._blocks
-        if self._conversations is not None:
-            self._conversations.count_miss(seq)
+        self._conversations.count_miss(seq)
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self._size
         rows.first_uncompressed_pos[at] = seq.trigger.start(rows.num_prompt[at])

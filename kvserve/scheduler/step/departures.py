@@ -36,7 +36,7 @@ class Departures:
             self._rows.publish(seq, int(self._rows.num_computed[seq.row]))
             generated = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
             self._waiting.ended(seq, generated)
-            if self._conversations is not None and reason != "error":
+            if reason != "error":
                 self._conversations.save_row(seq)
             self._empty_row(seq)
             self._finished.append(seq)

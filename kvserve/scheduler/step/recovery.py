@@ -122,8 +122,7 @@ def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
         setattr(fresh.events, name, getattr(scheduler.events, name))
     fresh.num_steps = scheduler.num_steps
     fresh.swap.discard_all_of(scheduler.swap)
-    if fresh.conversations is not None and scheduler.conversations is not None:
-        fresh.conversations.store.count_from(scheduler.conversations.store)
+    fresh.conversations.store.count_from(scheduler.conversations.store)
     fresh.departures.num_preemptions = scheduler.num_preemptions + preempted
     fresh.departures.num_swaps = scheduler.num_swaps
     vars(scheduler).update(vars(fresh))

@@ -18,7 +18,6 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
@@ -48,26 +47,24 @@ class Scheduler:
     """
 
     def __init__(self, layout: KVLayout, settings: SchedulerSettings) -> None:
-        self.layout = layout
+        self.layout, self.settings = layout, settings
         self.pool = BlockPool(settings.num_blocks)
         most_rows, longest = settings.max_num_seqs, settings.max_model_len
         places = num_places(most_rows, continuations=settings.continuations)
         swapped = SwapMemory(most_rows, places, settings.num_host_blocks)
-        store = None
-        if settings.continuations:
-            store = Continuations(self.pool, swapped, settings.max_continuation_blocks)
-        prefix_cache = PrefixCache(self.pool) if settings.prefix_caching else None
+        limit = settings.max_continuation_blocks
+        store = Continuations(self.pool, swapped, layout.block_size, limit)
         logged, further = settings.log_block_tokens, settings.further_groups
         groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
-        later = prefix_cache, store, swapped
-        self.blocks = BlockManager(layout, self.pool, most_rows, groups, *later)
+        caching = settings.prefix_caching
+        self.blocks = BlockManager(layout, self.pool, groups, store, prefix_caching=caching)
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed)
-        self.swap = SwapSpace(rows, self.blocks, store)
+        self.swap = SwapSpace(rows, self.blocks)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
-        self.conversations = None if store is None else Conversations(rows, self.blocks, store)
+        self.conversations = Conversations(rows, self.blocks)
         away = self.swap, self.conversations
         parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
         self.departures = Departures(parts)
@@ -200,7 +197,7 @@ class Scheduler:
         return SchedulerOutput(
             events=events,
             row_swaps=rows.take_swaps(),
-            moves=self.blocks.swapped.take_moves(),
+            moves=self.blocks.continuations.host.take_moves(),
             admitted=caught_up.admitted,
             table_updates=self.blocks.take_updates(n),
             num_decoding=len(decoding),

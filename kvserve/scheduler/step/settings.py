@@ -45,11 +45,11 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The state of a scheduler; ``conversations`` are ``None`` if continuations are off."""
+    """The state of a scheduler."""
 
     rows: RowTable
     blocks: BlockManager
     events: CompressionScheduler
     waiting: WaitingQueue
     swap: SwapSpace
-    conversations: Conversations | None
+    conversations: Conversations
