@@ -134,26 +134,32 @@ class BlockTable(RowArrays):
 
     def save(self, row: int) -> SavedTable:
         """The blocks that a row names, for ``resume``."""
-        first, end = self.first[:, row].copy(), self.end[:, row].copy()
-        start = int(first.min())
-        return SavedTable(first, end, start, self.blocks[:, row, :, start : end.max()].copy())
+        named, _ = self.row_entries(row)
+        return SavedTable(self.first[:, row].copy(), self.end[:, row].copy(), named)
 
     def resume(
-        self, row: int, saved: SavedTable, tokens: IntArray, own_from: IntArray
+        self,
+        row: int,
+        saved: SavedTable,
+        tokens: IntArray,
+        own_from: IntArray,
+        columns: IntArray | None,
     ) -> tuple[IntArray, IntArray]:
-        """Begin an empty row with the blocks of a saved one for its first ``tokens [LG, R]``.
+        """Begin an empty row with the blocks of a saved one for its first ``tokens [LG, R]``, of
+        which the first may be ``columns [n, LG * R]`` instead.
 
         Those before column ``own_from [LG, R]`` are shared. For the others the row gets private
         ones. Returns the saved and the private blocks of these, for the contents to be copied.
         """
-        width, end = saved.start + saved.blocks.shape[2], -(-tokens // self.block_tokens)
-        self.blocks[:, row, :, saved.start : width] = saved.blocks
-        self.first[:, row] = self._synced[:, row] = saved.first
-        end = self.end[:, row] = np.maximum(end, saved.first)
-        own_from = np.clip(own_from, saved.first, end)
-        self.pool.share(self._named([row], saved.first[:, None], (own_from - saved.first)[:, None]))
-        at = self._places(self._lanes[:, row].ravel(), own_from.ravel(), (end - own_from).ravel())
-        tables = self.blocks.reshape(-1)
+        lanes, first, tables = self._lanes[:, row].ravel(), saved.first, self.blocks.reshape(-1)
+        tables[self._places(lanes, first.ravel(), (saved.end - first).ravel())] = saved.blocks
+        if columns is not None:
+            self.blocks[:, row, :, : len(columns)] = columns.T.reshape(*self.lanes, -1)
+        end = np.maximum(-(-tokens // self.block_tokens), first)
+        self.first[:, row], self._synced[:, row], self.end[:, row] = first, first, end
+        own_from = np.clip(own_from, first, end)
+        self.pool.share(tables[self._places(lanes, first.ravel(), (own_from - first).ravel())])
+        at = self._places(lanes, own_from.ravel(), (end - own_from).ravel())
         theirs, own = tables[at], self.pool.allocate(len(at))
         tables[at] = own
         return theirs, own

@@ -73,8 +73,7 @@ class Conversations:
                 tokens,
                 seq.num_prompt_tokens,
                 floor,
-                rows.park_row(row),
-                replace(save_row(self._blocks, row, computed), remainder=remainder),
+                replace(save_row(rows, self._blocks, row), remainder=remainder),
                 seq.first_prompt_tokens,
                 seq.num_shareable,
                 seq.turns,
@@ -100,16 +99,13 @@ class Conversations:
         known, computed = found
         assert known.row is not None
         dropped, lens = len(known.token_ids) - computed, known.row.kv_lens
-        state = RowState(
-            *(np.array([known.counters["num_prompt"]]), np.array([computed])),
-            np.array([-(-int((lens - dropped).sum()) // lens.size)]),
-            np.array([known.counters["first_uncompressed_pos"]]),
-            self._blocks.layout.block_size,
-        )
+        held, saved = -(-int((lens - dropped).sum()) // lens.size), known.row.counters
+        prompt, first = int(saved["num_prompt"]), int(saved["first_uncompressed_pos"])
+        state = RowState.of(prompt, computed, held, first, self._blocks.layout.block_size)
         turns = seq.turns or (*known.turns, Turn(computed, seq.num_prompt_tokens))
         end = np.array([turns[len(known.turns)].end])
-        num_prompt, first = seq.trigger.next_turn(state, end)
-        state = RowState(num_prompt, state.num_computed, state.kv_len, first, state.block_size)
+        num_prompt, uncompressed = seq.trigger.next_turn(state, end)
+        state = replace(state, num_prompt=num_prompt, first_uncompressed_pos=uncompressed)
         due = seq.trigger.next_event(state)
         due[0] = seq.next_event(computed, int(due[0]), len(known.events))
         target = max(min(seq.num_tokens, int(due[0])), computed)
@@ -121,14 +117,14 @@ class Conversations:
 
     def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
-        known, computed = turn.resumption
+        computed = turn.at.computed
         if seq.resumed is None:
             seq.resumed = turn.resumption
             _take_history(seq, turn.resumption)
             self.store.take(turn.resumption)
             self.store.hits_from_host += turn.hosted
         rows, size = self._rows, self._blocks.layout.block_size
-        row = rows.resume(seq, known.counters)
+        row = rows.resume(seq, turn.row.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
         rows.num_published[row] = min(rows.num_published[row], computed // size)
         resume_row(self._blocks, row, turn.row, turn.hosted, turn.at)

@@ -6,7 +6,7 @@ would first rebuild the larger cache that its events had cut down, and replay th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,10 +18,10 @@ from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 
 
-def save_row(blocks: BlockManager, row: int, computed: int) -> SavedRow:
-    """What a row of ``computed`` tokens holds in blocks."""
-    blocks.give_back_unused(np.array([row]), np.array([computed]))
-    return SavedRow(tuple(group.save(row) for group in blocks.groups))
+def save_row(rows: RowTable, blocks: BlockManager, row: int) -> SavedRow:
+    """What a row counts, and holds in blocks."""
+    blocks.give_back_unused(np.array([row]), rows.num_computed[[row]])
+    return SavedRow(rows.park_row(row), tuple(group.save(row) for group in blocks.groups))
 
 
 def blocks_to_resume(blocks: BlockManager, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
@@ -54,28 +54,11 @@ def resume_row(
             continue
         for table, there in zip(group.tables, held.tables, strict=True):
             own_from = there.first if hosted else tokens // table.block_tokens
+            shared = None
             if columns is not None and columns.size and table is blocks.kv:
-                there, own_from = there.beginning(columns), own_from + len(columns)
-            move(*table.resume(row, there, tokens, own_from))
+                shared, own_from = columns, own_from + len(columns)
+            move(*table.resume(row, there, tokens, own_from, shared))
         group.resume_fields(row, held, at)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParkedRow:
-    """A row in host memory: its counters by field, and what it held, in host blocks."""
-
-    counters: dict[str, IntArray]
-    row: SavedRow
-
-    def at(self, reserve: int) -> ResumeAt:
-        """Where a row goes on that grows by ``reserve`` tokens."""
-        computed = int(self.counters["num_computed"])
-        return ResumeAt(0, computed, computed + reserve, self.log_from)
-
-    @property
-    def log_from(self) -> int:
-        """From which position it logs queries."""
-        return int(self.row.groups[1].fields["_from"])
 
 
 class SwapSpace:
@@ -85,7 +68,7 @@ class SwapSpace:
         self._rows, self._blocks, self._store = rows, blocks, blocks.continuations
         self._memory = self._store.host
         self.pool = self._memory.pool
-        self._parked: dict[int, ParkedRow] = {}
+        self._parked: dict[int, SavedRow] = {}
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.seq_id in self._parked
@@ -96,14 +79,13 @@ class SwapSpace:
         leaves = rows.has_remainder(row)
         if leaves and not memory.have_place(preempted=True):
             return False
-        saved = save_row(self._blocks, row, int(rows.num_computed[row]))
+        saved = save_row(rows, self._blocks, row)
         device = saved.named
         if not self._store.have_host_blocks(len(device)):
             return False
         saved = saved.renamed(memory.move_out(device, row))
         remainder = memory.save_remainder(row) if leaves else NO_PLACE
-        saved = replace(saved, remainder=remainder)
-        self._parked[seq.seq_id] = ParkedRow(rows.park_row(row), saved)
+        self._parked[seq.seq_id] = replace(saved, remainder=remainder)
         return True
 
     def identity_tokens(self, seq: Sequence) -> int:
@@ -120,31 +102,38 @@ class SwapSpace:
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
         """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""
         parked = self._parked[seq.seq_id]
-        return blocks_to_resume(self._blocks, parked.row, True, parked.at(reserve))
+        return blocks_to_resume(self._blocks, parked, True, _resume_at(parked, reserve))
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
         """Give a parked sequence a row, which shares cached ``columns [n, LG * R]``."""
         parked = self._parked.pop(seq.seq_id)
         row = self._rows.restore(seq, parked.counters)
-        resume_row(self._blocks, row, parked.row, True, parked.at(0), columns)
-        self._blocks.queries.log_from(np.array([row]), np.array([parked.log_from]))
-        self._memory.bring_back(row, parked.row.named)
-        self._memory.release_place(parked.row.remainder)
+        at = _resume_at(parked, 0)
+        resume_row(self._blocks, row, parked, True, at, columns)
+        self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]))
+        self._memory.bring_back(row, parked.named)
+        self._memory.release_place(parked.remainder)
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
         parked = self._parked.pop(seq.seq_id)
-        self._memory.discard(parked.row.named)
-        self._memory.release_place(parked.row.remainder)
+        self._memory.discard(parked.named)
+        self._memory.release_place(parked.remainder)
 
     def discard_all_of(self, gone: SwapSpace) -> None:
         """Let the device forget what it keeps of the rows in another space, which is given up."""
-        rows = [int(parked.row.named[0]) for parked in gone._parked.values()]
+        rows = [int(parked.named[0]) for parked in gone._parked.values()]
         self._memory.discard_all_of(gone._memory, rows)
 
     def check_integrity(self) -> None:
         """Every host block and every place is free, or belongs to one row that is away."""
-        away = [parked.row for parked in self._parked.values()]
+        away = self._parked.values()
         saved = [known.row for known in self._store.all if known.row is not None]
         blocks = [self._store.held(hosted=True), *(row.named for row in away)]
         self._memory.check_integrity(blocks, [row.remainder for row in (*away, *saved)])
+
+
+def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
+    """Where a preempted row goes on that grows by ``reserve`` tokens."""
+    computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
+    return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))

@@ -169,8 +169,8 @@ class Admission:
 
 def first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:
     """Where a fresh sequence's first event is due, and from where it logs queries until then."""
-    prompt, zero = np.array([num_prompt], np.int32), np.zeros(1, np.int32)
-    state = RowState(prompt, zero, zero, trigger.start(prompt))
+    uncompressed = int(trigger.start(np.array([num_prompt], np.int32))[0])
+    state = RowState.of(num_prompt, 0, 0, uncompressed)
     next_event = trigger.next_event(state)
     return int(next_event[0]), int(trigger.log_from(state, next_event)[0])
 

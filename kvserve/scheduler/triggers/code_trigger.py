@@ -11,14 +11,14 @@ from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
     EvictionSpec,
-    OnDate,
     RowState,
+    Trigger,
     last_queries,
 )
 
 
 @dataclass(frozen=True)
-class QuantizeTrigger(OnDate):
+class QuantizeTrigger(Trigger):
     """Events at the prompt's end, and after every ``period`` more tokens, make codes of entries.
 
     The first event also evicts, down to ``budget``; the windows of the others are empty. With

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.triggers.trigger import RowState, Trigger
 
 _EVENTS = 256
@@ -15,12 +14,11 @@ def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) 
 
     After ``_EVENTS`` events it extrapolates the growth over the second half of them.
     """
-    prompt = np.array([num_prompt], np.int32)
-    first_uncompressed_pos = trigger.start(prompt)
+    uncompressed = int(trigger.start(np.array([num_prompt], np.int32))[0])
     seen = held = 0
     peaks = [(num_prompt, 0)]
     for _ in range(max_len):
-        state = _state(prompt, seen, held, first_uncompressed_pos, block_size)
+        state = RowState.of(num_prompt, seen, held, uncompressed, block_size)
         due = min(int(trigger.next_event(state)[0]), max_len)
         held, seen = held + due - seen, due
         if seen > num_prompt:
@@ -29,19 +27,7 @@ def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) 
             return max(most for _, most in peaks)
         if len(peaks) > _EVENTS:
             break
-        plan = trigger.plan(_state(prompt, seen, held, first_uncompressed_pos, block_size))
-        held, first_uncompressed_pos = held - int(plan.evicted[0]), plan.first_uncompressed_pos
+        plan = trigger.plan(RowState.of(num_prompt, seen, held, uncompressed, block_size))
+        held, uncompressed = held - int(plan.evicted[0]), int(plan.first_uncompressed_pos[0])
     (before, less), (now, more) = peaks[_EVENTS // 2], peaks[-1]
     return more + (more - less) * (max_len - now) // (now - before)
-
-
-def _state(
-    prompt: IntArray, seen: int, held: int, first_uncompressed_pos: IntArray, block_size: int
-) -> RowState:
-    return RowState(
-        prompt,
-        np.array([seen], np.int32),
-        np.array([held], np.int32),
-        first_uncompressed_pos,
-        block_size,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
 
 import numpy as np
 
@@ -13,14 +13,14 @@ from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
     NOT_LOGGING,
     EvictionSpec,
-    OnDate,
     RowState,
+    Trigger,
     whole_row,
 )
 
 
 @dataclass(frozen=True)
-class Periodic:
+class Periodic(Trigger):
     """An event every ``period`` decode steps, once ``window`` tokens are uncompressed.
 
     KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the first window begins at the oldest
@@ -44,15 +44,15 @@ class Periodic:
         """n: tokens of a window that compete for ``keep`` places."""
         return self.window - self.buffer
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
         return self.window
 
-    @property
+    @cached_property
     def log_span(self) -> int:
         return self.compressible
 
-    @property
+    @cached_property
     def optional_period(self) -> int:
         return self.period
 
@@ -98,7 +98,7 @@ class Periodic:
 
 
 @dataclass(frozen=True)
-class EngineWide(OnDate):
+class EngineWide(Trigger):
     """KvLLM's Algorithm 1 as printed (arXiv 2607.01237): the engine counts the steps.
 
     Every ``period`` steps since the last event it takes the ``most`` oldest sequences that hold
@@ -108,14 +108,14 @@ class EngineWide(OnDate):
     it for replays.
     """
 
-    logs: ClassVar[bool] = False
+    logs = False
     window: int
     buffer: int
     keep: int
     period: int
     most: int
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
         return self.window
 
@@ -152,7 +152,7 @@ class EngineWide(OnDate):
 
 
 @dataclass(frozen=True)
-class Rounds(OnDate):
+class Rounds(Trigger):
     """An event whenever ``period`` entries more are held than the last one left, or would leave.
 
     With ``protect_prompt`` the prompt stays: a budget of tokens counts it, and what it leaves over
@@ -160,7 +160,7 @@ class Rounds(OnDate):
     alone. Otherwise every event selects from the whole row. Keys alone are scored.
     """
 
-    num_queries: ClassVar[int] = 0
+    num_queries = 0
     budget: Budget
     period: int
     protect_prompt: bool = True
