@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.cache_group import TokenGroup
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.blocks.newest_group import NewestGroup
 from kvserve.scheduler.blocks.swap_memory import num_places
-from kvserve.scheduler.blocks.token_group import TokenGroup
-from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
+from kvserve.scheduler.blocks.window_group import NewestGroup, WindowGroup, window_blocks
 from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.conversations import Conversations, NextTurn
+from kvserve.scheduler.step.saved_rows import Conversations, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING, EventKind
 

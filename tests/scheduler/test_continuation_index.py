@@ -27,7 +27,7 @@ def keys_of(tokens: Any) -> list[bytes]:
 def made(tokens: Any, prompt: int, floor: int, policy: str = "a") -> Continuation:
     ids, keys = np.array(tokens, np.int32), keys_of(tokens)
     first, second = (keys[end // SIZE] for end in (floor, prompt))
-    state: Any = ({}, None, prompt, 0, (), ())
+    state: Any = (None, prompt, 0, (), ())
     listed: Any = (policy, ids, prompt, floor, *state, first, second)
     return Continuation(*listed)
 

@@ -10,20 +10,17 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.group_spec import GroupSpec
-from kvserve.scheduler.blocks.newest_group import NewestSpec
-from kvserve.scheduler.blocks.window_group import WindowSpec
+from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.drafts import Confirmed
-from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
-from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic, QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned, Taper, prunes_prompt
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
@@ -239,9 +236,9 @@ def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
 
 def assert_all_events_are_closed(scheduler: Scheduler) -> None:
     """None waits for scores, and no scores are kept for one that will not come."""
-    assert not scheduler.events.open.scoring
-    scheduler.events.open.close_scored()
-    assert not len(scheduler.events.open)
+    assert not scheduler.events.scoring
+    scheduler.schedule()
+    assert not scheduler.events._answers
 
 
 def preempt_now_and_then(

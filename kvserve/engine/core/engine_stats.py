@@ -13,8 +13,7 @@ import numpy as np
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.continuation import MISSES
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.output import Confirmed, Drafts, SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.stats import ITERATION_TOKENS, CompactionCounts, EngineStats, RequestStats
 

@@ -16,11 +16,9 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
-from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.cache_group import CacheGroup, EntryGroup, LogGroup
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.entry_group import EntryGroup
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-from kvserve.scheduler.blocks.token_group import LogGroup
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import TableUpdate
 

@@ -15,8 +15,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.cache_group import CacheGroup
-from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import CodeBlocks
 from kvserve.scheduler.row_schema import per_group
@@ -78,32 +77,6 @@ class CodeGroup(CacheGroup):
     def counts(self, rows: Rows) -> dict[str, int]:
         coded, vectors = self.coded[:, rows].sum(), self.num_vectors[:, rows].sum()
         return {"coded_entries": int(coded), "codebook_entries": int(vectors)}
-
-    def plan(
-        self,
-        row: int,
-        kv_lens: IntArray,
-        entries: IntArray,
-        vectors: IntArray,
-        *,
-        afresh: bool,
-        raw_fallback: bool,
-    ) -> Coding:
-        """What to hold as codes of a row, given what was observed.
-
-        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition; they need ``vectors
-        [LG, R]`` new vectors. With ``raw_fallback`` a lane stays raw for good if its codes would
-        take as many blocks as its entries.
-        """
-        if not afresh:
-            coded = self.coded[:, row] + entries
-            return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)
-        coded = entries // self._size * self._size
-        if raw_fallback:
-            index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
-            saved = coded // self._size - index - book
-            coded = np.where(saved > 0, coded, 0)
-        return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
 
     def code(
         self, blocks: BlockManager, rows: IntArray, codings: IntArray

@@ -12,10 +12,9 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.code_group import CodeGroup
+from kvserve.scheduler.blocks.code_group import CodeGroup, Coding
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
-from kvserve.scheduler.triggers.pruning import Pruned
+from kvserve.scheduler.triggers.periodic import QuantizeTrigger
 from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, RowState, Trigger
 
 Taken = tuple[Events, IntArray]
@@ -144,30 +143,20 @@ class HostCodedEvents(HostUnevenEvents):
     def _outcome(
         self, due: Events, trigger: Trigger, i: int, kept: IntArray
     ) -> tuple[IntArray, Any]:
+        """With ``raw_fallback`` a lane stays raw for good if its codes would take as many blocks as
+        its entries."""
         assert isinstance(trigger, QuantizeTrigger) and self._codes is not None
-        coding = self._codes.plan(
-            int(due.rows[i]),
-            due.old_lens[:, i],
-            kept[..., 0],
-            kept[..., 1],
-            afresh=bool(due.plan.window_len[i]),
-            raw_fallback=trigger.raw_fallback,
-        )
-        return coding.kv_lens, coding
-
-
-class HostPrunedEvents(HostUnevenEvents):
-    """A prompt's own event, scheduled in the step that computes the prompt; others are uneven."""
-
-    def in_prompt(self, due: Events, trigger: Trigger, num_prompt: int) -> Taken:
-        """The only event in ``due``, with the entries that each layer will hold of its prompt."""
-        assert isinstance(trigger, Pruned)
-        by_layer = trigger.prompt_lengths(num_prompt, self._blocks.layout.num_layers)
-        lengths = np.array(by_layer, np.int32)[:, None, None]
-        new = np.broadcast_to(lengths, due.old_lens.shape).copy()
-        taken = self.take_blocks(replace(due, new_lens=new))
-        assert taken is not None
-        return taken
+        codes, row, old_lens = self._codes, int(due.rows[i]), due.old_lens[:, i]
+        entries, vectors = kept[..., 0], kept[..., 1]
+        if not due.plan.window_len[i]:  # they are coded in addition
+            coded, num_vectors = codes.coded[:, row] + entries, codes.num_vectors[:, row] + vectors
+            return old_lens, Coding(old_lens, coded, num_vectors, False)
+        size = self._blocks.layout.block_size
+        coded = entries // size * size
+        if trigger.raw_fallback:
+            index, book = -(-coded // codes.slots_per_block), -(-vectors // codes.vectors_per_block)
+            coded = np.where(coded // size > index + book, coded, 0)
+        return entries, Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
 
 
 HANDLERS: dict[EventKind, type[HostEvenEvents]] = {
@@ -175,5 +164,5 @@ HANDLERS: dict[EventKind, type[HostEvenEvents]] = {
     EventKind.UNEVEN: HostUnevenEvents,
     EventKind.BLOCKS: HostBlockEvents,
     EventKind.CODED: HostCodedEvents,
-    EventKind.PRUNED: HostPrunedEvents,
+    EventKind.PRUNED: HostUnevenEvents,
 }

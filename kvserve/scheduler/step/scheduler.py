@@ -16,21 +16,25 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.cache_group import make_groups
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.group_spec import make_groups
 from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.output import ScheduledEvents, SchedulerOutput
+from kvserve.scheduler.messages.output import (
+    Confirmed,
+    Drafts,
+    ScheduledEvents,
+    SchedulerOutput,
+    confirmed_of,
+)
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.saved_rows import SwapSpace
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
-from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks, first_event
+from kvserve.scheduler.step.admission import Admission, CaughtUp, first_event
 from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.step.saved_rows import Conversations, SwapSpace
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
@@ -68,8 +72,7 @@ class Scheduler:
         away = self.swap, self.conversations
         parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
         self.departures = Departures(parts)
-        self._admission = Admission(parts, settings)
-        self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
+        self._admission = Admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
             budget = settings.max_num_batched_tokens
@@ -121,12 +124,12 @@ class Scheduler:
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
         catches up, admits, scores an event that will find its blocks, or follows a step in flight
         whose tokens and counts will allow more. If it does none of these, the newest sequences are
-        preempted, one by one, until it does (``PrefillChunks.catch_up``).
+        preempted, one by one, until it does (``Admission.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
         unknown = rows.num_unknown[: rows.num_rows].any()
-        scoring = bool(self.events.open) and self.events.open.scoring
+        scoring = bool(self.events.scoring)
         events = self._compress()
         decoding = self._make_room()
         # Each decoding row gets the blocks of one more token, and counts that token. What it
@@ -142,7 +145,7 @@ class Scheduler:
         moves = bool(events.observations or scoring) and not blocked_on_blocks
         moves = moves or bool(len(decoding) or unknown)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
-        caught_up = self._chunks.catch_up(decoded, moves=moves)
+        caught_up = self._admission.catch_up(decoded, moves=moves)
         return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
@@ -228,9 +231,9 @@ class Scheduler:
 
     def confirm(self, output: SchedulerOutput, token_ids: IntArray) -> Confirmed | None:
         """What sequences get of the sampled tokens, if the step had drafts."""
-        if self.speculation is None or output.drafts is None:
+        if output.drafts is None:
             return None
-        return self.speculation.confirm(output.drafts, token_ids)
+        return confirmed_of(output.drafts, token_ids, self.rows.stop_ids[: output.num_decoding])
 
     def update(
         self,
@@ -246,7 +249,7 @@ class Scheduler:
         """
         rows = self.rows
         for events, answer in zip(output.events.observations, scores, strict=True):
-            self.events.open.take_scores(events, answer)
+            self.events.take_scores(events, answer)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         if self.speculation is not None and confirmed is not None:

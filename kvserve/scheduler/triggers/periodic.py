@@ -1,9 +1,9 @@
-"""KvLLM's periodic events (arXiv 2607.01237, Algorithm 1): as built here, and as printed."""
+"""Events that come again and again: KvLLM's (arXiv 2607.01237, Algorithm 1), as built here and as
+printed, those of fixed rounds, and SpindleKV's, as generated tokens fill blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvserve.scheduler.triggers.trigger import (
     EvictionSpec,
     RowState,
     Trigger,
+    last_queries,
     whole_row,
 )
 
@@ -44,17 +45,13 @@ class Periodic(Trigger):
         """n: tokens of a window that compete for ``keep`` places."""
         return self.window - self.buffer
 
-    @cached_property
-    def num_queries(self) -> int:
+    @property
+    def num_queries(self) -> int:  # type: ignore[override]
         return self.window
 
-    @cached_property
-    def log_span(self) -> int:
+    @property
+    def log_span(self) -> int:  # type: ignore[override]
         return self.compressible
-
-    @cached_property
-    def optional_period(self) -> int:
-        return self.period
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         if self.protect_turns:
@@ -115,8 +112,8 @@ class EngineWide(Trigger):
     period: int
     most: int
 
-    @cached_property
-    def num_queries(self) -> int:
+    @property
+    def num_queries(self) -> int:  # type: ignore[override]
         return self.window
 
     def start(self, num_prompt: IntArray) -> IntArray:
@@ -189,3 +186,42 @@ class Rounds(Trigger):
 
     def _protected(self, rows: RowState) -> IntArray:
         return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
+
+
+@dataclass(frozen=True)
+class QuantizeTrigger(Trigger):
+    """Events at the prompt's end, and after every ``period`` more tokens, make codes of entries.
+
+    The first event also evicts, down to ``budget``; the windows of the others are empty. With
+    ``raw_fallback`` lanes whose codes would save no block stay raw.
+    """
+
+    budget: Budget
+    num_queries: int
+    period: int
+    raw_fallback: bool = True
+
+    def next_event(self, rows: RowState) -> IntArray:
+        return np.where(
+            rows.first_uncompressed_pos == 0,
+            rows.num_prompt,
+            rows.first_uncompressed_pos + self.period,
+        )
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        first = (rows.first_uncompressed_pos == 0) & (rows.num_prompt > self.num_queries)
+        return last_queries(np.where(first, next_event, NO_EVENT), self.num_queries)
+
+    def plan(self, rows: RowState) -> EvictionSpec:
+        first = rows.first_uncompressed_pos == 0
+        length = np.where(first, rows.kv_len, 0)
+        queries = np.where(first & (rows.kv_len > self.num_queries), self.num_queries, 0)
+        return EvictionSpec(
+            region_start=np.zeros_like(length),
+            windows=np.ones_like(length),
+            window_len=length,
+            keep=self.budget.of(length),
+            query_start=rows.num_computed - queries,
+            num_queries=queries,
+            first_uncompressed_pos=rows.num_computed,
+        )

@@ -63,7 +63,8 @@ class RowState:
     ) -> RowState:
         """That of one row."""
         numbers = num_prompt, num_computed, kv_len, uncompressed
-        return cls(*(np.array([number], np.int32) for number in numbers), block_size)
+        prompt, computed, held, first = (np.array([number], np.int32) for number in numbers)
+        return cls(prompt, computed, held, first, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +118,11 @@ class Trigger:
 
     num_queries: int
     """The most queries that a window must have; 0 if keys alone are scored."""
+    # Nobody writes these: subclasses give them as fields, as constants or as properties.
     logs: bool = True
     """Whether queries are logged; else they are recomputed from the tokens in the event's task."""
     log_span: int = ONE_WINDOW
     """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
-    optional_period: int = 0
-    """Events come every so many steps, and may come early under memory pressure; 0: they may
-    not."""
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``first_uncompressed_pos`` of a sequence that has computed nothing."""
@@ -306,3 +305,30 @@ def whole_row(
         num_queries=np.zeros_like(length) + num_queries,
         first_uncompressed_pos=rows.num_computed,
     )
+
+
+_EVENTS = 256
+
+
+def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) -> int:
+    """Most entries held (a mean over layers and heads) from the prompt's end to ``max_len`` tokens.
+
+    After ``_EVENTS`` events it extrapolates the growth over the second half of them.
+    """
+    uncompressed = int(trigger.start(np.array([num_prompt], np.int32))[0])
+    seen = held = 0
+    peaks = [(num_prompt, 0)]
+    for _ in range(max_len):
+        state = RowState.of(num_prompt, seen, held, uncompressed, block_size)
+        due = min(int(trigger.next_event(state)[0]), max_len)
+        held, seen = held + due - seen, due
+        if seen > num_prompt:
+            peaks.append((seen, held))
+        if seen == max_len:
+            return max(most for _, most in peaks)
+        if len(peaks) > _EVENTS:
+            break
+        plan = trigger.plan(RowState.of(num_prompt, seen, held, uncompressed, block_size))
+        held, uncompressed = held - int(plan.evicted[0]), int(plan.first_uncompressed_pos[0])
+    (before, less), (now, more) = peaks[_EVENTS // 2], peaks[-1]
+    return more + (more - less) * (max_len - now) // (now - before)
