@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -78,8 +78,8 @@ class Faulty(StreamingLLM):
     def event_trigger(self) -> Trigger:
         trigger = super().event_trigger
         if self.fault == "greedy":
-            return Greedy(trigger)
-        return FaultyTrigger(trigger, self.fault)
+            return cast(Trigger, Greedy(trigger))
+        return cast(Trigger, FaultyTrigger(trigger, self.fault))
 
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":

@@ -25,7 +25,7 @@ from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resu
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.step.saved_rows import Conversations, NextTurn
+from kvserve.scheduler.step.saved_rows import NextTurn, SavedRows
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING, EventKind
 
@@ -95,7 +95,7 @@ class ShadowRunner:
         self.resumed = 0
         self.ahead = np.zeros(rows, int)
         """Confirmed guesses of the last step, which the host counts when it has the tokens."""
-        self._follow(scheduler.conversations)
+        self._follow(scheduler.saved)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
@@ -190,7 +190,7 @@ class ShadowRunner:
             self._check_further(row)
             if self.scheduler.rows.leaves_remainder[row]:
                 assert self.remainders[row] == self.lost[row][0], "a remainder was lost or mixed up"
-        assert len(self.parked) == len(self.scheduler.swap._parked)
+        assert len(self.parked) == len(self.scheduler.saved._parked)
         cache = self.scheduler.blocks.prefix_cache
         for digest, column in cache.columns.items():
             blocks = column.ravel()[: len(self.lanes)]
@@ -326,8 +326,8 @@ class ShadowRunner:
                 self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self.host[host] = self._contents(device)
-        copied = [self._contents(block) for block in moves.copies.sources]
-        for block, contents in zip(moves.copies.copies, copied, strict=True):
+        copied = [self._contents(block) for block in moves.copy_from]
+        for block, contents in zip(moves.copy_to, copied, strict=True):
             self._put(block, contents)
         for task in moves.ins:
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
@@ -345,13 +345,13 @@ class ShadowRunner:
     def _memories(self) -> list[dict[Slot, Any]]:
         return [self.memory, self.log_memory, self.further_memory]
 
-    def _follow(self, conversations: Conversations) -> None:
+    def _follow(self, saved: SavedRows) -> None:
         """Remember what rows hold as they are left, and who goes on from which."""
-        save_row, resume_row = conversations.save_row, conversations.resume_row
+        save_row, resume_row = saved.save_row, saved.resume_row
 
         def left(seq: Sequence) -> None:
             save_row(seq)
-            newest = max(conversations.store.all, key=lambda known: known.used, default=None)
+            newest = max(saved.store.all, key=lambda known: known.used, default=None)
             if newest is not None and newest not in self.left:
                 # What is still to come of a step that is being scheduled comes here too.
                 row, events = seq.row, self.events[seq.seq_id]
@@ -365,8 +365,8 @@ class ShadowRunner:
             self.resuming[seq.seq_id] = turn.resumption
             return resume_row(seq, turn)
 
-        conversations.save_row = left  # type: ignore[method-assign]
-        conversations.resume_row = seated  # type: ignore[method-assign]
+        saved.save_row = left  # type: ignore[method-assign]
+        saved.resume_row = seated  # type: ignore[method-assign]
 
     def _go_on(self, seq_id: int, row: int, computed: int) -> None:
         """A row begins with what another one held, less its newest tokens."""

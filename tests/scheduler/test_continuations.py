@@ -52,7 +52,7 @@ class Talks:
 
     @property
     def store(self) -> Continuations:
-        return self.scheduler.conversations.store
+        return self.scheduler.saved.store
 
     def turn(self, tokens: Any, output: int = 10, policy: int = KARA,
              **fields: Any) -> Sequence:  # fmt: skip
@@ -69,11 +69,6 @@ class Talks:
         for name, value in fields.items():
             setattr(seq, name, value)
         return seq
-
-
-def state(*numbers: int) -> RowState:
-    prompt, computed, held, first = (np.array([n]) for n in numbers)
-    return RowState(prompt, computed, held, first)
 
 
 def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) -> Sequence:
@@ -114,7 +109,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
     """Every trigger to which a later prompt is more of the same: each entry has seen the same."""
     compared = 0
     for policy in policies_of(layout):
-        rows = state(21, 60, 50, 40)
+        rows = RowState.of(21, 60, 50, 40)
         known = TRIGGERS[policy].next_turn(rows, np.array([90]))
         if policy in NOT_COMPARED or [int(x[0]) for x in known] != [21, 40]:
             continue
@@ -343,7 +338,7 @@ def test_random_conversations(overlaps: bool) -> None:
     for seed in (3, 4, 6, 10):
         traffic = Traffic(seed, continuations=True, overlaps=overlaps)
         traffic.run(500)
-        store = traffic.scheduler.conversations.store
+        store = traffic.scheduler.saved.store
         hits = Counter(resumed=store.hits, from_host=store.hits_from_host)
         seen += what_happened(traffic) + store.misses + hits
     assert seen["resumed"] > 100 and seen["recomputed"] and seen["swaps"], seen

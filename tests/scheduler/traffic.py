@@ -230,7 +230,7 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
     scheduler.blocks.clear_cached()
-    assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
+    assert scheduler.saved.host_pool.num_free == scheduler.saved.host_pool.capacity
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 

@@ -70,7 +70,7 @@ class EngineCounts:
         cached = scheduler.blocks.num_cached
         further: dict[str, Any] = dict(scheduler.blocks.counts(running))
         if scheduler.settings.continuations:
-            store = scheduler.conversations.store
+            store = scheduler.saved.store
             further |= {
                 "continuations": len(store),
                 "continuation_blocks": store.num_blocks,

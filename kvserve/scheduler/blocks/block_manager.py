@@ -227,8 +227,10 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
         self.continuations.check_integrity()
-        tables = [table.all_held() for group in self.groups for table in group.tables]
-        held = np.concatenate([*tables, self.prefix_cache.held(), self.continuations.held()])
+        rows = self.kv_lens.shape[1]
+        tables = [table for group in self.groups for table in group.tables]
+        named = [table.named_by_row(rows)[0] for table in tables]
+        held = np.concatenate([*named, self.prefix_cache.held(), self.continuations.held()])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         for group in self.groups:

@@ -194,10 +194,6 @@ class BlockTable(RowArrays):
         synced[lanes] = end
         return TableUpdate(at, self.blocks.reshape(-1)[at])
 
-    def all_held(self) -> IntArray:
-        """Every block that the table names, once per reference."""
-        return self._named(slice(None), self.first, self.end - self.first)
-
     def named_by_row(self, num_rows: int) -> tuple[IntArray, IntArray]:
         """Every block that the first rows name, once per reference, and the row of each."""
         rows = slice(num_rows)

@@ -9,13 +9,12 @@ evicted continuation moves to host memory, if there is room.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, LookedUp
+from kvserve.scheduler.blocks.continuation_index import ContinuationIndex
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
 from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
 
@@ -35,7 +34,7 @@ class Continuations:
         self.hits_from_host = 0
         self.resumed_tokens = 0
         self.changes = 0
-        """Grows whenever ``find`` may answer differently."""
+        """Grows whenever a look-up in the ``index`` may answer differently."""
         self._pool, self.host, self._block_size = pool, host, block_size
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
         self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
@@ -43,7 +42,7 @@ class Continuations:
         self._hosted: OrderedDict[Continuation, None] = OrderedDict()
         self._num_host_refs = 0
         """References of those in host memory: to look at thousands of these takes 30 ms."""
-        self._index = ContinuationIndex(block_size)
+        self.index = ContinuationIndex(block_size)
         self._gone: deque[Continuation] = deque()
 
     def __len__(self) -> int:
@@ -78,24 +77,16 @@ class Continuations:
         """The next to be evicted."""
         return next(iter(self._here), None)
 
-    def find(self, token_ids: IntArray, keys: list[bytes], shared_by: Hashable) -> LookedUp:
-        """The longest continuations that these tokens begin with.
-
-        ``keys`` are the seed and the column hashes of ``token_ids``. The last token is always left
-        to be computed.
-        """
-        return self._index.longest(token_ids, keys, shared_by)
-
     def add(self, new: Continuation) -> None:
         """Store a continuation while its row still holds its blocks."""
         assert new.row is not None
-        if (known := self._index.same(new)) is not None:
-            self._index.remove(known, here=known.row is not None)
+        if (known := self.index.same(new)) is not None:
+            self.index.remove(known, here=known.row is not None)
             if known.row is None:
                 self._gone.remove(known)
             else:
                 self._release(known)
-        self._index.add(new, here=True)
+        self.index.add(new, here=True)
         self._pool.share(new.row.named)
         np.add.at(self._refs, new.row.named, 1)
         self.touch(new)
@@ -152,11 +143,11 @@ class Continuations:
     def drop(self, known: Continuation) -> None:
         """Release the blocks of ``known``; remember its tokens for a while."""
         self._release(known)
-        self._index.remove(known, here=True)
-        self._index.add(known, here=False)
+        self.index.remove(known, here=True)
+        self.index.add(known, here=False)
         self._gone.append(known)
         if len(self._gone) > _REMEMBERED:
-            self._index.remove(self._gone.popleft(), here=False)
+            self.index.remove(self._gone.popleft(), here=False)
 
     def make_place(self) -> bool:
         """Whether there is a place for a remainder; drops the continuation that used one least
@@ -181,7 +172,7 @@ class Continuations:
         """Drop all continuations, and remember none."""
         for known in self.all:
             self._release(known)
-        self._index = ContinuationIndex(self._block_size)
+        self.index = ContinuationIndex(self._block_size)
         self._gone.clear()
 
     def count_from(self, other: Continuations) -> None:
@@ -201,7 +192,7 @@ class Continuations:
         expected = np.bincount(self.held(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
         assert self._num_host_refs == len(self.held(hosted=True))
-        assert set(self._index) == {*self.all, *self._gone}
+        assert set(self.index) == {*self.all, *self._gone}
 
     def _line(self, known: Continuation) -> OrderedDict[Continuation, None]:
         return self._hosted if known.hosted else self._here

@@ -13,7 +13,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.messages.continuation import NO_PLACE
-from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, RowMove, RowMoves
+from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 
 def num_places(max_rows: int, *, continuations: bool) -> int:
@@ -109,10 +109,10 @@ class SwapMemory:
         """What the device moves for rows that have left or begun since the last call."""
         if not (self._discarded or self._outs or self._copies or self._ins):
             return None
-        copies = NO_COPIES
+        moves = RowMoves(tuple(self._discarded), tuple(self._outs), ins=tuple(self._ins))
         if self._copies:
-            copies = BlockCopies(*map(np.concatenate, zip(*self._copies, strict=True)))
-        moves = RowMoves(tuple(self._discarded), tuple(self._outs), copies, tuple(self._ins))
+            sources, copies = map(np.concatenate, zip(*self._copies, strict=True))
+            moves = replace(moves, copy_from=sources, copy_to=copies)
         for host in self._read:
             self.pool.release(host)
         self._free += self._read_places

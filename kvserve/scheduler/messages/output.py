@@ -112,25 +112,15 @@ class RowMove:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCopies:
-    """Contents of the blocks ``sources [n]`` go to ``copies [n]``, pair by pair."""
-
-    sources: IntArray
-    copies: IntArray
-
-
-NO_COPIES = BlockCopies(_NO_BLOCKS, _NO_BLOCKS)
-
-
-@dataclass(frozen=True, slots=True)
 class RowMoves:
-    """What moves for rows that leave, come back, or resume others: first all ``outs``, then
-    ``copies``, whose sources may have come free since, then all ``ins``."""
+    """What moves for rows that leave, come back, or resume others: first all ``outs``, then blocks
+    of the pool are copied, which may have come free since, then all ``ins``."""
 
     discarded: tuple[int, ...] = ()
     """Places of rows in host memory that will not come back."""
     outs: tuple[RowMove, ...] = ()
-    copies: BlockCopies = NO_COPIES
+    copy_from: IntArray = field(default_factory=lambda: _NO_BLOCKS)
+    copy_to: IntArray = field(default_factory=lambda: _NO_BLOCKS)
     ins: tuple[RowMove, ...] = ()
 
 

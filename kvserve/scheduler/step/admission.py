@@ -68,8 +68,7 @@ class Admission:
 
     def __init__(self, parts: Parts, departures: Departures, settings: SchedulerSettings) -> None:
         self._rows, self._blocks, self._events = parts.rows, parts.blocks, parts.events
-        self._swap, self._conversations = parts.swap, parts.conversations
-        self._waiting, self._departures = parts.waiting, departures
+        self._waiting, self._saved, self._departures = parts.waiting, parts.saved, departures
         self._max_tokens = settings.max_num_batched_tokens
         self._max_prefill = settings.max_prefill_tokens or settings.max_num_batched_tokens
         self._reserve = settings.admission_reserve
@@ -197,16 +196,16 @@ class Admission:
         continuation, it resumes that one; if there is no room to resume, it waits as long as other
         sequences run.
         """
-        parked = seq in self._swap
-        if not parked and (found := self._conversations.find(seq)) is not None:
-            turn = self._conversations.plan(seq, found)
+        parked = seq in self._saved
+        if not parked and (found := self._saved.find(seq)) is not None:
+            turn = self._saved.plan(seq, found)
             if self._go_on(seq, turn, budget) or self._rows.num_rows:
                 return seq.status is SequenceStatus.RUNNING
         elif not parked:
-            self._conversations.recall(seq)
+            self._saved.recall(seq)
         if parked:
-            target, limit = 0, self._swap.identity_tokens(seq)
-            wanted = self._swap.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
+            target, limit = 0, self._saved.identity_tokens(seq)
+            wanted = self._saved.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
             due, log_from = first_event(seq.first_prompt_tokens, seq.trigger)
             target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
@@ -216,7 +215,7 @@ class Admission:
         hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
         columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
         if parked:
-            columns = self._swap.shared(columns)
+            columns = self._saved.shared(columns)
         elif not self._chunk_length(seq, len(columns) * self._size, target, budget):
             return False
         pool = self._blocks.pool
@@ -228,7 +227,7 @@ class Admission:
         self.lacks_blocks = None if fits else seq
         if fits:
             if parked:
-                self._swap.restore(seq, columns)
+                self._saved.restore(seq, columns)
             else:
                 self._start(seq, columns, target)
             self._admitted.append(seq)
@@ -239,12 +238,12 @@ class Admission:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.resumption.num_tokens
         length = self._chunk_length(seq, computed, turn.at.target, budget)
-        pinned, pool = turn.row.named, self._swap.pool if turn.hosted else self._blocks.pool
+        pinned, pool = turn.row.named, self._saved.host_pool if turn.hosted else self._blocks.pool
         pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
-            at = np.array([self._conversations.resume_row(seq, turn)], np.int32)
+            at = np.array([self._saved.resume_row(seq, turn)], np.int32)
             self._events.schedule_next_event(seq.policy_id, at)
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]
@@ -279,7 +278,7 @@ class Admission:
     def _start(self, seq: Sequence, columns: IntArray, target: int) -> None:
         """Give ``seq`` a row that begins with cached ``columns``, and blocks up to ``target``."""
         rows, blocks = self._rows, self._blocks
-        self._conversations.count_miss(seq)
+        self._saved.count_miss(seq)
         at = np.array([rows.add(seq)], np.int32)
         seq.num_cached_tokens = len(columns) * self._size
         rows.first_uncompressed_pos[at] = seq.trigger.start(rows.num_prompt[at])

@@ -112,7 +112,6 @@ def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
     rows.num_tokens[row] -= rows.num_unknown[row]
     seq.replay_until = max(seq.replay_until, int(rows.num_computed[row]))
     rows.save(seq)
-    scheduler.departures.count_held(seq)
     seq.row, seq.status, seq.awaits_token = -1, SequenceStatus.WAITING, False
 
 
@@ -121,8 +120,7 @@ def _replace(scheduler: Scheduler, fresh: Scheduler, preempted: int) -> None:
     for name in _EVENT_COUNTERS:
         setattr(fresh.events, name, getattr(scheduler.events, name))
     fresh.num_steps = scheduler.num_steps
-    fresh.swap.discard_all_of(scheduler.swap)
-    fresh.conversations.store.count_from(scheduler.conversations.store)
+    fresh.saved.take_over(scheduler.saved)
     fresh.departures.num_preemptions = scheduler.num_preemptions + preempted
     fresh.departures.num_swaps = scheduler.num_swaps
     vars(scheduler).update(vars(fresh))

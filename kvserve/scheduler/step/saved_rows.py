@@ -27,57 +27,35 @@ from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
 
 
-def save_row(rows: RowTable, blocks: BlockManager, row: int) -> SavedRow:
-    """What a row counts, and holds in blocks."""
-    blocks.give_back_unused(np.array([row]), rows.num_computed[[row]])
-    return SavedRow(rows.park_row(row), tuple(group.save(row) for group in blocks.groups))
-
-
-def blocks_to_resume(blocks: BlockManager, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
-    """Blocks for ``resume_row``, and for the row's growth up to its target."""
-    each = zip(blocks.groups, saved.groups, strict=True)
-    return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
-
-
-def resume_row(
-    blocks: BlockManager,
-    row: int,
-    saved: SavedRow,
-    hosted: bool,
-    at: ResumeAt,
-    columns: IntArray | None = None,
-) -> None:
-    """Begin a row as a saved one. Queries logged before it begins to log are left out.
-
-    It shares all full blocks. It writes more entries to the others, so it gets copies of those: at
-    most one for each lane, and one for each lane's log. A ``hosted`` row is copied from host memory
-    to private blocks; it shares cached ``columns [n, LG * R]`` of keys and values.
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """How a sequence resumes: it gets all ``blocks`` up to its target at once, and stops next at
+    ``due``. ``hosted`` says where the ``row`` is as the plan is made: by the time that the plan is
+    used, the store may have moved or dropped the row.
     """
-    memory = blocks.continuations.host
-    move = memory.move_in if hosted else memory.copy
-    blocks.start_row(row)
-    memory.load_remainder(saved.remainder, row)
-    for group, held in zip(blocks.groups, saved.groups, strict=True):
-        tokens = group.resumed_tokens(held, at)
-        if tokens is None:
-            continue
-        for table, there in zip(group.tables, held.tables, strict=True):
-            own_from = there.first if hosted else tokens // table.block_tokens
-            shared = None
-            if columns is not None and columns.size and table is blocks.kv:
-                shared, own_from = columns, own_from + len(columns)
-            move(*table.resume(row, there, tokens, own_from, shared))
-        group.resume_fields(row, held, at)
+
+    resumption: Resumption
+    row: SavedRow
+    hosted: bool
+    due: int
+    at: ResumeAt
+    blocks: int
 
 
-class SwapSpace:
-    """Preempted rows in host memory, which come before the continuations there."""
+class SavedRows:
+    """Rows that are away. Preempted ones are parked in host memory, where they come before
+    continuations. Those of sequences that end go to the ``store`` of continuations, and later turns
+    resume from them. A sequence that does takes over the continuation's history: if it loses its
+    cache, it is computed again with all events and turns of that."""
 
     def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
-        self._rows, self._blocks, self._store = rows, blocks, blocks.continuations
-        self._memory = self._store.host
-        self.pool = self._memory.pool
+        self.store = blocks.continuations
+        self._rows, self._blocks, self._memory = rows, blocks, self.store.host
+        self.host_pool = self._memory.pool
         self._parked: dict[int, SavedRow] = {}
+        self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
+
+    # ---- preempted rows ----------------------------------------------------------------------
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq.seq_id in self._parked
@@ -85,16 +63,14 @@ class SwapSpace:
     def park(self, seq: Sequence) -> bool:
         """Copy a row's blocks to host memory, if there is room; the caller then frees the row."""
         rows, memory, row = self._rows, self._memory, seq.row
-        leaves = rows.has_remainder(row)
-        if leaves and not memory.have_place(preempted=True):
+        if rows.has_remainder(row) and not memory.have_place(preempted=True):
             return False
-        saved = save_row(rows, self._blocks, row)
+        saved = self._save(row)
         device = saved.named
-        if not self._store.have_host_blocks(len(device)):
+        if not self.store.have_host_blocks(len(device)):
+            memory.release_place(saved.remainder)
             return False
-        saved = saved.renamed(memory.move_out(device, row))
-        remainder = memory.save_remainder(row) if leaves else NO_PLACE
-        self._parked[seq.seq_id] = replace(saved, remainder=remainder)
+        self._parked[seq.seq_id] = saved.renamed(memory.move_out(device, row))
         return True
 
     def identity_tokens(self, seq: Sequence) -> int:
@@ -111,14 +87,14 @@ class SwapSpace:
     def blocks_wanted(self, seq: Sequence, reserve: int) -> int:
         """Blocks that a parked row needs to come back and grow by ``reserve`` entries."""
         parked = self._parked[seq.seq_id]
-        return blocks_to_resume(self._blocks, parked, True, _resume_at(parked, reserve))
+        return self._blocks_to_resume(parked, True, _resume_at(parked, reserve))
 
     def restore(self, seq: Sequence, columns: IntArray) -> None:
         """Give a parked sequence a row, which shares cached ``columns [n, LG * R]``."""
         parked = self._parked.pop(seq.seq_id)
         row = self._rows.restore(seq, parked.counters)
         at = _resume_at(parked, 0)
-        resume_row(self._blocks, row, parked, True, at, columns)
+        self._resume(row, parked, True, at, columns)
         self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]))
         self._memory.bring_back(row, parked.named)
         self._memory.release_place(parked.remainder)
@@ -129,59 +105,22 @@ class SwapSpace:
         self._memory.discard(parked.named)
         self._memory.release_place(parked.remainder)
 
-    def discard_all_of(self, gone: SwapSpace) -> None:
-        """Let the device forget what it keeps of the rows in another space, which is given up."""
+    def take_over(self, gone: SavedRows) -> None:
+        """Go on counting where ``gone`` was, whose rows are given up: the device forgets what it
+        keeps of them."""
+        self.store.count_from(gone.store)
         rows = [int(parked.named[0]) for parked in gone._parked.values()]
         self._memory.discard_all_of(gone._memory, rows)
 
-    def check_integrity(self) -> None:
-        """Every host block and every place is free, or belongs to one row that is away."""
-        away = self._parked.values()
-        saved = [known.row for known in self._store.all if known.row is not None]
-        blocks = [self._store.held(hosted=True), *(row.named for row in away)]
-        self._memory.check_integrity(blocks, [row.remainder for row in (*away, *saved)])
-
-
-def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
-    """Where a preempted row goes on that grows by ``reserve`` tokens."""
-    computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
-    return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))
-
-
-@dataclass(frozen=True, slots=True)
-class NextTurn:
-    """How a sequence resumes: it gets all ``blocks`` up to its target at once, and stops next at
-    ``due``. ``hosted`` says where the ``row`` is as the plan is made: by the time that the plan is
-    used, the store may have moved or dropped the row.
-    """
-
-    resumption: Resumption
-    row: SavedRow
-    hosted: bool
-    due: int
-    at: ResumeAt
-    blocks: int
-
-
-class Conversations:
-    """Moves rows to the store of continuations and back. A sequence that resumes one takes over
-    its history: if it loses its cache, it is computed again with all events and turns of that."""
-
-    def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
-        self.store = blocks.continuations
-        self._rows, self._blocks = rows, blocks
-        self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
+    # ---- continuations -----------------------------------------------------------------------
 
     def save_row(self, seq: Sequence) -> None:
         """Save the row of a sequence that ends now, if it has got past its prompt."""
         rows, row = self._rows, seq.row
         if seq.continues_as is None or not rows.caught_up[row]:
             return
-        remainder = NO_PLACE
-        if rows.has_remainder(row):
-            if not self.store.make_place():
-                return
-            remainder = self.store.host.save_remainder(row)
+        if rows.has_remainder(row) and not self.store.make_place():
+            return
         computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
         tokens = rows.token_ids[row, :computed].copy()
         last = seq.events[-1] if seq.events else 0
@@ -194,7 +133,7 @@ class Conversations:
                 tokens,
                 seq.num_prompt_tokens,
                 floor,
-                replace(save_row(rows, self._blocks, row), remainder=remainder),
+                self._save(row),
                 seq.first_prompt_tokens,
                 seq.num_shareable,
                 seq.turns,
@@ -233,7 +172,7 @@ class Conversations:
         log_from = int(seq.trigger.log_from(state, due)[0])
         hosted = known.hosted
         at = ResumeAt(dropped, computed, target, log_from)
-        blocks = blocks_to_resume(self._blocks, known.row, hosted, at)
+        blocks = self._blocks_to_resume(known.row, hosted, at)
         return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
 
     def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
@@ -248,7 +187,7 @@ class Conversations:
         row = rows.resume(seq, turn.row.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
         rows.num_published[row] = min(rows.num_published[row], computed // size)
-        resume_row(self._blocks, row, turn.row, turn.hosted, turn.at)
+        self._resume(row, turn.row, turn.hosted, turn.at)
         return row
 
     def recall(self, seq: Sequence) -> None:
@@ -278,9 +217,68 @@ class Conversations:
         if (asked, changes) != (seq.seq_id, self.store.changes):
             hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
             keys = [seq.cache_seed, *hashes]
-            found = self.store.find(seq.token_ids, keys, seq.continues_as)
+            found = self.store.index.longest(seq.token_ids, keys, seq.continues_as)
             self._known = seq.seq_id, self.store.changes, found
         return found
+
+    # ---- both --------------------------------------------------------------------------------
+
+    def _save(self, row: int) -> SavedRow:
+        """What a row counts and holds. There is a place for its remainder, if it has one."""
+        rows, blocks = self._rows, self._blocks
+        blocks.give_back_unused(np.array([row]), rows.num_computed[[row]])
+        groups, remainder = tuple(group.save(row) for group in blocks.groups), NO_PLACE
+        if rows.has_remainder(row):
+            remainder = self._memory.save_remainder(row)
+        return SavedRow(rows.park_row(row), groups, remainder)
+
+    def _blocks_to_resume(self, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
+        """Blocks for ``_resume``, and for the row's growth up to its target."""
+        each = zip(self._blocks.groups, saved.groups, strict=True)
+        return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
+
+    def _resume(
+        self,
+        row: int,
+        saved: SavedRow,
+        hosted: bool,
+        at: ResumeAt,
+        columns: IntArray | None = None,
+    ) -> None:
+        """Begin a row as a saved one. Queries logged before it begins to log are left out.
+
+        It shares all full blocks. It writes more entries to the others, so it gets copies of those:
+        at most one for each lane, and one for each lane's log. A ``hosted`` row is copied from host
+        memory to private blocks; it shares cached ``columns [n, LG * R]`` of keys and values.
+        """
+        blocks, memory = self._blocks, self._memory
+        move = memory.move_in if hosted else memory.copy
+        blocks.start_row(row)
+        memory.load_remainder(saved.remainder, row)
+        for group, held in zip(blocks.groups, saved.groups, strict=True):
+            tokens = group.resumed_tokens(held, at)
+            if tokens is None:
+                continue
+            for table, there in zip(group.tables, held.tables, strict=True):
+                own_from = there.first if hosted else tokens // table.block_tokens
+                shared = None
+                if columns is not None and columns.size and table is blocks.kv:
+                    shared, own_from = columns, own_from + len(columns)
+                move(*table.resume(row, there, tokens, own_from, shared))
+            group.resume_fields(row, held, at)
+
+    def check_integrity(self) -> None:
+        """Every host block and every place is free, or belongs to one row that is away."""
+        away = self._parked.values()
+        saved = [known.row for known in self.store.all if known.row is not None]
+        blocks = [self.store.held(hosted=True), *(row.named for row in away)]
+        self._memory.check_integrity(blocks, [row.remainder for row in (*away, *saved)])
+
+
+def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
+    """Where a preempted row goes on that grows by ``reserve`` tokens."""
+    computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
+    return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))
 
 
 def _take_history(seq: Sequence, found: Resumption) -> None:

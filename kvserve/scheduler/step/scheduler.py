@@ -34,7 +34,7 @@ from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission, CaughtUp, first_event
 from kvserve.scheduler.step.departures import Departures
-from kvserve.scheduler.step.saved_rows import Conversations, SwapSpace
+from kvserve.scheduler.step.saved_rows import SavedRows
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
@@ -65,12 +65,10 @@ class Scheduler:
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed)
-        self.swap = SwapSpace(rows, self.blocks)
+        self.saved = SavedRows(rows, self.blocks)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         self.num_steps = 0
-        self.conversations = Conversations(rows, self.blocks)
-        away = self.swap, self.conversations
-        parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
+        parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts)
         self._admission = Admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
@@ -271,7 +269,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
-        self.swap.check_integrity()
+        self.saved.check_integrity()
         self.waiting.check_integrity(self.running)
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n

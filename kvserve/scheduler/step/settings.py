@@ -10,7 +10,7 @@ from kvserve.scheduler.compression.compression_scheduler import CompressionSched
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import NgramSettings
-from kvserve.scheduler.step.saved_rows import Conversations, SwapSpace
+from kvserve.scheduler.step.saved_rows import SavedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,5 +50,4 @@ class Parts:
     blocks: BlockManager
     events: CompressionScheduler
     waiting: WaitingQueue
-    swap: SwapSpace
-    conversations: Conversations
+    saved: SavedRows

@@ -91,12 +91,8 @@ class EvictionSpec:
 
     def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each event takes only entries that rows of ``kv_len [n]`` entries hold."""
-        within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
-            self.keep <= self.window_len
-        )
-        within &= self.region_start >= 0
-        within &= self.region_start + self.windows * self.window_len <= kv_len
-        return within
+        kept = (self.keep >= 0) & (self.keep <= self.window_len) & (self.region_start >= 0)
+        return np.asarray(kept & (self.region_start + self.windows * self.window_len <= kv_len))
 
     @property
     def evicted(self) -> IntArray:

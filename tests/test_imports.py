@@ -1,0 +1,113 @@
+"""What a fresh interpreter loads, what is installed, and that tests start where pytest is alone.
+
+Who may import whom: pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import WAIT
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvserve"
+LINKS = ("engine", "kernels", "scheduler", "server")
+SERVING = {"fastapi", "starlette", "uvicorn", "pydantic", "orjson"}
+"""What the server needs; the command line loads them when it serves."""
+OPTIONAL = {"matplotlib", "openai", "opentelemetry"}
+"""Installed by extras that anyone may use: never needed to import a module."""
+OWNED = {"triton", "flash_attn", "flash_attn_interface", "xformers", "ray", "msgspec", "zmq"}
+"""Known to one place each, which is not always loaded."""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links are plain files on some checkouts")
+@pytest.mark.parametrize("name", LINKS)
+def test_root_links_are_relative(name: str) -> None:
+    assert os.readlink(ROOT / name) == f"kvserve/{name}"
+    assert (ROOT / name).is_dir()
+
+
+# ---- what a fresh interpreter loads -------------------------------------------------------------
+
+
+def loaded_by(*modules: str, absent: Iterable[str] = ()) -> set[str]:
+    """Top-level packages in memory after importing ``modules`` in a world without ``absent``."""
+    script = """
+        import importlib, sys
+        modules, absent = (text.split() for text in sys.argv[1:])
+        sys.modules.update(dict.fromkeys(absent))
+        for module in modules:
+            importlib.import_module(module)
+        print(*{name.partition(".")[0] for name, loaded in sys.modules.items() if loaded})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), " ".join(modules), " ".join(absent)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_scheduler_loads_no_torch() -> None:
+    files = [f.relative_to(ROOT).with_suffix("") for f in (PACKAGE / "scheduler").rglob("*.py")]
+    loaded = loaded_by("kvserve", *(".".join(f.parts).removesuffix(".__init__") for f in files))
+    assert "kvserve" in loaded
+    assert "torch" not in loaded
+
+
+def test_command_line_loads_no_server() -> None:
+    assert not loaded_by("kvserve.server.cli.commands") & SERVING
+
+
+def test_engine_needs_neither_server_nor_extras() -> None:
+    absent = {*SERVING, *OPTIONAL, *OWNED}
+    assert "torch" in loaded_by("kvserve.engine.frontend.llm", absent=absent)
+
+
+# ---- what is installed --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    shutil.copytree(PACKAGE, tree / "kvserve", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in LINKS:
+        (tree / name).symlink_to(f"kvserve/{name}")
+    expected = {f.relative_to(tree).as_posix() for f in tree.glob("kvserve/**/*") if f.is_file()}
+
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "..", "."]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, timeout=WAIT)
+    (wheel,) = tmp_path.glob("kvserve-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+
+    meta = wheel.name.split("-py3")[0] + ".dist-info"
+    assert {name.partition("/")[0] for name in names} == {"kvserve", meta}
+    assert {name for name in names if name.startswith("kvserve/")} == expected
+    assert any(name.startswith("kvserve/data/") for name in names)
+
+
+@pytest.mark.slow
+def test_pytest_alone_is_enough() -> None:
+    """``--strict-config`` refuses settings of plugins that are not there."""
+    without = [f"-pno:{name}" for name in ("asyncio", "timeout", "xdist", "cacheprovider")]
+    target = "tests/kernels/test_pooling.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *without, "--collect-only", "-q", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "test_pooling" in done.stdout
