@@ -16,20 +16,17 @@ from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
-from tests.scheduler.test_traffic import what_happened
 from tests.scheduler.traffic import (
     CODES,
     KEEP_SCORES,
     LAYOUTS,
     TRIGGERS,
     Loop,
-    Traffic,
     drain,
     kind_of,
     make_scheduler,
     policies_of,
 )
-from tests.thinning import slow
 
 KARA = 1
 """A window of 16 of which 4 open the next and 4 of the others stay, looked for every 4 steps."""
@@ -329,18 +326,3 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
         assert talks.store.hits == 2 and len(seq.turns) == 2
         tokens.append(seq.token_ids.tolist())
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize("overlaps", [*slow(False), True], ids=["plain", "overlapped"])
-def test_random_conversations(overlaps: bool) -> None:
-    """As in test_traffic, where most requests go on from what others have left."""
-    seen: Counter[str] = Counter()
-    for seed in (3, 4, 6, 10):
-        traffic = Traffic(seed, continuations=True, overlaps=overlaps)
-        traffic.run(500)
-        store = traffic.scheduler.saved.store
-        hits = Counter(resumed=store.hits, from_host=store.hits_from_host)
-        seen += what_happened(traffic) + store.misses + hits
-    assert seen["resumed"] > 100 and seen["recomputed"] and seen["swaps"], seen
-    assert seen["from_host"] > 2, seen
-    assert all(seen[cause] for cause in ("new", "tokens", "policy", "evicted")), seen
