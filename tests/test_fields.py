@@ -1,4 +1,5 @@
-"""Settings from Python: sizes as on the command line, other names, and errors that name them."""
+"""Settings and sampling fields from Python: sizes as on the command line, other names, and errors
+that name them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve import EngineConfig
-from kvserve.log import ConfigError
+from kvserve import EngineConfig, SamplingParams
+from kvserve.log import ConfigError, RequestError
 
 
 def test_sizes_are_read_as_on_the_command_line() -> None:
@@ -83,3 +84,34 @@ def test_an_unknown_setting_suggests_another() -> None:
         EngineConfig.from_flat(xyz=3)
     off = {"pipeline_parallel_size": 1, "disable_log_stats": True, "hf_token": None}
     assert EngineConfig.from_flat(**off, enable_lora=False) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("top_p", None),
+        ("n", "2"),
+        ("max_tokens", "many"),
+        ("max_tokens", 1.5),
+        ("seed", "x"),
+        ("logprobs", [1]),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop_token_ids", 7),
+        ("allowed_token_ids", ["a"]),
+        ("bad_words", [1]),
+        ("logit_bias", "x"),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: "b"}),
+    ],
+)
+def test_the_field_is_named(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"{field} must be") as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.param == field
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int64(3)}
+    SamplingParams(**given, stop_token_ids=list(np.array([1, 2])))

@@ -1,4 +1,7 @@
-"""What a fresh interpreter loads, and what is installed. Who may import whom: pyproject.toml."""
+"""What a fresh interpreter loads, what is installed, and that tests start where pytest is alone.
+
+Who may import whom: pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -92,3 +95,19 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"kvserve", meta}
     assert {name for name in names if name.startswith("kvserve/")} == expected
     assert any(name.startswith("kvserve/data/") for name in names)
+
+
+@pytest.mark.slow
+def test_pytest_alone_is_enough() -> None:
+    """``--strict-config`` refuses settings of plugins that are not there."""
+    without = [f"-pno:{name}" for name in ("asyncio", "timeout", "xdist", "cacheprovider")]
+    target = "tests/kernels/test_pooling.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *without, "--collect-only", "-q", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "test_pooling" in done.stdout

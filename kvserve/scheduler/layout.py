@@ -41,13 +41,8 @@ class LayerKinds:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Each layer's number among those of its kind."""
-        seen = {True: 0, False: 0}
-        places = []
-        for layer in range(self.count):
-            kind = layer in self.windowed
-            places.append(seen[kind])
-            seen[kind] += 1
-        return tuple(places)
+        kinds = [layer in self.windowed for layer in range(self.count)]
+        return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,8 @@ class KVLayout:
         """``[num_blocks, L/LG, 2, B, Hkv/R, D]``, block-major: a block is one byte range."""
         # Keys are stored after RoPE, and attention does not depend on order: slot j of one head and
         # slot j of another may hold different tokens.
-        return (
-            num_blocks,
-            self.layers_per_block,
-            2,
-            self.block_size,
-            self.heads_per_block,
-            self.head_dim,
-        )
+        entry = self.heads_per_block, self.head_dim
+        return num_blocks, self.layers_per_block, 2, self.block_size, *entry
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` in every group of one sequence."""

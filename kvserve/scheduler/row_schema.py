@@ -65,8 +65,10 @@ class RowArrays:
         """Put the rows ``source`` in the place of the rows ``to``, all at once."""
         if len(self._by_row):
             self._by_row[:, to] = self._by_row[:, source]
-        for array in self._groups():
-            array[:, to] = array[:, source]
+        for name, field in self.fields.items():
+            if field.by_group:
+                array = getattr(self, name)
+                array[:, to] = array[:, source]
 
     def begin_rows(self, rows: Any, record: object, convert: Callable[[Any], Any]) -> None:
         """Begin rows with the values of ``record``, ``convert``-ed to arrays of this side.
@@ -91,6 +93,3 @@ class RowArrays:
         for name, value in parked.items():
             at = (slice(None), row) if self.fields[name].by_group else row
             getattr(self, name)[at] = value
-
-    def _groups(self) -> list[Any]:
-        return [getattr(self, name) for name, field in self.fields.items() if field.by_group]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -84,8 +84,8 @@ class Faulty(StreamingLLM):
     def event_trigger(self) -> Trigger:
         trigger = super().event_trigger
         if self.fault == "greedy":
-            return Greedy(trigger)
-        return FaultyTrigger(trigger, self.fault)
+            return cast(Trigger, Greedy(trigger))
+        return cast(Trigger, FaultyTrigger(trigger, self.fault))
 
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":

@@ -71,7 +71,7 @@ def watch(llm: LLM) -> None:
             named = table.blocks[live]
             assert pool.ref[named].all() and np.array_equal(named, mirror.cpu().numpy()[live])
         runner.cache.kv[torch.as_tensor(np.flatnonzero(pool.ref == 0)[1:])] = POISON
-        host = scheduler.swap.pool
+        host = scheduler.saved.host_pool
         runner.cache.host[torch.as_tensor(np.flatnonzero(host.ref == 0)[1:])] = POISON
         return step
 
@@ -246,4 +246,4 @@ def test_nothing_stays_of_a_parked_sequence_that_is_aborted(llama_dir: Path) -> 
     assert scheduler.num_swaps == len(parked) == 1
     engine.abort_request("b")
     engine.step()
-    assert not parked and scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
+    assert not parked and scheduler.saved.host_pool.num_free == scheduler.saved.host_pool.capacity

@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.cache_group import TokenGroup
 from kvserve.scheduler.blocks.code_group import CodeGroup
-from kvserve.scheduler.blocks.newest_group import NewestGroup
 from kvserve.scheduler.blocks.swap_memory import num_places
-from kvserve.scheduler.blocks.token_group import TokenGroup
-from kvserve.scheduler.blocks.window_group import WindowGroup, window_blocks
+from kvserve.scheduler.blocks.window_group import NewestGroup, WindowGroup, window_blocks
 from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.offload.conversations import Conversations, NextTurn
+from kvserve.scheduler.step.saved_rows import NextTurn, SavedRows
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING, EventKind
 
@@ -96,8 +95,7 @@ class ShadowRunner:
         self.resumed = 0
         self.ahead = np.zeros(rows, int)
         """Confirmed guesses of the last step, which the host counts when it has the tokens."""
-        if scheduler.conversations is not None:
-            self._follow(scheduler.conversations)
+        self._follow(scheduler.saved)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
@@ -192,9 +190,9 @@ class ShadowRunner:
             self._check_further(row)
             if self.scheduler.rows.leaves_remainder[row]:
                 assert self.remainders[row] == self.lost[row][0], "a remainder was lost or mixed up"
-        assert len(self.parked) == len(self.scheduler.swap._parked)
+        assert len(self.parked) == len(self.scheduler.saved._parked)
         cache = self.scheduler.blocks.prefix_cache
-        for digest, column in cache.columns.items() if cache is not None else ():
+        for digest, column in cache.columns.items():
             blocks = column.ravel()[: len(self.lanes)]
             now = [self.memory[int(b), i] for b in blocks for i in range(self.size)]
             assert self._published.setdefault(digest, now) == now, "a cached column was written"
@@ -328,8 +326,8 @@ class ShadowRunner:
                 self.held[task.row] = self._nothing()
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
                 self.host[host] = self._contents(device)
-        copied = [self._contents(block) for block in moves.copies.sources]
-        for block, contents in zip(moves.copies.copies, copied, strict=True):
+        copied = [self._contents(block) for block in moves.copy_from]
+        for block, contents in zip(moves.copy_to, copied, strict=True):
             self._put(block, contents)
         for task in moves.ins:
             for device, host in zip(task.device_blocks, task.host_blocks, strict=True):
@@ -347,13 +345,13 @@ class ShadowRunner:
     def _memories(self) -> list[dict[Slot, Any]]:
         return [self.memory, self.log_memory, self.further_memory]
 
-    def _follow(self, conversations: Conversations) -> None:
+    def _follow(self, saved: SavedRows) -> None:
         """Remember what rows hold as they are left, and who goes on from which."""
-        save_row, resume_row = conversations.save_row, conversations.resume_row
+        save_row, resume_row = saved.save_row, saved.resume_row
 
         def left(seq: Sequence) -> None:
             save_row(seq)
-            newest = next(reversed(conversations.store._by_use.values()), None)
+            newest = max(saved.store.all, key=lambda known: known.used, default=None)
             if newest is not None and newest not in self.left:
                 # What is still to come of a step that is being scheduled comes here too.
                 row, events = seq.row, self.events[seq.seq_id]
@@ -367,8 +365,8 @@ class ShadowRunner:
             self.resuming[seq.seq_id] = turn.resumption
             return resume_row(seq, turn)
 
-        conversations.save_row = left  # type: ignore[method-assign]
-        conversations.resume_row = seated  # type: ignore[method-assign]
+        saved.save_row = left  # type: ignore[method-assign]
+        saved.resume_row = seated  # type: ignore[method-assign]
 
     def _go_on(self, seq_id: int, row: int, computed: int) -> None:
         """A row begins with what another one held, less its newest tokens."""

@@ -14,7 +14,6 @@ from kvserve.scheduler.messages.continuation import (
     POLICY,
     TOKENS,
     Continuation,
-    Place,
 )
 from tests.counting import lines_run
 
@@ -27,8 +26,8 @@ def keys_of(tokens: Any) -> list[bytes]:
 
 def made(tokens: Any, prompt: int, floor: int, policy: str = "a") -> Continuation:
     ids, keys = np.array(tokens, np.int32), keys_of(tokens)
-    first, second = (Place(keys[end // SIZE], end // SIZE * SIZE) for end in (floor, prompt))
-    state: Any = ({}, None, prompt, 0, (), ())
+    first, second = (keys[end // SIZE] for end in (floor, prompt))
+    state: Any = (None, prompt, 0, (), ())
     listed: Any = (policy, ids, prompt, floor, *state, first, second)
     return Continuation(*listed)
 
@@ -54,7 +53,7 @@ def walked(
 
 def test_it_finds_what_a_walk_finds() -> None:
     rng = np.random.default_rng(0)
-    index = ContinuationIndex()
+    index = ContinuationIndex(SIZE)
     here: list[Continuation] = []
     gone: list[Continuation] = []
     missed: set[str] = set()
@@ -93,7 +92,7 @@ def test_it_finds_what_a_walk_finds() -> None:
         index.remove(known, here=True)
     for known in gone:
         index.remove(known, here=False)
-    assert not index._floors and not index._prompts
+    assert not index._buckets and not index._columns
 
 
 def test_a_look_up_costs_the_same_among_few_and_many() -> None:
@@ -104,7 +103,7 @@ def test_a_look_up_costs_the_same_among_few_and_many() -> None:
 def cost_among(count: int) -> int:
     """Lines that a look-up runs among ``count`` answers to one short prompt."""
     rng = np.random.default_rng(0)
-    index = ContinuationIndex()
+    index = ContinuationIndex(SIZE)
     start = [1, 2, 3, 4, 5]
     answers = rng.integers(0, 400, (count, 12))
     for answer in answers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,20 @@ from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.recovery import start_over
-from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
-from tests.scheduler.test_traffic import what_happened
 from tests.scheduler.traffic import (
     CODES,
     KEEP_SCORES,
     LAYOUTS,
     TRIGGERS,
     Loop,
-    Traffic,
     drain,
     kind_of,
     make_scheduler,
     policies_of,
 )
-from tests.thinning import slow
 
 KARA = 1
 """A window of 16 of which 4 open the next and 4 of the others stay, looked for every 4 steps."""
@@ -54,8 +49,7 @@ class Talks:
 
     @property
     def store(self) -> Continuations:
-        assert self.scheduler.conversations is not None
-        return self.scheduler.conversations.store
+        return self.scheduler.saved.store
 
     def turn(self, tokens: Any, output: int = 10, policy: int = KARA,
              **fields: Any) -> Sequence:  # fmt: skip
@@ -72,11 +66,6 @@ class Talks:
         for name, value in fields.items():
             setattr(seq, name, value)
         return seq
-
-
-def state(*numbers: int) -> RowState:
-    prompt, computed, held, first = (np.array([n]) for n in numbers)
-    return RowState(prompt, computed, held, first)
 
 
 def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) -> Sequence:
@@ -117,7 +106,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
     """Every trigger to which a later prompt is more of the same: each entry has seen the same."""
     compared = 0
     for policy in policies_of(layout):
-        rows = state(21, 60, 50, 40)
+        rows = RowState.of(21, 60, 50, 40)
         known = TRIGGERS[policy].next_turn(rows, np.array([90]))
         if policy in NOT_COMPARED or [int(x[0]) for x in known] != [21, 40]:
             continue
@@ -128,7 +117,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
             seq = talks.turn(np.concatenate([history, asked]), output, policy)
             history = seq.token_ids
         expected, compactions = held_in_one(history, policy, layout)
-        left = talks.shadow.left[next(reversed(talks.store._by_use.values()))]
+        left = talks.shadow.left[talks.store.all[-1]]
         assert left.lanes == expected and seq.compactions == compactions, policy
         assert compactions, policy
         assert talks.store.hits == 3 and seq.num_cached_tokens == len(history) - 12 - 17 - 1
@@ -140,7 +129,7 @@ def test_a_fork_leaves_what_it_goes_on_from() -> None:
     """Several followers write on in blocks of their own; the same one can be taken again."""
     talks = Talks()
     first = talks.turn(range(2, 32), 40)
-    (kept,) = talks.store._by_use.values()
+    (kept,) = talks.store.all
     assert kept.row is not None
     before = [list(lane) for lane in talks.shadow.left[kept].lanes.values()]
     followers = [talks.sequence(more(first, 3 + i), 30) for i in range(3)]
@@ -181,7 +170,7 @@ def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
     talks = Talks(30, num_host_blocks=100, layout=layout)
     first = talks.turn(range(2, 40), output=30)
     talks.turn(range(70, 150), output=20, policy=0, continues_as=None)  # wants the pool
-    assert not len(talks.store) and len(talks.store.host) == 1
+    assert not len(talks.store) and talks.store.num_hosted == 1
     for _ in range(2):
         second = talks.turn(more(first))
         assert second.resumed is not None and second.compactions >= first.compactions > 0
@@ -193,7 +182,7 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     talks = Talks(30, num_host_blocks=20)
     said = [talks.turn(range(start, start + 38), output=12) for start in (2, 50, 100)]
     talks.turn(range(170, 250), output=20, policy=0, continues_as=None)
-    assert 0 < len(talks.store.host) < 3
+    assert 0 < talks.store.num_hosted < 3
     assert talks.turn(more(said[0])).resumed is None and talks.store.misses["evicted"] == 1
     assert talks.turn(more(said[2])).resumed is not None
 
@@ -240,12 +229,12 @@ def test_the_least_recently_used_go_first() -> None:
     two = talks.turn(range(80, 50, -1), 30)
     assert len(talks.store) == 2
     talks.turn(more(one), 4)  # now the other one is older
-    used = {known.used for known in talks.store._by_use.values() if known.taken == 0}
+    used = {known.used for known in talks.store.all if known.taken == 0}
     assert talks.scheduler.pool.clock >= max(used)
     while len(talks.store) == 3:
         talks.turn(range(2 + len(used), 80), 4, policy=0, continues_as=None)
         used.add(-len(used))
-    left = [known.token_ids[0] for known in talks.store._by_use.values()]
+    left = [known.token_ids[0] for known in talks.store.all]
     assert left.count(2) >= left.count(80)
     talks.scheduler.blocks.have_free(talks.scheduler.pool.capacity)
     assert not len(talks.store) and talks.scheduler.pool.num_free == talks.scheduler.pool.capacity
@@ -336,29 +325,3 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
         assert talks.store.hits == 2 and len(seq.turns) == 2
         tokens.append(seq.token_ids.tolist())
     assert tokens[0] == tokens[1]
-
-
-def test_what_off_costs() -> None:
-    """Without the flag there is nothing to ask."""
-    scheduler: Scheduler = make_scheduler()
-    assert scheduler.conversations is None and scheduler.blocks.continuations is None
-    seq = replace(Talks().sequence(range(2, 32), 20), seq_id=1)
-    scheduler.add(seq)
-    drain(scheduler, ShadowRunner(scheduler))
-    assert scheduler.blocks.num_cached > 0 and seq.resumed is None
-
-
-@pytest.mark.parametrize("overlaps", [*slow(False), True], ids=["plain", "overlapped"])
-def test_random_conversations(overlaps: bool) -> None:
-    """As in test_traffic, where most requests go on from what others have left."""
-    seen: Counter[str] = Counter()
-    for seed in (3, 4, 6, 10):
-        traffic = Traffic(seed, continuations=True, overlaps=overlaps)
-        traffic.run(500)
-        assert traffic.scheduler.conversations is not None
-        store = traffic.scheduler.conversations.store
-        hits = Counter(resumed=store.hits, from_host=store.hits_from_host)
-        seen += what_happened(traffic) + store.misses + hits
-    assert seen["resumed"] > 100 and seen["recomputed"] and seen["swaps"], seen
-    assert seen["from_host"] > 2, seen
-    assert all(seen[cause] for cause in ("new", "tokens", "policy", "evicted")), seen

@@ -20,44 +20,6 @@ def sequence(seq_id: int, client: str, prompt: int = 8, output: int = 4) -> Sequ
     return seq
 
 
-def test_a_preempted_sequence_comes_back_before_new_ones() -> None:
-    """Though its client has been served most; a client without a row comes before it."""
-    scheduler = make_scheduler(60, max_num_seqs=3, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
-    for seq_id, client in enumerate(["second", "first", "first"]):
-        scheduler.add(sequence(seq_id, client, 20, 20))
-    step(scheduler, shadow)
-    step(scheduler, shadow)
-    scheduler.add(sequence(3, "second"))
-    scheduler.departures.preempt()
-    first = scheduler.waiting.first
-    assert first is not None and first.seq_id == 2
-    scheduler.add(sequence(4, "third"))
-    first = scheduler.waiting.first
-    assert first is not None and first.seq_id == 4
-    scheduler.finish(first, "abort")
-    step(scheduler, shadow)
-    assert [seq.seq_id for seq in scheduler.waiting] == [3]
-    assert len(drain(scheduler, shadow)) == 4
-
-
-def test_a_client_at_its_bound_lets_others_pass() -> None:
-    scheduler = make_scheduler(60, max_num_seqs=4, max_num_seqs_per_client=3)
-    shadow = ShadowRunner(scheduler)
-    for seq_id in range(6):
-        scheduler.add(sequence(seq_id, "flood", 4, 40))
-    for _ in range(4):
-        step(scheduler, shadow)
-    assert [seq.seq_id for seq in scheduler.running] == [0, 1, 2]
-    assert scheduler.waiting.first is None and len(scheduler.waiting) == 3
-    scheduler.add(sequence(6, "plain", 4, 2))
-    step(scheduler, shadow)
-    assert 6 in {seq.seq_id for seq in scheduler.running}
-    scheduler.finish(scheduler.running[0], "abort")
-    assert scheduler.waiting.first is not None and scheduler.waiting.first.seq_id == 3
-    assert len(drain(scheduler, shadow)) == 6
-
-
 @pytest.mark.parametrize("what", ["rows", "blocks"])
 def test_a_client_without_a_row_does_not_wait_for_ends(what: str) -> None:
     """The client that holds most rows loses its newest; who gave way comes back."""

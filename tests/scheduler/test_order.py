@@ -8,9 +8,7 @@ import pytest
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import ScheduledEvents
-from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.scheduler import Scheduler
-from kvserve.scheduler.step.settings import SchedulerSettings
+from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import Never, RowState, WhenOver
 from tests.scheduler.shadow import ShadowRunner
@@ -88,22 +86,6 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
     assert willing[0] and not unwilling[0] and willing[1] < unwilling[1]
 
 
-def test_a_parked_sequence_may_be_aborted() -> None:
-    scheduler = make_scheduler(60, num_host_blocks=30)
-    shadow = ShadowRunner(scheduler)
-    sequences = [make_sequence(i, 8, 60, policy=1) for i in range(2)]
-    for seq in sequences:
-        scheduler.add(seq)
-    while not scheduler.rows.compactions[:2].all():
-        step(scheduler, shadow)
-    scheduler.departures.preempt()
-    assert sequences[1].status is SequenceStatus.WAITING and sequences[1] in scheduler.swap
-    scheduler.finish(sequences[1], "abort")
-    assert scheduler.swap.pool.num_free == 30
-    assert sequences[1].compactions > 0 and sequences[1].held_tokens > 0
-    scheduler.check_integrity()
-
-
 def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -> None:
     """The prompt's event comes in the next step; it must not take the counts of the later one."""
     scheduler = make_scheduler(60, LAYOUTS[1], prefix_caching=False)
@@ -139,14 +121,8 @@ def test_a_bounded_sequence_holds_the_blocks_of_its_bound() -> None:
     trigger = WhenOver(limit=336, keep=320, num_queries=0, protect_prompt=False)
     held = {}
     for policy, how in ((0, Never()), (1, trigger)):
-        settings = SchedulerSettings(
-            num_blocks=200,
-            max_num_seqs=1,
-            max_num_batched_tokens=512,
-            max_model_len=2048,
-            log_block_tokens=8,
-        )
-        scheduler = Scheduler(layout, settings)
+        settings = {"max_num_batched_tokens": 512, "max_model_len": 2048}
+        scheduler = make_scheduler(200, layout, max_num_seqs=1, **settings)
         seq = Sequence(0, np.arange(100, dtype=np.int32), 100, 1501, (), policy, how)
         scheduler.add(seq)
         while scheduler.has_work:

@@ -119,35 +119,6 @@ def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
     assert_all_blocks_come_back(scheduler)
 
 
-def test_preemption_takes_the_newest_and_the_oldest_goes_on() -> None:
-    scheduler = make_scheduler(10)
-    shadow = ShadowRunner(scheduler)
-    for seq_id in range(3):
-        scheduler.add(make_sequence(seq_id, 4, 24, policy=0))
-    finished = drain(scheduler, shadow)
-    assert [seq.seq_id for seq in finished] == [0, 1, 2]
-    assert scheduler.num_preemptions > 0
-
-
-def test_a_compaction_never_writes_a_shared_block() -> None:
-    """A block with a second reference is replaced, and its earlier entries move along."""
-    scheduler = make_scheduler(60)
-    shadow = ShadowRunner(scheduler)
-    scheduler.add(make_sequence(0, prompt=6, output=40, policy=1))
-    shared = None
-    while scheduler.has_work:
-        output = scheduler.schedule()
-        if scheduler.rows.num_computed[0] == 21:
-            shared = scheduler.blocks.kv.blocks[0, 0, 0, 1:3].copy()
-            scheduler.pool.share(shared)
-            before = {slot: entry for slot, entry in shadow.memory.items() if slot[0] in shared}
-        scheduler.update(output, shadow.run(output))
-    assert shared is not None
-    assert {slot: shadow.memory[slot] for slot in before} == before
-    scheduler.pool.release(shared)
-    assert_all_blocks_come_back(scheduler)
-
-
 def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
     scheduler = make_scheduler(30)
     shadow = ShadowRunner(scheduler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +29,6 @@ from tests.scheduler.traffic import (
 from tests.thinning import slow
 
 OPERATIONS = 400
-RARE = {"pruned", "swaps", "early"}
-"""What may not happen in a few short runs."""
 
 
 def seeds(end: int, begin: int = 0) -> pytest.MarkDecorator:
@@ -38,29 +37,44 @@ def seeds(end: int, begin: int = 0) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seeds", [range(begin, end), others], ids=["first", "others"])
 
 
-def what_happened(traffic: Traffic) -> Counter[str]:
-    scheduler = traffic.scheduler
-    return Counter(
-        compactions=scheduler.totals.compactions_total,
-        early=scheduler.totals.early_compactions_total,
-        preemptions=scheduler.num_preemptions,
-        swaps=scheduler.num_swaps,
-        recomputed=scheduler.num_preemptions - scheduler.num_swaps,
-        hits=traffic.num_hits,
-        pruned=traffic.num_pruned,
-        finished=len(traffic.finished),
-    )
+def played(
+    seeds: Iterable[int],
+    operations: int,
+    policies: set[int] | None = None,
+    how: Callable[[int], dict[str, Any]] = lambda seed: {},
+) -> Counter[str]:
+    """What happened in random runs; ``how`` each of them is made."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        traffic = Traffic(seed, policies, **how(seed))
+        traffic.run(operations)
+        scheduler, loop = traffic.scheduler, traffic.loop
+        assert all(min(seq.held_blocks.values(), default=0) >= 0 for seq in traffic.finished)
+        seen += Counter(
+            compactions=scheduler.totals.compactions_total,
+            early=scheduler.totals.early_compactions_total,
+            preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
+            recomputed=scheduler.num_preemptions - scheduler.num_swaps,
+            hits=traffic.num_hits,
+            pruned=traffic.num_pruned,
+            added=traffic.num_added,
+            finished=len(traffic.finished),
+            stopped=sum(seq.stop_token is not None for seq in traffic.finished),
+            resumed=loop.shadow.resumed,
+            from_host=scheduler.saved.store.hits_from_host,
+            guessed=loop.num_guessed,
+            right=loop.num_right,
+        )
+        seen += scheduler.saved.store.misses
+    return seen
 
 
 @seeds(5)
 def test_random_operations(seeds: range) -> None:
     """All that can happen does happen, and after each operation everything adds up."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed)
-        traffic.run(OPERATIONS)
-        seen += what_happened(traffic)
-    assert len(seen) == 8, seen
+    seen = played(seeds, OPERATIONS)
+    assert len(seen) == 10, seen
 
 
 @pytest.mark.parametrize(
@@ -68,12 +82,7 @@ def test_random_operations(seeds: range) -> None:
 )
 def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> None:
     """Aborts, preemptions and shared prompts among them; the pool is whole in the end."""
-    seen: Counter[str] = Counter()
-    for seed in (2, 5, 8):
-        traffic = Traffic(seed, CODES)
-        traffic.run(operations)
-        seen += what_happened(traffic) + Counter(added=traffic.num_added)
-        assert all(min(seq.held_blocks.values(), default=0) >= 0 for seq in traffic.finished)
+    seen = played((2, 5, 8), operations, CODES)
     assert seen["added"] > requests and seen["finished"] < seen["added"], seen
     assert seen["compactions"] > requests and seen["recomputed"] and seen["hits"], seen
 
@@ -81,23 +90,15 @@ def test_coded_requests_leave_nothing_behind(requests: int, operations: int) -> 
 @seeds(5)
 def test_steps_that_are_scheduled_before_tokens_are_known(seeds: range) -> None:
     """The same, and sequences that end, are aborted or lose their rows with a token unknown."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed, overlaps=True)
-        traffic.run(300)
-        seen += what_happened(traffic)
-        seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
-    assert len(seen) == 9, seen
+    seen = played(seeds, 300, how=lambda seed: {"overlaps": True})
+    assert len(seen) == 10, seen
 
 
 @seeds(4)
 def test_a_further_group_goes_where_rows_go(seeds: range) -> None:
     """A group that only this test knows: through growth, prefixes, swaps, copies, turns, aborts."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed, continuations=bool(seed % 2), further=True)
-        traffic.run(200)
-        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+    how = lambda seed: {"continuations": bool(seed % 2), "further": True}  # noqa: E731
+    seen = played(seeds, 200, how=how)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed")), seen
 
 
@@ -109,36 +110,25 @@ def test_the_newest_tokens_that_the_next_one_sees_are_held(
     held: dict[str, Any], seeds: range
 ) -> None:
     """And no more than their window, through all that happens to rows."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed, overlaps=seed % 4 > 1, continuations=bool(seed % 2), **held)
-        traffic.run(150)
-        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
+
+    def how(seed: int) -> dict[str, Any]:
+        return {"overlaps": seed % 4 > 1, "continuations": bool(seed % 2), **held}
+
+    seen = played(seeds, 150, how=how)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "resumed")), seen
-
-
-def guessing(seed: int, *, overlaps: bool) -> Traffic:
-    traffic = Traffic(
-        seed,
-        overlaps=overlaps,
-        continuations=bool(seed % 2),
-        windows=9 * (seed % 3 == 0),
-        speculation=True,
-    )
-    traffic.run(200)
-    return traffic
 
 
 @seeds(4)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_guesses_leave_no_trace(overlaps: bool, seeds: range) -> None:
     """Right ones are tokens like others; of wrong ones nothing is held, read or said later."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = guessing(seed, overlaps=overlaps)
-        seen += what_happened(traffic) + Counter(resumed=traffic.loop.shadow.resumed)
-        seen += Counter(guessed=traffic.loop.num_guessed, right=traffic.loop.num_right)
-        seen += Counter(stopped=sum(seq.stop_token is not None for seq in traffic.finished))
+
+    def how(seed: int) -> dict[str, Any]:
+        windows = 9 * (seed % 3 == 0)
+        continues = {"continuations": bool(seed % 2)}
+        return {"overlaps": overlaps, "speculation": True, "windows": windows, **continues}
+
+    seen = played(seeds, 200, how=how)
     assert all(seen[what] for what in ("compactions", "recomputed", "hits", "stopped")), seen
     assert seen["guessed"] > seen["right"] > 100, seen
 
@@ -147,12 +137,19 @@ def test_guesses_leave_no_trace(overlaps: bool, seeds: range) -> None:
 @pytest.mark.parametrize("overlaps", [False, True], ids=["plain", "overlapped"])
 def test_clients_take_turns(overlaps: bool, seeds: range) -> None:
     """With a bound on the rows of each, and on the prompts of a step that decodes."""
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed, overlaps=overlaps, continuations=bool(seed % 2), clients=4)
-        traffic.run(200)
-        seen += what_happened(traffic)
+    how = lambda seed: {"overlaps": overlaps, "continuations": bool(seed % 2), "clients": 4}  # noqa: E731
+    seen = played(seeds, 200, how=how)
     assert all(seen[what] for what in ("swaps", "recomputed", "hits", "compactions")), seen
+
+
+@pytest.mark.parametrize("overlaps", [*slow(False), True], ids=["plain", "overlapped"])
+def test_random_conversations(overlaps: bool) -> None:
+    """Most requests go on from what others have left."""
+    how = {"continuations": True, "overlaps": overlaps}
+    seen = played((3, 4, 6, 10), 500, how=lambda seed: how)
+    assert seen["resumed"] > 100 and seen["recomputed"] and seen["swaps"], seen
+    assert seen["from_host"] > 2, seen
+    assert all(seen[cause] for cause in ("new", "tokens", "policy", "evicted")), seen
 
 
 @pytest.mark.slow

@@ -10,20 +10,17 @@ from typing import Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.group_spec import GroupSpec
-from kvserve.scheduler.blocks.newest_group import NewestSpec
-from kvserve.scheduler.blocks.window_group import WindowSpec
+from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.drafts import Confirmed
-from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
-from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
+from kvserve.scheduler.triggers.periodic import EngineWide, Periodic, QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned, Taper, prunes_prompt
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
@@ -140,10 +137,11 @@ def make_sequence(
     priority: int = 0,
     stops: tuple[int, ...] = (),
     history: IntArray | None = None,
+    continues: bool = False,
 ) -> Sequence:
     """A sequence whose prompt counts up from ``first``; equal firsts share their prefixes.
 
-    ``history`` comes before that. Who can takes continuations, and leaves some.
+    ``history`` comes before that. With ``continues``, who can takes continuations, and leaves some.
     """
     tokens = np.arange(prompt, dtype=np.int32) + first
     if history is not None:
@@ -156,7 +154,7 @@ def make_sequence(
         leaves_remainder=policy % 3 != 1,
     )
     seq.event_kind = kind_of(policy)
-    if policy not in CODES and policy not in KEEP_SCORES:
+    if continues and policy not in CODES and policy not in KEEP_SCORES:
         seq.continues_as = policy
     if prunes_prompt(trigger, prompt):
         seq.num_shareable = 0
@@ -232,15 +230,15 @@ def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
     scheduler.blocks.clear_cached()
-    assert scheduler.swap.pool.num_free == scheduler.swap.pool.capacity
+    assert scheduler.saved.host_pool.num_free == scheduler.saved.host_pool.capacity
     assert scheduler.pool.num_free == scheduler.pool.capacity
 
 
 def assert_all_events_are_closed(scheduler: Scheduler) -> None:
     """None waits for scores, and no scores are kept for one that will not come."""
-    assert not scheduler.events.open.scoring
-    scheduler.events.open.close_scored()
-    assert not len(scheduler.events.open)
+    assert not scheduler.events.scoring
+    scheduler.schedule()
+    assert not scheduler.events._answers
 
 
 def preempt_now_and_then(
@@ -387,6 +385,7 @@ class Traffic:
                 priority=int(rng.integers(2)),
                 stops=(7, 8, 9) if self.num_added % 3 else (),
                 history=history,
+                continues=self.continuations,
             )
             if seq.seq_id % 5 and not isinstance(seq.trigger, EngineWide):
                 seq.guess_from = 0

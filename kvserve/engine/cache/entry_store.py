@@ -7,7 +7,6 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,61 +18,42 @@ from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
 
 
-class EntryStore(Protocol):
-    """Entries of all layers and heads in blocks of ``memory [num_blocks, L/LG, ...]``."""
+class RawEntries:
+    """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``.
 
-    memory: Tensor
-    store_rotated: Callable[..., Tensor] | None
-    """Rotates keys and writes them in one launch; ``None``: they come rotated."""
+    Its methods are those of all forms.
+    """
+
+    def __init__(self, memory: Tensor, kernels: StorageKernels) -> None:
+        self.memory = memory
+        self.store_rotated = kernels.store_rotated
+        """Rotates keys and writes them in one launch; ``None``: they come rotated."""
+        self._kernels = kernels
 
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the new entries of the layer at ``place`` in its blocks.
 
         slots: int64 [R, T]; k, v: [T, Hkv, D].
         """
-        ...
+        self._kernels.store_kv(self.memory, place, slots, k, v)
 
-    def layer(self, place: int) -> tuple[Entries, Entries]:
+    def layer(self, place: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as attention reads them, ``[num_blocks, B, Hkv/R, D]``."""
-        ...
+        return self.memory[:, place, 0], self.memory[:, place, 1]
 
     def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L'] (``None``: all of them).
 
         Returns [L', Hkv, S, D].
         """
-        ...
-
-    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        """As ``keys``, of values."""
-        ...
-
-    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        """Copy entries, bit for bit: int64 slots [L, Hkv, S], ``runs`` events of equal length."""
-        ...
-
-
-class RawEntries:
-    """Numbers as they were computed: ``memory [num_blocks, L/LG, 2, B, Hkv/R, D]``."""
-
-    def __init__(self, memory: Tensor, kernels: StorageKernels) -> None:
-        self.memory = memory
-        self.store_rotated = kernels.store_rotated
-        self._kernels = kernels
-
-    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._kernels.store_kv(self.memory, place, slots, k, v)
-
-    def layer(self, place: int) -> tuple[Tensor, Tensor]:
-        return self.memory[:, place, 0], self.memory[:, place, 1]
-
-    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
         return self._kernels.gather_kv(self.memory, slots, layer_ids)
 
     def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+        """As ``keys``, of values."""
         return self._kernels.gather_kv(self.memory, slots, layer_ids, True)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        """Copy entries, bit for bit: int64 slots [L, Hkv, S], ``runs`` events of equal length."""
         self._kernels.move_kv(self.memory, src, dst, runs)
 
 
@@ -107,6 +87,9 @@ class QuantizedEntries:
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._kernels.move_levels(self.blocks, src, dst, runs)
+
+
+EntryStore = RawEntries | QuantizedEntries
 
 
 def block_bytes(layout: KVLayout, form: EntryFormat) -> int:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.cache.kept_scores import KeptScores
-from kvserve.engine.cache.newest_rows import NewestRows
-from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.cache.remainders import KeptScores, Remainders
 from kvserve.engine.cache.row_groups import RowGroup
-from kvserve.engine.cache.window_rows import WindowRows
+from kvserve.engine.cache.window_rows import NewestRows, WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -32,9 +30,8 @@ from kvserve.kernels.decode_inputs import (
 )
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import Drafts
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import BegunTurns, NewRequest, SchedulerOutput
+from kvserve.scheduler.messages.output import BegunTurns, Drafts, NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 

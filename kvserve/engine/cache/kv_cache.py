@@ -137,9 +137,9 @@ class KVCache:
             for device, host, staged in self._blocks(task):
                 staged.copy_(self.kv[device])
                 self.host[host] = staged
-        if len(moves.copies.sources):
-            sources = to_device(moves.copies.sources, self.kv.device)
-            self.kv[to_device(moves.copies.copies, self.kv.device)] = self.kv[sources]
+        if len(moves.copy_from):
+            sources = to_device(moves.copy_from, self.kv.device)
+            self.kv[to_device(moves.copy_to, self.kv.device)] = self.kv[sources]
         for task in moves.ins:
             for device, host, staged in self._blocks(task):
                 torch.index_select(self.host, 0, host, out=staged)

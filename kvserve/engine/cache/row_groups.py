@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.row_schema import RowArrays

@@ -1,4 +1,5 @@
-"""The tables of layers with sliding windows, on the device, and what a forward gets of them."""
+"""The newest tokens on the device, and what a forward gets of them: those that layers with sliding
+windows see, and entries as they were computed, beside entries in few bits."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.cache.row_groups import KINDS, RowGroup
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.row_groups import KINDS, RowGroup, Shapes
+from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.window_group import WindowSpec
+from kvserve.scheduler.blocks.cache_group import GroupSpec
+from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
 
 
 class WindowRows(RowGroup):
@@ -73,3 +77,103 @@ class WindowRows(RowGroup):
 
 
 KINDS.append(WindowRows)
+
+
+class NewestRows(RowGroup):
+    """Blocks of the newest entries as they were computed, in the columns of their positions.
+
+    A token reads entries from the last multiple of the group's ``window`` on so, its own included,
+    but none from before the row's last event: behind one, a row's entries no longer lie in the
+    order of its tokens. Older ones it reads in few bits. Neither chunks nor cached prefixes change
+    that.
+    """
+
+    spec_type = NewestSpec
+    writes = True
+
+    def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
+        super().__init__(spec, shapes, device)
+        assert isinstance(spec, NewestSpec)
+        self.window = spec.window
+
+    def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
+        cache.hold_newest(self.spec.block_tokens)
+        self._cache = cache
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._cache.write_newest(layer, slots, k, v)
+
+    def over(self, batch: ForwardBatch, rounded_at: Tensor, columns: IntArray) -> ForwardBatch:
+        """``batch`` whose tokens see these entries, none before ``rounded_at [T]``, instead of what
+        they saw of the same tokens; tokens are in ``columns [S]`` of blocks of keys and values."""
+        size = self.spec.block_tokens
+        columns = -(-columns * self._cache.layout.block_size // size)
+        columns = np.minimum(columns, self.tables[0].shape[3])
+        first = torch.maximum(batch.positions // self.window * self.window, rounded_at)
+        return self._of_kinds(batch, first, columns)
+
+    def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` whose tokens see nothing of these, either."""
+        columns = np.full_like(batch.columns, self.tables[0].shape[3])
+        return self._of_kinds(batch, batch.positions + 1, columns)
+
+    def update(self, batch: ForwardBatch, rounded_at: Tensor, real: Tensor) -> None:
+        """Fill the buffers that ``nothing_of`` gave ``batch``, for its ``real [T]`` tokens; what
+        they see of others is filled in."""
+        first = torch.maximum(batch.positions // self.window * self.window, rounded_at)
+        first = torch.where(real, first, batch.positions + 1)
+        columns = np.zeros(0, np.int64)
+        new = self._of_kinds(batch, first, columns)
+        for own, now in ((batch, new), (batch.windowed, new.windowed)):
+            if own is None or now is None:
+                continue
+            assert own.newest is not None and now.newest is not None
+            # The newest first: ``now`` has their counts from the buffers of the others.
+            for buffers, filled in ((own.newest, now.newest), (own, now)):
+                buffers.last.copy_(filled.last)
+                if buffers.recent is not None and filled.recent is not None:
+                    buffers.recent.copy_(filled.recent)
+            if own.newest.first is not None and now.newest.first is not None:
+                own.newest.first.copy_(now.newest.first)
+
+    def _of_kinds(self, batch: ForwardBatch, first: Tensor, columns: IntArray) -> ForwardBatch:
+        """For the layers that see all tokens, and for those with windows."""
+        (table,), windowed = self.tables, batch.windowed
+        full = len(table) - (0 if windowed is None else len(windowed.last))
+        if windowed is not None:
+            windowed = self._beside(windowed, first, table[full:], columns)
+        return replace(self._beside(batch, first, table[:full], columns), windowed=windowed)
+
+    def _beside(
+        self, batch: ForwardBatch, first: Tensor, table: Tensor, columns: IntArray
+    ) -> ForwardBatch:
+        """Tokens see these entries from ``first [T]`` up to their own, and so many fewer others."""
+        last = batch.positions
+        if batch.first is not None:  # by logical position, too
+            first = torch.maximum(first, batch.first[0, 0])
+        count = last - first + 1
+        others = batch.last - count
+        if batch.first is not None:
+            others = others.masked_fill(others < batch.first, -1)
+        lanes = len(table), table.shape[2], len(last)
+        seen = torch.where(count > 0, last, -1)
+        newest = replace(
+            batch,
+            slots=batch.slots[..., :0],
+            query_slots=None,
+            last=seen.expand(lanes).contiguous(),
+            first=first.expand(lanes).contiguous(),
+            most_seen=self.window + int(np.diff(batch.starts).max()),
+            tables=table,
+            block_tokens=self.spec.block_tokens,
+            columns=columns,
+            codes=None,
+            remainders=None,
+            further=(),
+            windowed=None,
+        )
+        recent = None if batch.recent is None else batch.recent - count
+        return replace(batch, last=others, recent=recent, newest=newest, causal=False)
+
+
+KINDS.append(NewestRows)

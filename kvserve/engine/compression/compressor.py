@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.cache.remainders import KeptScores, Remainders
 from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.observer import (
     Observer,

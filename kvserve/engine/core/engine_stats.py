@@ -60,12 +60,12 @@ class EngineCounts:
         capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
         cached = scheduler.blocks.num_cached
         further: dict[str, Any] = dict(scheduler.blocks.counts(running))
-        if scheduler.conversations is not None:
-            store = scheduler.conversations.store
+        if scheduler.settings.continuations:
+            store = scheduler.saved.store
             further |= {
                 "continuations": len(store),
                 "continuation_blocks": store.num_blocks,
-                "hosted_continuations": len(store.host),
+                "hosted_continuations": store.num_hosted,
                 "resumed_total": store.hits,
                 "resumed_from_host_total": store.hits_from_host,
                 "resumed_tokens_total": store.resumed_tokens,

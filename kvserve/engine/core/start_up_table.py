@@ -20,7 +20,7 @@ from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import entry_format
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.held import most_held
+from kvserve.scheduler.triggers.trigger import most_held
 
 _LAYOUT_MEANS = {
     Granularity.MODEL: "all layers and heads hold equally many entries",

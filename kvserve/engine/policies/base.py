@@ -25,7 +25,7 @@ from kvserve.engine.policies.parts.arguments import (
 from kvserve.engine.policies.scoring import Observation, Remainder
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.periodic import QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
 

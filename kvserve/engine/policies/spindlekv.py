@@ -22,7 +22,7 @@ from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.code_trigger import QuantizeTrigger
+from kvserve.scheduler.triggers.periodic import QuantizeTrigger
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
 
 

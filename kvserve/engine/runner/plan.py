@@ -35,13 +35,11 @@ from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.runner.cuda_graph import LARGEST as MOST_CAPTURED
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError, logger
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.group_spec import GroupSpec
-from kvserve.scheduler.blocks.newest_group import NewestSpec
-from kvserve.scheduler.blocks.window_group import WindowSpec
+from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
-from kvserve.scheduler.speculation.speculation import MOST_ROWS
+from kvserve.scheduler.speculation.speculation import MOST_ROWS, NgramSettings
 from kvserve.scheduler.triggers.trigger import EventKind
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024

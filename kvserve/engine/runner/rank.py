@@ -45,11 +45,10 @@ from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.cache_group import CacheGroup
-from kvserve.scheduler.blocks.group_spec import make_groups
+from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.messages.output import SchedulerOutput
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import NgramSettings
 
 
 @dataclass(frozen=True)

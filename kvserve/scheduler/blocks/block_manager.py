@@ -16,12 +16,9 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
-from kvserve.scheduler.blocks.cache_group import CacheGroup
+from kvserve.scheduler.blocks.cache_group import CacheGroup, EntryGroup, LogGroup
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.entry_group import EntryGroup
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
-from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.blocks.token_group import LogGroup
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import TableUpdate
 
@@ -56,18 +53,17 @@ class BlockManager:
         self,
         layout: KVLayout,
         pool: BlockPool,
-        max_rows: int,
         groups: tuple[CacheGroup, ...],
-        prefix_cache: PrefixCache | None = None,
-        continuations: Continuations | None = None,
-        swapped: SwapMemory | None = None,
+        continuations: Continuations,
+        *,
+        prefix_caching: bool,
     ) -> None:
         entries, log = groups[:2]
         assert isinstance(entries, EntryGroup) and isinstance(log, LogGroup)
         self.layout = layout
         self.pool = pool
-        self.prefix_cache, self.continuations = prefix_cache, continuations
-        self.swapped = SwapMemory(max_rows, 0) if swapped is None else swapped
+        self.prefix_cache, self._prefix_caching = PrefixCache(pool), prefix_caching
+        self.continuations = continuations
         self.groups = groups
         self.kv, self.kv_lens = entries.tables[0], entries.kv_lens
         self.log, self.queries = log.tables[0], log
@@ -114,8 +110,7 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         """Blocks that are only held for later sequences; they are evicted when needed."""
-        kept = 0 if self.continuations is None else self.continuations.num_evictable
-        return kept + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable)
+        return self.continuations.num_evictable + self.prefix_cache.num_evictable
 
     @property
     def headroom(self) -> int:
@@ -133,36 +128,29 @@ class BlockManager:
             return True
         kept, prefixes = self.continuations, self.prefix_cache
         # Continuations are left alone if all that is held for later would not be enough.
-        if kept is not None and count <= self.headroom:
+        if kept.oldest is not None and count <= self.headroom:
             while count > self.pool.num_free and (oldest := kept.oldest) is not None:
-                if prefixes is not None:
-                    prefixes.evict(count - self.pool.num_free, before=oldest.used)
+                prefixes.evict(count - self.pool.num_free, before=oldest.used)
                 if count > self.pool.num_free:
                     kept.evict_oldest(may_park=not for_event)
-        if count > self.pool.num_free and prefixes is not None:
+        if count > self.pool.num_free:
             prefixes.evict(count - self.pool.num_free)
         return count <= self.pool.num_free
 
     def forget(self, blocks: IntArray) -> None:
         """Drop whatever is held for later in ``blocks``, so that a row may write them."""
-        if self.continuations is not None:
-            self.continuations.forget(blocks)
-        if self.prefix_cache is not None:
-            self.prefix_cache.forget(blocks)
+        self.continuations.forget(blocks)
+        self.prefix_cache.forget(blocks)
 
     def clear_cached(self) -> None:
         """Drop all that is only held for later sequences."""
-        if self.continuations is not None:
-            self.continuations.clear()
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
+        self.continuations.clear()
+        self.prefix_cache.clear()
 
     def match(self, hashes: list[bytes]) -> IntArray:
         """Columns ``[n, .]`` of the longest cached prefix that a row can begin with: all groups'
         blocks, side by side; 0 where it needs none."""
-        columns = np.zeros((0, 1), np.int32)
-        if self.prefix_cache is not None:
-            columns = self.prefix_cache.match(hashes)
+        columns = self.prefix_cache.match(hashes)
         columns = columns.reshape(len(columns), self._column_ends[-1])
         most = -1
         while len(columns) != most:  # what one group shortens, another may have to shorten again
@@ -190,7 +178,7 @@ class BlockManager:
 
     def publish(self, row: int, first: int, hashes: list[bytes]) -> None:
         """Cache a row's columns from ``first`` on, one per hash, for later prompts."""
-        if self.prefix_cache is not None:
+        if self._prefix_caching:
             end = first + len(hashes)
             columns = [group.columns(row, first, end) for group in self._cached]
             self.prefix_cache.publish(hashes, np.concatenate(columns, axis=1))
@@ -230,7 +218,7 @@ class BlockManager:
         """Exchange two rows."""
         for group in self.groups:
             group.swap(a, b)
-        self.swapped.swap(a, b)
+        self.continuations.host.swap(a, b)
 
     def take_updates(self, num_rows: int) -> tuple[TableUpdate, ...]:
         """Entries of all tables set since the last call, for the first rows."""
@@ -238,12 +226,11 @@ class BlockManager:
 
     def check_integrity(self) -> None:
         """Reference counts equal the tables and the cache; lengths fit their columns."""
-        others = [] if self.prefix_cache is None else [self.prefix_cache.held()]
-        if self.continuations is not None:
-            self.continuations.check_integrity()
-            others.append(self.continuations.held())
-        tables = [table.all_held() for group in self.groups for table in group.tables]
-        held = np.concatenate([*tables, *others])
+        self.continuations.check_integrity()
+        rows = self.kv_lens.shape[1]
+        tables = [table for group in self.groups for table in group.tables]
+        named = [table.named_by_row(rows)[0] for table in tables]
+        held = np.concatenate([*named, self.prefix_cache.held(), self.continuations.held()])
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         for group in self.groups:

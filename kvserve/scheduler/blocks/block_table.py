@@ -134,50 +134,35 @@ class BlockTable(RowArrays):
 
     def save(self, row: int) -> SavedTable:
         """The blocks that a row names, for ``resume``."""
-        first, end = self.first[:, row].copy(), self.end[:, row].copy()
-        start = int(first.min())
-        return SavedTable(first, end, start, self.blocks[:, row, :, start : end.max()].copy())
+        named, _ = self.row_entries(row)
+        return SavedTable(self.first[:, row].copy(), self.end[:, row].copy(), named)
 
     def resume(
-        self, row: int, saved: SavedTable, end: IntArray, partial: IntArray
+        self,
+        row: int,
+        saved: SavedTable,
+        tokens: IntArray,
+        own_from: IntArray,
+        columns: IntArray | None,
     ) -> tuple[IntArray, IntArray]:
-        """Begin an empty row with the columns before ``end [LG, R]`` of a saved one, shared.
+        """Begin an empty row with the blocks of a saved one for its first ``tokens [LG, R]``, of
+        which the first may be ``columns [n, LG * R]`` instead.
 
-        If the last column is ``partial [LG, R]``, the row gets a private block there, since it
-        writes more entries to it. Returns the shared and the private blocks, to be copied.
+        Those before column ``own_from [LG, R]`` are shared. For the others the row gets private
+        ones. Returns the saved and the private blocks of these, for the contents to be copied.
         """
-        self._name(row, saved, end)
-        self.pool.share(self.row_entries(row)[0])
-        some = np.flatnonzero(partial & (end > saved.first))
-        lanes = self._lanes[:, row].ravel()[some]
-        at = self._places(lanes, end.ravel()[some] - 1, np.ones_like(some))
-        tables = self.blocks.reshape(-1)
-        shared, own = tables[at], self.pool.allocate(len(at))
+        lanes, first, tables = self._lanes[:, row].ravel(), saved.first, self.blocks.reshape(-1)
+        tables[self._places(lanes, first.ravel(), (saved.end - first).ravel())] = saved.blocks
+        if columns is not None:
+            self.blocks[:, row, :, : len(columns)] = columns.T.reshape(*self.lanes, -1)
+        end = np.maximum(-(-tokens // self.block_tokens), first)
+        self.first[:, row], self._synced[:, row], self.end[:, row] = first, first, end
+        own_from = np.clip(own_from, first, end)
+        self.pool.share(tables[self._places(lanes, first.ravel(), (own_from - first).ravel())])
+        at = self._places(lanes, own_from.ravel(), (end - own_from).ravel())
+        theirs, own = tables[at], self.pool.allocate(len(at))
         tables[at] = own
-        self.pool.release(shared)
-        return shared, own
-
-    def load(
-        self, row: int, saved: SavedTable, end: IntArray, shared: int = 0
-    ) -> tuple[IntArray, IntArray]:
-        """Begin a row with private blocks for the columns before ``end [LG, R]`` of a saved one,
-        behind its first ``shared`` ones, which it has. Returns the saved blocks, in host memory,
-        and the private ones."""
-        self._name(row, saved, end, shared)
-        first, end = np.maximum(saved.first, shared).ravel(), self.end[:, row].ravel()
-        at = self._places(self._lanes[:, row].ravel(), first, end - first)
-        tables = self.blocks.reshape(-1)
-        host, own = tables[at], self.pool.allocate(len(at))
-        tables[at] = own
-        return host, own
-
-    def _name(self, row: int, saved: SavedTable, end: IntArray, shared: int = 0) -> None:
-        """Begin a row that names the blocks of a saved one before ``end [LG, R]``, behind its first
-        ``shared`` columns."""
-        width, begin = saved.start + saved.blocks.shape[2], max(saved.start, shared)
-        self.blocks[:, row, :, begin:width] = saved.blocks[..., begin - saved.start :]
-        self.first[:, row] = self._synced[:, row] = saved.first
-        self.end[:, row] = np.maximum(end, saved.first)
+        return theirs, own
 
     def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
         """Blocks that a row names, group by group, and the columns they stand in."""
@@ -208,10 +193,6 @@ class BlockTable(RowArrays):
         at = self._places(lanes, synced[lanes], end - synced[lanes])
         synced[lanes] = end
         return TableUpdate(at, self.blocks.reshape(-1)[at])
-
-    def all_held(self) -> IntArray:
-        """Every block that the table names, once per reference."""
-        return self._named(slice(None), self.first, self.end - self.first)
 
     def named_by_row(self, num_rows: int) -> tuple[IntArray, IntArray]:
         """Every block that the first rows name, once per reference, and the row of each."""

@@ -8,16 +8,20 @@ subclass beside these, and a ``GroupSpec`` that makes it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import TableUpdate
-from kvserve.scheduler.row_schema import RowArrays
+from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 
 
 class ResumeAt(NamedTuple):
@@ -30,22 +34,13 @@ class ResumeAt(NamedTuple):
     log_from: int
 
 
-class Begun(NamedTuple):
-    """The columns before ``end [LG, R]`` with which a resumed row begins; whether it writes more
-    entries to the last one (``partial``), and its ``fields``."""
-
-    end: IntArray
-    partial: NDArray[np.bool_]
-    fields: dict[str, IntArray]
-
-
 class CacheGroup(RowArrays):
     """One kind of entry: ``tables`` over the pool, which an event fills unless a subclass says how
     they grow with tokens."""
 
     kind: ClassVar[str] = "entries"
     """What its blocks are counted as, where bytes are told by kind."""
-    cached_with_prefixes: ClassVar[bool] = False
+    cached_with_prefixes: bool = False
     """Whether cached prefixes bring this group's blocks. They then hold as many tokens each as
     blocks of keys and values."""
 
@@ -133,9 +128,14 @@ class CacheGroup(RowArrays):
         """Blocks that a row takes to resume a saved one and to grow up to its target."""
         return 0
 
-    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
-        """With what a row resumes; ``None`` if it begins empty."""
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
+        """How many entries of a saved row's tables another one resumes with: ``[LG, R]``; ``None``
+        if it begins empty."""
         return None
+
+    def resume_fields(self, row: int, saved: GroupRow, at: ResumeAt) -> None:
+        """Set the fields of a row that resumes a saved one."""
+        self.restore_fields(row, saved.fields)
 
     # ---- what others have to know ------------------------------------------------------------
 
@@ -156,3 +156,187 @@ class CacheGroup(RowArrays):
 
     def check_integrity(self) -> None:
         """Assert that lengths fit the tables."""
+
+
+class EntryGroup(CacheGroup):
+    """Keys and values, addressed by a row's physical length ``kv_lens``, which events lower.
+
+    That of a model without a layer that sees all tokens counts entries, but ``holds`` none.
+    """
+
+    kv_lens: IntArray = per_group()
+
+    def __init__(self, table: BlockTable, *, holds: bool = True) -> None:
+        super().__init__(table)
+        self._table, self._size = table, table.block_tokens
+        self._holds = self.cached_with_prefixes = holds
+        self.make_by_group(lambda: np.zeros_like(table.end))
+
+    def start_row(self, row: int) -> None:
+        super().start_row(row)
+        self.kv_lens[:, row] = 0
+
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        lens = self.kv_lens[:, rows] + new[:, None]
+        return self._table.wanted(rows, lens) if self._holds else 0
+
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
+        if self._holds:
+            self._table.extend(rows, self.kv_lens[:, rows] + new[:, None])
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        return -(-num_tokens // self._size) * self._table.num_lanes * self._holds
+
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        self._table.truncate(rows, -(-self.kv_lens[:, rows] // self._size))
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        lens = saved.fields["kv_lens"] - at.dropped
+        wanted = -(-(lens + at.target - at.computed) // self._size)
+        return int((wanted if hosted else wanted - lens // self._size).sum()) * self._holds
+
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray:
+        return np.asarray(saved.fields["kv_lens"] - at.dropped) * self._holds
+
+    def resume_fields(self, row: int, saved: GroupRow, at: ResumeAt) -> None:
+        self.kv_lens[:, row] = saved.fields["kv_lens"] - at.dropped
+
+    def check_integrity(self) -> None:
+        end = self._table.end
+        assert (self.kv_lens <= end * self._size).all() if self._holds else not end.any()
+
+
+class TokenGroup(CacheGroup):
+    """Something of every token from ``_from`` on, addressed by logical position: no event evicts
+    it. By default of all tokens; prefixes bring it."""
+
+    cached_with_prefixes = True
+    begins: ClassVar[int] = 0
+    """From which token on a new row holds something."""
+    _from: IntArray = per_row()
+
+    def __init__(self, table: BlockTable) -> None:
+        super().__init__(table)
+        self._table, self.block_tokens = table, table.block_tokens
+        rows = table.end.shape[1]
+        self.make_by_row(lambda fields: np.full((fields, rows), self.begins, np.int32))
+
+    def start_row(self, row: int) -> None:
+        super().start_row(row)
+        self._from[row] = self.begins
+
+    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        ends = self._ends(rows, positions + new)
+        return self._table.wanted(rows, ends) if ends.any() else 0
+
+    def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
+        ends = self._ends(rows, positions + new)
+        if ends.any():
+            self._table.extend(rows, ends)
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        first = self._first(log_from)
+        if num_tokens <= first:
+            return 0
+        columns = -(-num_tokens // self.block_tokens) - first // self.block_tokens
+        return columns * self._table.num_lanes
+
+    def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
+        columns = -(-computed[:, None] // self.block_tokens)
+        self._table.truncate(rows, np.maximum(columns, self._table.first[:, rows]))
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        first, wanted = self._first(at.log_from), 0
+        if at.target > first:
+            columns = -(-at.target // self.block_tokens)
+            columns -= max(at.computed, first) // self.block_tokens
+            wanted += columns * self._table.num_lanes
+        if hosted and first < at.computed:
+            held = at.computed // self.block_tokens - saved.tables[0].first
+            wanted += int(np.maximum(held, 0).sum())
+        return wanted
+
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
+        first = self._first(at.log_from)
+        if first >= at.computed:
+            return None
+        assert saved.fields["_from"] <= first, "what is wanted of earlier tokens is not there"
+        return np.full(self._table.lanes, at.computed)
+
+    def _first(self, log_from: int) -> int:
+        """From which token on a row holds something, if it logs queries from ``log_from`` on."""
+        return self.begins
+
+    def _ends(self, rows: Rows, ends: IntArray) -> IntArray:
+        """Logical positions up to which rows hold something: ``[n, 1]``, 0 for those that hold
+        nothing."""
+        return np.where(ends > self._from[rows], ends, 0)[:, None]
+
+
+class LogGroup(TokenGroup):
+    """Logged queries: from the position on that a trigger names, until they have scored."""
+
+    kind = "log"
+    cached_with_prefixes = False
+    begins = NOT_LOGGING
+
+    def log_from(self, rows: IntArray, positions: IntArray) -> None:
+        """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
+        if (self._from[rows] == positions).all():
+            return
+        self._table.move_front(rows, positions[:, None] // self.block_tokens)
+        self._from[rows] = positions
+
+    def logged_from(self, rows: list[int]) -> IntArray:
+        """Logical positions from which rows log queries."""
+        logged: IntArray = self._from[rows]
+        return logged
+
+    def is_used(self, num_rows: int) -> bool:
+        """Whether any of the first ``num_rows`` rows logs queries."""
+        return bool((self._from[:num_rows] < NOT_LOGGING).any())
+
+    def _first(self, log_from: int) -> int:
+        return log_from
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A group beside those that every engine has: ``block_tokens`` of its entries fit a block.
+
+    By default it holds something of every token, in one table a row. A subclass may make another
+    ``CacheGroup``; what is written is the device's matter (``engine/cache/row_groups.py``).
+    """
+
+    block_tokens: int
+
+    def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
+        """Most blocks of a sequence of ``num_tokens``, beside those of keys and values."""
+        return 0
+
+    def make(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
+    ) -> CacheGroup:
+        """The group of one scheduler."""
+        assert self.block_tokens == layout.block_size, "prefixes bring whole columns"
+        table = BlockTable(pool, (1, 1), max_rows, self.block_tokens, max_model_len)
+        return TokenGroup(table)
+
+
+def make_groups(
+    pool: BlockPool,
+    layout: KVLayout,
+    max_rows: int,
+    max_model_len: int,
+    log_block_tokens: int,
+    further: Iterable[GroupSpec] = (),
+) -> tuple[CacheGroup, ...]:
+    """The groups of one scheduler: keys and values, logged queries, and ``further`` ones."""
+    lanes = layout.layer_groups, layout.rows
+    kv, log = (
+        BlockTable(pool, lanes, max_rows, tokens, max_model_len)
+        for tokens in (layout.block_size, log_block_tokens)
+    )
+    made = pool, layout, max_rows, max_model_len
+    entries = EntryGroup(kv, holds=layout.holds_entries)
+    return entries, LogGroup(log), *(one.make(*made) for one in further)

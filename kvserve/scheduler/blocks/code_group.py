@@ -12,33 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.cache_group import CacheGroup
-from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import CodeBlocks
 from kvserve.scheduler.row_schema import per_group
 
 SLOT_BYTES = 16
 """Two references, two scales, a position and a distance; four are not used."""
 MAX_VECTORS = 1 << 16
 """References have two bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """What a row holds after one event; all ``[LG, R]``.
-
-    Of ``kv_lens`` entries the first ``coded`` are held as codes, with ``num_vectors`` vectors. With
-    ``afresh`` the whole row is written again; otherwise its raw entries stay where they are.
-    """
-
-    kv_lens: IntArray
-    coded: IntArray
-    num_vectors: IntArray
-    afresh: bool
 
 
 class CodeGroup(CacheGroup):
@@ -78,79 +61,6 @@ class CodeGroup(CacheGroup):
     def counts(self, rows: Rows) -> dict[str, int]:
         coded, vectors = self.coded[:, rows].sum(), self.num_vectors[:, rows].sum()
         return {"coded_entries": int(coded), "codebook_entries": int(vectors)}
-
-    def plan(
-        self,
-        row: int,
-        kv_lens: IntArray,
-        entries: IntArray,
-        vectors: IntArray,
-        *,
-        afresh: bool,
-        raw_fallback: bool,
-    ) -> Coding:
-        """What to hold as codes of a row, given what was observed.
-
-        ``entries [LG, R]`` are kept (``afresh``) or to be coded in addition; they need ``vectors
-        [LG, R]`` new vectors. With ``raw_fallback`` a lane stays raw for good if its codes would
-        take as many blocks as its entries.
-        """
-        if not afresh:
-            coded = self.coded[:, row] + entries
-            return Coding(kv_lens, coded, self.num_vectors[:, row] + vectors, False)
-        coded = entries // self._size * self._size
-        if raw_fallback:
-            index, book = -(-coded // self.slots_per_block), -(-vectors // self.vectors_per_block)
-            saved = coded // self._size - index - book
-            coded = np.where(saved > 0, coded, 0)
-        return Coding(entries, coded, np.where(coded > 0, vectors, 0), True)
-
-    def code(
-        self, blocks: BlockManager, rows: IntArray, codings: IntArray
-    ) -> tuple[IntArray, CodeBlocks | None]:
-        """Change rows to what ``codings`` say, in order, until one finds no blocks.
-
-        Returns how many blocks each gives back (0 if it takes more), and where to write codes.
-        """
-        before = self.coded[:, rows].copy(), self.num_vectors[:, rows].copy()
-        kv, size, released = blocks.kv, self._size, list[int]()
-        for row, coding in zip(rows.tolist(), codings, strict=True):
-            at, first = np.array([row]), coding.coded // size
-            # Blocks that the event takes before it gives any back, and those that it gives back.
-            wanted = self.index.wanted(at, coding.coded[:, None])
-            wanted += self.vectors.wanted(at, coding.num_vectors[:, None])
-            if coding.afresh:
-                wanted += int((-(-coding.kv_lens // size) - first).sum())
-                named, _ = kv.row_entries(row)
-                own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
-                if not blocks.have_free(wanted - own, for_event=True):
-                    blocks.forget(named)
-                    own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
-            else:  # generated entries, whose blocks are not shared
-                own = int(((coding.coded - self.coded[:, row]) // size).sum())
-            if not blocks.have_free(wanted - own, for_event=True):
-                break
-            held = int(blocks.held(row + 1)[row])
-            if coding.afresh:
-                kv.truncate(at, np.zeros_like(first)[:, None])
-            kv.move_front(at, first[:, None])
-            kv.extend(at, coding.kv_lens[:, None])
-            self.index.extend(at, coding.coded[:, None])
-            self.vectors.extend(at, coding.num_vectors[:, None])
-            self.coded[:, row], self.num_vectors[:, row] = coding.coded, coding.num_vectors
-            blocks.kv_lens[:, row] = coding.kv_lens
-            released.append(max(held - int(blocks.held(row + 1)[row]), 0))
-        done = len(released)
-        if not done:
-            return np.zeros(0, np.int32), None
-        rows, (coded, vectors) = rows[:done], (numbers[:, :done] for numbers in before)
-        index_blocks, vector_blocks = (
-            table.blocks[:, rows, :, : table.end[:, rows].max(initial=0)].copy()
-            for table in (self.index, self.vectors)
-        )
-        now = self.coded[:, rows], self.num_vectors[:, rows]
-        codes = CodeBlocks(coded, now[0], vectors, now[1], index_blocks, vector_blocks)
-        return np.array(released, np.int32), codes
 
 
 @dataclass(frozen=True)

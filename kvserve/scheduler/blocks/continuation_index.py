@@ -7,12 +7,12 @@ with a prompt is next to where the prompt would stand.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator
-from itertools import islice
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
-
-import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.continuation import (
@@ -21,52 +21,17 @@ from kvserve.scheduler.messages.continuation import (
     POLICY,
     TOKENS,
     Continuation,
-    Place,
     Resumption,
 )
 
 _LOOKED_AT = 8
 """Continuations of other answers to a prompt that are asked whether they explain a miss."""
-
-
-class _Sorted:
-    """Continuations by their tokens."""
-
-    def __init__(self) -> None:
-        self.texts: list[bytes] = []
-        self.items: list[Continuation] = []
-
-    def add(self, text: bytes, known: Continuation) -> None:
-        place = bisect_left(self.texts, text)
-        self.texts.insert(place, text)
-        self.items.insert(place, known)
-
-    def remove(self, text: bytes) -> None:
-        place = bisect_left(self.texts, text)
-        del self.texts[place], self.items[place]
-
-    def near(self, text: bytes) -> list[Continuation]:
-        """Those before and behind ``text``: one of them begins with most of it."""
-        place = bisect_left(self.texts, text)
-        return self.items[max(place - 1, 0) : place + 1]
-
-
-class _Bucket:
-    """Continuations with the same first ``length`` tokens, by policy and whether they are here."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.lists: dict[tuple[Hashable, bool], _Sorted] = {}
-
-    def has_other(self, shared_by: Hashable) -> bool:
-        return any(policy != shared_by for policy, _ in self.lists)
-
-
-class _Tails(NamedTuple):
-    """The buckets behind a column before which ``start`` tokens stand, by their tails' lengths."""
-
-    start: int
-    by_length: dict[int, dict[bytes, _Bucket]]
+_FLOOR, _PROMPT = "floor", "prompt"
+_Listed = list[tuple[bytes, Continuation]]
+_Bucket = dict[tuple[Hashable, bool], _Listed]
+"""Continuations that begin with the same tokens, sorted by all of theirs: of each policy, those
+that are here and those that were evicted."""
+_by_text = itemgetter(0)
 
 
 class LookedUp(NamedTuple):
@@ -79,108 +44,107 @@ class LookedUp(NamedTuple):
 
 
 class ContinuationIndex:
-    """No two continuations in it have the same tokens, policy and salt."""
+    """No two continuations in it have the same tokens, policy, salt and floor."""
 
-    def __init__(self) -> None:
-        self._floors: dict[bytes, _Tails] = {}
-        self._prompts: dict[bytes, _Tails] = {}
-        """Those whose floor is behind their last prompt, under the tokens of that prompt."""
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._buckets: dict[tuple[str, bytes, bytes], _Bucket] = {}
+        """By the tokens before the floor; and by those of the last prompt, where that ends before.
+        Of the tokens the key has the hash of the full columns, and the tail."""
+        self._columns = Counter[tuple[str, bytes]]()
+        """How many continuations stand under each hash, whatever their tails."""
 
     def __iter__(self) -> Iterator[Continuation]:
-        for tails in self._floors.values():
-            for buckets in tails.by_length.values():
-                for bucket in buckets.values():
-                    for found in bucket.lists.values():
-                        yield from found.items
+        for (kind, *_), bucket in self._buckets.items():
+            for listed in bucket.values() if kind is _FLOOR else ():
+                yield from (known for _, known in listed)
 
     def add(self, known: Continuation, *, here: bool) -> None:
         """List ``known`` as one that can be resumed, or that was evicted."""
-        for index, place, length in self._places(known):
-            tails = index.setdefault(place.key, _Tails(place.start, {}))
-            tail = _text(known.token_ids[place.start : length])
-            buckets = tails.by_length.setdefault(length - place.start, {})
-            bucket = buckets.setdefault(tail, _Bucket(length))
-            key = known.shared_by, here
-            bucket.lists.setdefault(key, _Sorted()).add(_text(known.token_ids), known)
+        text = _text(known.token_ids)
+        for kind, key, tail in self._places(known, text):
+            self._columns[kind, key] += 1
+            bucket = self._buckets.setdefault((kind, key, tail), {})
+            insort(bucket.setdefault((known.shared_by, here), []), (text, known), key=_by_text)
 
     def remove(self, known: Continuation, *, here: bool) -> None:
         """Unlist ``known``, which was added with the same ``here``."""
-        for index, place, length in self._places(known):
-            tails = index[place.key]
-            tail = _text(known.token_ids[place.start : length])
-            buckets = tails.by_length[length - place.start]
-            bucket, key = buckets[tail], (known.shared_by, here)
-            bucket.lists[key].remove(_text(known.token_ids))
-            if not bucket.lists[key].items:
-                del bucket.lists[key]
-            if not bucket.lists:
-                del buckets[tail]
-            if not buckets:
-                del tails.by_length[length - place.start]
-            if not tails.by_length:
-                del index[place.key]
+        text = _text(known.token_ids)
+        for place in self._places(known, text):
+            bucket, policy = self._buckets[place], (known.shared_by, here)
+            del bucket[policy][bisect_left(bucket[policy], text, key=_by_text)]
+            if not bucket[policy]:
+                del bucket[policy]
+            if not bucket:
+                del self._buckets[place]
+            self._columns[place[:2]] -= 1
+            if not self._columns[place[:2]]:
+                del self._columns[place[:2]]
 
     def same(self, new: Continuation) -> Continuation | None:
-        """The listed continuation with the tokens and the policy of ``new``."""
+        """The listed continuation with the tokens, the policy and the floor of ``new``."""
         text = _text(new.token_ids)
-        for bucket in _buckets(self._floors, text, [new.floor_place.key]):
-            for (shared_by, _), found in bucket.lists.items():
-                for known in found.near(text) if shared_by == new.shared_by else ():
-                    if np.array_equal(known.token_ids, new.token_ids):
-                        return known
-        return None
+        bucket = self._buckets.get(next(self._places(new, text)), {})
+        near = [_near(bucket, (new.shared_by, here), text) for here in (True, False)]
+        return next((known for same, known in chain(*near) if same == text), None)
 
-    def longest(self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable) -> LookedUp:
+    def longest(self, token_ids: IntArray, keys: list[bytes], shared_by: Hashable) -> LookedUp:
         """The continuation that has most in common with ``token_ids``, or why there is none.
 
         ``keys`` are the seed and the column hashes of ``token_ids``."""
         text, usable = _text(token_ids), len(token_ids) - 1
         best: dict[bool, Resumption | None] = {True: None, False: None}
         other = False
-        keys = list(keys)
-        for bucket in _buckets(self._floors, text, keys):
-            if bucket.length > usable:
+        for length, bucket in self._beginning(_FLOOR, text, keys):
+            if length > usable:
                 continue
-            other = other or bucket.has_other(shared_by)
+            other = other or any(policy != shared_by for policy, _ in bucket)
             for here, most in best.items():
-                listed = bucket.lists.get((shared_by, here))
-                for known in listed.near(text) if listed is not None else ():
+                for _, known in _near(bucket, (shared_by, here), text):
                     shared = min(common(known.token_ids, token_ids), usable)
                     if most is None or shared > most.num_tokens:
                         best[here] = most = Resumption(known, shared)
         live, gone = best[True], best[False]
         if gone is not None or other:
             return LookedUp(live, gone, EVICTED if gone is not None else POLICY)
-        answered = live is None and self._answered(token_ids, keys)
+        answered = live is None and self._answered(token_ids, text, keys)
         return LookedUp(live, None, TOKENS if answered else NEW)
 
-    def _answered(self, token_ids: IntArray, keys: list[bytes]) -> bool:
+    def _answered(self, token_ids: IntArray, text: bytes, keys: list[bytes]) -> bool:
         """Whether a prompt of a continuation begins ``token_ids``, which then go another way."""
-        text = _text(token_ids)
-        for bucket in _buckets(self._prompts, text, keys):
-            for found in bucket.lists.values():
-                for known in islice(found.items, _LOOKED_AT):
-                    if common(known.token_ids, token_ids) < len(token_ids):
-                        return True
-        return False
+        return any(
+            common(known.token_ids, token_ids) < len(token_ids)
+            for _, bucket in self._beginning(_PROMPT, text, keys)
+            for listed in bucket.values()
+            for _, known in islice(listed, _LOOKED_AT)
+        )
 
-    def _places(self, known: Continuation) -> Iterator[tuple[dict[bytes, _Tails], Place, int]]:
-        """Where ``known`` is listed: index, place, and how many tokens its bucket shares."""
-        yield self._floors, known.floor_place, known.floor
+    def _places(self, known: Continuation, text: bytes) -> Iterator[tuple[str, bytes, bytes]]:
+        """Where ``known`` is listed, whose tokens are ``text``."""
+        places = [(_FLOOR, known.floor_key, known.floor)]
         if known.num_prompt < known.floor:
-            yield self._prompts, known.prompt_place, known.num_prompt
+            places.append((_PROMPT, known.prompt_key, known.num_prompt))
+        for kind, key, end in places:
+            yield kind, key, text[4 * (end // self._size * self._size) : 4 * end]
+
+    def _beginning(
+        self, kind: str, text: bytes, keys: list[bytes]
+    ) -> Iterator[tuple[int, _Bucket]]:
+        """The buckets whose tokens begin ``text``, and how many tokens that are."""
+        for column, key in enumerate(keys):
+            if (kind, key) in self._columns:
+                first = column * self._size
+                for end in range(first, min(first + self._size, len(text) // 4 + 1)):
+                    bucket = self._buckets.get((kind, key, text[4 * first : 4 * end]))
+                    if bucket is not None:
+                        yield end, bucket
 
 
-def _buckets(index: dict[bytes, _Tails], text: bytes, keys: Iterable[bytes]) -> Iterator[_Bucket]:
-    """The buckets whose tokens begin ``text``."""
-    for key in keys:
-        tails = index.get(key)
-        if tails is None:
-            continue
-        for length, buckets in tails.by_length.items():
-            bucket = buckets.get(text[4 * tails.start : 4 * (tails.start + length)])
-            if bucket is not None:
-                yield bucket
+def _near(bucket: _Bucket, policy: tuple[Hashable, bool], text: bytes) -> _Listed:
+    """Those before and behind ``text``: one of them begins with most of it."""
+    listed = bucket.get(policy, [])
+    place = bisect_left(listed, text, key=_by_text)
+    return listed[max(place - 1, 0) : place + 1]
 
 
 def _text(token_ids: IntArray) -> bytes:

@@ -9,56 +9,58 @@ evicted continuation moves to host memory, if there is room.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Iterable
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, LookedUp
+from kvserve.scheduler.blocks.continuation_index import ContinuationIndex
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.messages.continuation import (
-    NO_PLACE,
-    Continuation,
-    Resumption,
-    named_by,
-)
+from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
 
 _REMEMBERED = 256
 """How many evicted continuations are still known by their tokens."""
 
 
 class Continuations:
-    """Continuations over one pool; the least recently used is evicted first. Together they name at
-    most ``max_blocks`` blocks (``None``: no limit)."""
+    """Continuations in a pool, of at most ``max_blocks`` blocks (``None``: no limit), and in
+    ``host`` memory; in either the least recently used is evicted first."""
 
-    def __init__(self, pool: BlockPool, host: SwapMemory, max_blocks: int | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, host: SwapMemory, block_size: int, max_blocks: int | None = None
+    ) -> None:
         self.hits = 0
         self.misses: Counter[str] = Counter()
         self.hits_from_host = 0
         self.resumed_tokens = 0
         self.changes = 0
-        """Grows whenever ``find`` may answer differently."""
-        self.host = host
-        self.host.on_drop = self._remember
-        self._pool = pool
+        """Grows whenever a look-up in the ``index`` may answer differently."""
+        self._pool, self.host, self._block_size = pool, host, block_size
         self._max_blocks = pool.capacity if max_blocks is None else max_blocks
         self._refs: IntArray = np.zeros(pool.num_blocks, np.int32)
-        self._by_use: OrderedDict[int, Continuation] = OrderedDict()
-        self._index = ContinuationIndex()
+        self._here: OrderedDict[Continuation, None] = OrderedDict()
+        self._hosted: OrderedDict[Continuation, None] = OrderedDict()
+        self._num_host_refs = 0
+        """References of those in host memory: to look at thousands of these takes 30 ms."""
+        self.index = ContinuationIndex(block_size)
         self._gone: deque[Continuation] = deque()
 
     def __len__(self) -> int:
-        return len(self._by_use)
+        """How many there are in the pool."""
+        return len(self._here)
 
     def __contains__(self, known: Continuation) -> bool:
         """Whether ``known`` is still stored; after a failed step there may be another store."""
-        return known in self.host or self._by_use.get(id(known)) is known
+        return known in self._line(known)
+
+    @property
+    def num_hosted(self) -> int:
+        return len(self._hosted)
 
     @property
     def all(self) -> list[Continuation]:
         """Those in the pool and in host memory, the least recently used of each first."""
-        return [*self._by_use.values(), *self.host.all]
+        return [*self._here, *self._hosted]
 
     @property
     def num_blocks(self) -> int:
@@ -68,43 +70,37 @@ class Continuations:
     @property
     def num_evictable(self) -> int:
         """Blocks that only continuations name, or only continuations and the prefix cache."""
-        return self._pool.count_idle(self._refs) if self._by_use else 0
+        return self._pool.count_idle(self._refs) if self._here else 0
 
     @property
     def oldest(self) -> Continuation | None:
         """The next to be evicted."""
-        return next(iter(self._by_use.values()), None)
-
-    def find(self, token_ids: IntArray, keys: Iterable[bytes], shared_by: Hashable) -> LookedUp:
-        """The longest continuations that these tokens begin with.
-
-        ``keys`` are the seed and the column hashes of ``token_ids``. The last token is always left
-        to be computed.
-        """
-        return self._index.longest(token_ids, keys, shared_by)
+        return next(iter(self._here), None)
 
     def add(self, new: Continuation) -> None:
         """Store a continuation while its row still holds its blocks."""
         assert new.row is not None
-        if (known := self._index.same(new)) is not None:
-            self._forget(known)
-        self._index.add(new, here=True)
+        if (known := self.index.same(new)) is not None:
+            self.index.remove(known, here=known.row is not None)
+            if known.row is None:
+                self._gone.remove(known)
+            else:
+                self._release(known)
+        self.index.add(new, here=True)
         self._pool.share(new.row.named)
         np.add.at(self._refs, new.row.named, 1)
         self.touch(new)
-        while self._by_use and self.num_blocks > self._max_blocks:
-            self.drop(next(iter(self._by_use.values())))
+        while self._here and self.num_blocks > self._max_blocks:
+            self.drop(next(iter(self._here)))
 
     def touch(self, known: Continuation) -> None:
         """Mark ``known`` as used now."""
         self.changes += 1
         self._pool.clock += 1
         known.used = self._pool.clock
-        if known.hosted:
-            self.host.touch(known)
-            return
-        self._by_use[id(known)] = known
-        self._by_use.move_to_end(id(known))
+        line = self._line(known)
+        line[known] = None
+        line.move_to_end(known)
 
     def take(self, found: Resumption) -> None:
         """Count a sequence that resumes from ``found``."""
@@ -119,24 +115,39 @@ class Continuations:
         left a continuation of its own."""
         if known in self and known.taken == 1:
             known.used = 0
-            if known.hosted:
-                self.host.send_first(known)
-            else:
-                self._by_use.move_to_end(id(known), last=False)
+            self._line(known).move_to_end(known, last=False)
 
     def evict_oldest(self, *, may_park: bool) -> None:
         """Free the blocks of the oldest one: it moves to host memory, or is dropped."""
-        known = next(iter(self._by_use.values()))
-        device = self.host.park(known) if may_park and known.used else None
-        if device is None:
+        known = next(iter(self._here))
+        assert known.row is not None
+        named = known.row.named
+        if not (may_park and known.used and self.have_host_blocks(len(named))):
             self.drop(known)
-        else:
-            self._free(known, device)
+            return
+        self._leave_pool(known, named)
+        known.row, known.hosted = known.row.renamed(self.host.move_out(named)), True
+        self._hosted[known] = None
+        self._num_host_refs += len(named)
+
+    def have_host_blocks(self, count: int) -> bool:
+        """Whether ``count`` host blocks are free; drops continuations there if that makes them
+        so."""
+        pool = self.host.pool
+        if count > pool.num_free + self._num_host_refs:
+            return False
+        while count > pool.num_free and self._hosted:
+            self.drop(next(iter(self._hosted)))
+        return count <= pool.num_free
 
     def drop(self, known: Continuation) -> None:
         """Release the blocks of ``known``; remember its tokens for a while."""
         self._release(known)
-        self._remember(known)
+        self.index.remove(known, here=True)
+        self.index.add(known, here=False)
+        self._gone.append(known)
+        if len(self._gone) > _REMEMBERED:
+            self.index.remove(self._gone.popleft(), here=False)
 
     def make_place(self) -> bool:
         """Whether there is a place for a remainder; drops the continuation that used one least
@@ -153,7 +164,7 @@ class Continuations:
         wanted = np.zeros(len(self._refs), bool)
         wanted[blocks] = True
         if (self._refs[wanted] > 0).any():
-            for known in list(self._by_use.values()):
+            for known in list(self._here):
                 if known.row is not None and wanted[known.row.named].any():
                     self.drop(known)
 
@@ -161,7 +172,7 @@ class Continuations:
         """Drop all continuations, and remember none."""
         for known in self.all:
             self._release(known)
-        self._index = ContinuationIndex()
+        self.index = ContinuationIndex(self._block_size)
         self._gone.clear()
 
     def count_from(self, other: Continuations) -> None:
@@ -170,44 +181,37 @@ class Continuations:
         self.hits_from_host = other.hits_from_host
         self.resumed_tokens = other.resumed_tokens
 
-    def held(self) -> IntArray:
-        """Every block that continuations name, once per reference."""
-        return named_by(self._by_use.values())
+    def held(self, *, hosted: bool = False) -> IntArray:
+        """Every block of the pool (or of host memory) that they name, once per reference."""
+        line = self._hosted if hosted else self._here
+        rows = [known.row.named for known in line if known.row is not None]
+        return np.concatenate([np.zeros(0, np.int32), *rows])
 
     def check_integrity(self) -> None:
         """Assert that the counted references are those of the stored continuations."""
         expected = np.bincount(self.held(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
-        listed = {id(known) for known in self._index}
-        assert listed == {*self._by_use, *map(id, (*self._gone, *self.host.all))}
+        assert self._num_host_refs == len(self.held(hosted=True))
+        assert set(self.index) == {*self.all, *self._gone}
 
-    def _forget(self, known: Continuation) -> None:
-        self._index.remove(known, here=known.row is not None)
-        if known.row is None:
-            self._gone.remove(known)
-        else:
-            self._release(known)
+    def _line(self, known: Continuation) -> OrderedDict[Continuation, None]:
+        return self._hosted if known.hosted else self._here
 
     def _release(self, known: Continuation) -> None:
-        if known.hosted:
-            self.host.release(known)
-            self.changes += 1
-            return
         assert known.row is not None
+        named = known.row.named
+        if known.hosted:
+            del self._hosted[known]
+            self._num_host_refs -= len(named)
+            self.host.pool.release(named)
+        else:
+            self._leave_pool(known, named)
         self.host.release_place(known.row.remainder)
-        named, known.row = known.row.named, None
-        self._free(known, named)
+        known.row, known.hosted = None, False
+        self.changes += 1
 
-    def _free(self, known: Continuation, named: IntArray) -> None:
-        del self._by_use[id(known)]
+    def _leave_pool(self, known: Continuation, named: IntArray) -> None:
+        del self._here[known]
         np.subtract.at(self._refs, named, 1)
         self._pool.release(named)
         self.changes += 1
-
-    def _remember(self, known: Continuation) -> None:
-        self.changes += 1
-        self._index.remove(known, here=True)
-        self._index.add(known, here=False)
-        self._gone.append(known)
-        if len(self._gone) > _REMEMBERED:
-            self._index.remove(self._gone.popleft(), here=False)

@@ -6,29 +6,25 @@ the device's array of the rows' own, behind the last row.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, named_by
-from kvserve.scheduler.messages.output import NO_COPIES, BlockCopies, RowMove, RowMoves
-
-PLACES_PER_ROW, SAVED_PER_ROW = 1, 3
-"""Places for each row that may be preempted, and further ones for continuations."""
+from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 
 def num_places(max_rows: int, *, continuations: bool) -> int:
-    """How many places an engine has."""
-    return max_rows * (PLACES_PER_ROW + SAVED_PER_ROW * continuations)
+    """How many places an engine has: one for each row that may be preempted, and further ones for
+    continuations."""
+    return max_rows * (4 if continuations else 1)
 
 
 class SwapMemory:
-    """Host blocks and places, the continuations in host blocks (least recently used first), and
-    what the device has to move. Preempted rows use the same ``pool``, and may drop continuations.
+    """Host blocks and places, and what the device has to move. Preempted rows and continuations
+    share them.
 
     In a step the device moves rows out first, after its row swaps, and back last. So a block or a
     place that a step reads is given back once the step's moves are taken.
@@ -36,12 +32,7 @@ class SwapMemory:
 
     def __init__(self, max_rows: int, places: int, host_blocks: int = 0) -> None:
         self.pool = BlockPool(host_blocks + 1)
-        self.on_drop: Callable[[Continuation], None] = lambda known: None
-        """Called for each continuation that leaves host memory for good."""
-        self.num_held = 0
-        """References of continuations: to look at thousands of these takes 30 ms."""
-        self._by_use: OrderedDict[int, Continuation] = OrderedDict()
-        self._reserve, self._places = max_rows * PLACES_PER_ROW, places
+        self._reserve, self._places = max_rows, places
         self._free = list(range(max_rows + places - 1, max_rows - 1, -1))
         self._discarded: list[int] = []
         self._outs: list[RowMove] = []
@@ -49,69 +40,6 @@ class SwapMemory:
         self._ins: list[RowMove] = []
         self._read: list[IntArray] = []
         self._read_places: list[int] = []
-
-    # ---- continuations -----------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._by_use)
-
-    def __contains__(self, known: Continuation) -> bool:
-        return self._by_use.get(id(known)) is known
-
-    @property
-    def all(self) -> list[Continuation]:
-        """The least recently used one first."""
-        return list(self._by_use.values())
-
-    def park(self, known: Continuation) -> IntArray | None:
-        """Move a continuation to host memory, if it fits: returns the blocks that it had before,
-        which the caller releases."""
-        assert known.row is not None and not known.hosted
-        device = known.row.named
-        if not self.have_free(len(device)):
-            return None
-        host = self.move_out(device)
-        known.row, known.hosted = known.row.renamed(host), True
-        self.touch(known)
-        return device
-
-    def have_free(self, count: int) -> bool:
-        """Whether ``count`` host blocks are free; drops continuations if that makes them so."""
-        missing = count - self.pool.num_free
-        if missing > 0 and missing > self.num_held:
-            return False
-        while count > self.pool.num_free and self._by_use:
-            oldest = next(iter(self._by_use.values()))
-            self.release(oldest)
-            self.on_drop(oldest)
-        return count <= self.pool.num_free
-
-    def touch(self, known: Continuation) -> None:
-        """Make it the last to be dropped."""
-        if known not in self and known.row is not None:
-            self.num_held += len(known.row.named)
-        self._by_use[id(known)] = known
-        self._by_use.move_to_end(id(known))
-
-    def send_first(self, known: Continuation) -> None:
-        """Make it the first to be dropped."""
-        self._by_use.move_to_end(id(known), last=False)
-
-    def release(self, known: Continuation) -> None:
-        """Free its host blocks."""
-        assert known.row is not None and known.hosted
-        del self._by_use[id(known)]
-        named = known.row.named
-        self.num_held -= len(named)
-        self.pool.release(named)
-        self.release_place(known.row.remainder)
-        known.row, known.hosted = None, False
-
-    def held(self) -> IntArray:
-        """Every host block that continuations hold, once per reference."""
-        return named_by(self._by_use.values())
-
-    # ---- moves -------------------------------------------------------------------------------
 
     def move_out(self, device: IntArray, row: int = NO_PLACE) -> IntArray:
         """Move ``device`` blocks to host blocks, which are returned; the first of them is the place
@@ -181,10 +109,10 @@ class SwapMemory:
         """What the device moves for rows that have left or begun since the last call."""
         if not (self._discarded or self._outs or self._copies or self._ins):
             return None
-        copies = NO_COPIES
+        moves = RowMoves(tuple(self._discarded), tuple(self._outs), ins=tuple(self._ins))
         if self._copies:
-            copies = BlockCopies(*map(np.concatenate, zip(*self._copies, strict=True)))
-        moves = RowMoves(tuple(self._discarded), tuple(self._outs), copies, tuple(self._ins))
+            sources, copies = map(np.concatenate, zip(*self._copies, strict=True))
+            moves = replace(moves, copy_from=sources, copy_to=copies)
         for host in self._read:
             self.pool.release(host)
         self._free += self._read_places
@@ -193,11 +121,8 @@ class SwapMemory:
         return moves
 
     def check_integrity(self, blocks: list[IntArray], places: list[int]) -> None:
-        """Every host block is free or in one of ``blocks`` or of one continuation; every place is
-        free or one of ``places``."""
-        hosted = self.held()
-        assert len(hosted) == self.num_held
-        self.pool.check_integrity(np.concatenate([hosted, *blocks]))
+        """Every host block is free or in one of ``blocks``, every place free or in ``places``."""
+        self.pool.check_integrity(np.concatenate([np.zeros(0, np.int32), *blocks]))
         places = [place for place in places if place != NO_PLACE]
         known = sorted(self._free + self._read_places + places)
         first = min(known, default=0)

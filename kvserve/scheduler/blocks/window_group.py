@@ -1,4 +1,5 @@
-"""The group of layers that attend to the newest tokens alone: sliding windows."""
+"""Groups of the newest tokens alone: of layers with sliding windows, and of entries as they were
+computed, beside entries in few bits."""
 
 from __future__ import annotations
 
@@ -11,9 +12,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
-from kvserve.scheduler.blocks.cache_group import Begun, CacheGroup, ResumeAt
-from kvserve.scheduler.blocks.group_spec import GroupSpec
-from kvserve.scheduler.blocks.token_group import TokenGroup
+from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec, ResumeAt, TokenGroup
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import GroupRow
 
@@ -80,18 +79,13 @@ class WindowGroup(TokenGroup):
         return first * self.block_tokens + self._window - 1 if first else 0
 
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
-        end = min(at.target, at.computed + self._chunk)
-        columns = -(-end // self.block_tokens) - at.computed // self.block_tokens
-        wanted = columns * self._table.num_lanes
-        if hosted:
-            held = at.computed // self.block_tokens - saved.tables[0].first
-            wanted += int(np.maximum(held, 0).sum())
-        return wanted
+        at = at._replace(target=min(at.target, at.computed + self._chunk))
+        return super().wanted_to_resume(saved, hosted, at)
 
-    def begun(self, saved: GroupRow, at: ResumeAt) -> Begun | None:
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
         seen = int(self._first_column(np.array(at.computed)))
         assert int(saved.tables[0].first.max()) <= seen, "what the next token sees is not there"
-        return super().begun(saved, at)
+        return super().resumed_tokens(saved, at)
 
     def _first_column(self, positions: IntArray) -> IntArray:
         """The first column that a token at ``positions`` sees."""
@@ -134,3 +128,45 @@ def window_blocks(num_tokens: int, spec: WindowSpec) -> int:
     given back."""
     most = -(-(spec.window + spec.chunk + spec.slack) // spec.block_tokens) + 1
     return min(-(-num_tokens // spec.block_tokens), most)
+
+
+class NewestGroup(WindowGroup):
+    """Entries from a row's last multiple of ``window`` tokens on, addressed by logical position.
+
+    Which entries a token reads so must not depend on what other sequences have computed. Therefore
+    a cached prefix ends at such a multiple: a token behind it needs none from before it.
+    """
+
+    kind = "newest"
+    cached_with_prefixes = False
+
+    def __init__(self, table: BlockTable, spec: WindowSpec) -> None:
+        super().__init__(table, spec)
+        self.prefix_tokens = spec.window
+
+    def begin_at(self, row: int, position: int) -> None:
+        self._table.start(row, position // self.block_tokens)
+
+    def resumes_from(self, row: int) -> int:
+        first = int(self._table.first[0, row, 0]) * self.block_tokens
+        return -(-first // self._window) * self._window
+
+    def _first_column(self, positions: IntArray) -> IntArray:
+        first: IntArray = positions // self._window * self._window // self.block_tokens
+        return first
+
+
+@dataclass(frozen=True)
+class NewestSpec(WindowSpec):
+    """Of all layers: those of the layout, then ``num_layers`` with sliding windows, in tables of
+    their own. ``window`` is a multiple of the layout's block size."""
+
+    makes = NewestGroup
+
+    @property
+    def slack(self) -> int:
+        return 16
+
+    def lanes(self, layout: KVLayout) -> tuple[int, int]:
+        windowed, rows = super().lanes(layout)
+        return layout.layer_groups * layout.holds_entries + windowed, rows

@@ -4,67 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.handlers import HANDLERS, HostPrunedEvents
+from kvserve.scheduler.compression.handlers import HANDLERS
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.periodic import EngineWide
+from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
 from kvserve.stats import EngineStats
-
-
-class OpenEvent(NamedTuple):
-    """An event that is scored, and the device's answer for it, ``[LG, R, ...]``, once it is there.
-
-    ``query_start``, the position of its first query, identifies it: a sequence that is preempted in
-    the step that scores its event may be due for another event when the answer arrives.
-    """
-
-    query_start: int
-    kept: IntArray | None = None
-
-
-class OpenEvents(dict[int, OpenEvent]):
-    """Open events by sequence."""
-
-    @property
-    def scoring(self) -> bool:
-        """Whether any event waits for its scores."""
-        return any(event.kept is None for event in self.values())
-
-    def is_scoring(self, seq_id: int) -> bool:
-        """Whether a sequence's event waits for its scores."""
-        return seq_id in self and self[seq_id].kept is None
-
-    def scored(self, seq_id: int, query_start: int) -> IntArray | None:
-        """The answer for a sequence's event, if it is there and of this event."""
-        event = self.get(seq_id)
-        return None if event is None or event.query_start != query_start else event.kept
-
-    def start_scoring(self, events: Events) -> None:
-        """The step that is being scheduled scores them."""
-        for seq_id, query_start in _named(events):
-            assert seq_id not in self
-            self[seq_id] = OpenEvent(query_start)
-
-    def take_scores(self, events: Events, kept: IntArray) -> None:
-        """A step has come back with its answer, ``kept [LG, E, R, ...]``."""
-        for e, (seq_id, query_start) in enumerate(_named(events)):
-            assert self.is_scoring(seq_id)
-            self[seq_id] = OpenEvent(query_start, kept[:, e])
-
-    def close_scored(self) -> None:
-        """The scored events are scheduled in this step; those that are not are due again."""
-        for seq_id, event in list(self.items()):
-            if event.kept is not None:
-                del self[seq_id]
 
 
 class CompressionScheduler:
@@ -81,8 +34,12 @@ class CompressionScheduler:
     ) -> None:
         self.rows = rows
         self.blocks = blocks
-        self.open = OpenEvents()
         self._totals = totals
+        self.scoring: set[int] = set()
+        """Sequences whose events wait for their scores."""
+        self._answers: dict[tuple[int, int], IntArray] = {}
+        """The device's, ``[LG, R, ...]``, by sequence and the position of the event's first query:
+        a sequence that was preempted in the step that scored its event may be due for another."""
         self._max_observed = max_observed
         self._triggers: dict[int, Trigger] = {}
         self._kinds: dict[int, EventKind] = {}
@@ -108,6 +65,12 @@ class CompressionScheduler:
         take what comes free, and be preempted for it, again and again."""
         return self._blocked is not None
 
+    def take_scores(self, events: Events, kept: IntArray) -> None:
+        """A step has come back with the scores of ``events``: ``kept [LG, E, R, ...]``."""
+        for e, (seq_id, query_start) in enumerate(_named(events)):
+            self.scoring.remove(seq_id)
+            self._answers[seq_id, query_start] = kept[:, e]
+
     # ---- due ---------------------------------------------------------------------------------
 
     def compact_due(self) -> ScheduledEvents:
@@ -117,8 +80,7 @@ class CompressionScheduler:
         waiting = self._waiting()
         if not len(waiting):  # most steps
             self._blocked = None
-            if self.open:
-                self.open.close_scored()
+            self._answers.clear()
             return ScheduledEvents()
         turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
         turns = self._begin_turns(turning) if len(turning) else NO_TURNS
@@ -127,8 +89,7 @@ class CompressionScheduler:
         if self._blocked is not None and self._blocked not in map(self._rank, waiting):
             self._blocked = None  # that sequence was preempted, or has ended
         candidates = self._candidates(waiting)
-        if self.open:
-            self.open.close_scored()  # what cannot be scheduled now is scored again
+        self._answers.clear()  # what cannot be scheduled now is scored again
         return replace(self._schedule(candidates, self._max_observed), turns=turns)
 
     def compact_early(self, missing: int) -> tuple[Events, ...]:
@@ -141,7 +102,7 @@ class CompressionScheduler:
         willing = [
             part[trigger.can_compress_early(rows.state(part))]
             for policy_id, trigger in self._triggers.items()
-            if trigger.optional_period and len(part := at[rows.policy_id[at] == policy_id])
+            if len(part := at[rows.policy_id[at] == policy_id])
         ]
         at = np.concatenate([self._waiting(), *willing])
         candidates = [events for events in self._candidates(at) if events.known]
@@ -162,9 +123,12 @@ class CompressionScheduler:
         """Schedule the event of a row whose prompt is computed and pruned in this step."""
         num_prompt, policy_id = int(self.rows.num_prompt[row]), int(self.rows.policy_id[row])
         due = self._due_events(policy_id, np.array([row], np.int32))
-        handler = self._handlers[EventKind.PRUNED]
-        assert isinstance(handler, HostPrunedEvents)
-        taken = handler.in_prompt(due, self._triggers[policy_id], num_prompt)
+        trigger = self._triggers[policy_id]
+        assert isinstance(trigger, Pruned)
+        by_layer = trigger.prompt_lengths(num_prompt, self.blocks.layout.num_layers)
+        new = np.broadcast_to(np.array(by_layer, np.int32)[:, None, None], due.old_lens.shape)
+        taken = self._handlers[EventKind.PRUNED].take_blocks(replace(due, new_lens=new.copy()))
+        assert taken is not None
         token_ids = self.rows.token_ids[due.rows, :num_prompt]
         return replace(self._scheduled(*taken), token_ids=token_ids)
 
@@ -197,14 +161,12 @@ class CompressionScheduler:
     def _candidates(self, at: IntArray) -> list[Events]:
         """What events of rows ``at`` would do now, policy by policy; none of those being scored."""
         rows = self.rows
-        if self.open and self.open.scoring:
-            at = at[[not self.open.is_scoring(rows.owner(row).seq_id) for row in at]]
+        if self.scoring:
+            at = at[[rows.owner(row).seq_id not in self.scoring for row in at]]
         candidates = []
         for policy_id in np.unique(rows.policy_id[at]).tolist():
             due = self._due_events(policy_id, at[rows.policy_id[at] == policy_id])
-            scored: list[IntArray | None] = [None] * len(due.rows)
-            if self.open:
-                scored = [self.open.scored(*each) for each in _named(due)]
+            scored = [self._answers.get(each) for each in _named(due)]
             candidates += self._handlers[due.kind].outcomes(due, self._triggers[policy_id], scored)
         return candidates
 
@@ -242,7 +204,8 @@ class CompressionScheduler:
         for best in _some_of(candidates, order):
             if not best.known:
                 observations.append(best)
-                self.open.start_scoring(best)
+                assert self.scoring.isdisjoint(best.seq_ids.tolist())
+                self.scoring.update(best.seq_ids.tolist())
                 continue
             taken = self._handlers[best.kind].take_blocks(best)  # of as many, in order, as find any
             row = best.rows[0]
@@ -297,7 +260,12 @@ class CompressionScheduler:
         handler = self._handlers[self._kinds[policy_id]]
         turns = rows.turn[at] < rows.num_turns[at]
         for row in at[turns]:
-            self._begin_turn(row, trigger)
+            turn = rows.owner(row).turns[rows.turn[row]]
+            if turn.start == rows.num_computed[row]:
+                end = np.array([turn.end], np.int32)
+                begun = trigger.next_turn(rows.state(row[None]), end)
+                rows.num_prompt[row], rows.first_uncompressed_pos[row] = begun[0][0], begun[1][0]
+                rows.turn[row] += 1
         state = rows.state(at)
         next_event = handler.next_event(at, state, trigger.next_event(state))
         for i in np.flatnonzero((rows.num_computed[at] < rows.replay_until[at]) | turns):
@@ -324,15 +292,6 @@ class CompressionScheduler:
                 begun.append(row)
                 log_from.append(self.schedule_next_event(seq.policy_id, np.array([row]))[0])
         return BegunTurns(np.array(begun, np.int32), np.array(log_from, np.int32))
-
-    def _begin_turn(self, row: int, trigger: Trigger) -> None:
-        """Begin a row's next turn if the row has reached it, as its trigger says."""
-        rows, turn = self.rows, self.rows.owner(row).turns[self.rows.turn[row]]
-        if turn.start == rows.num_computed[row]:
-            at = np.array([row], np.int32)
-            known = trigger.next_turn(rows.state(at), np.array([turn.end], np.int32))
-            rows.num_prompt[at], rows.first_uncompressed_pos[at] = known
-            rows.turn[row] += 1
 
 
 def _named(events: Events) -> Iterator[tuple[int, int]]:

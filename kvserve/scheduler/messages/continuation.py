@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvserve.scheduler.arrays import IntArray
 
@@ -31,46 +30,28 @@ class Turn(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTable:
-    """A row of a table: columns ``[first, end)`` ``[LG, R]``, whose blocks ``[LG, R, .]`` begin
-    with column ``start``."""
+class SavedTable(NamedTuple):
+    """A row of a table: columns ``[first, end)`` ``[LG, R]``, and the ``blocks`` of all lanes, one
+    after the other."""
 
     first: IntArray
     end: IntArray
-    start: int
     blocks: IntArray
 
-    @property
-    def named(self) -> IntArray:
-        """Every block, once per reference."""
-        return self.blocks[self._live]
 
-    def renamed(self, blocks: IntArray) -> SavedTable:
-        """The same columns in other blocks, given in the order of ``named``."""
-        table = self.blocks.copy()
-        table[self._live] = blocks
-        return replace(self, blocks=table)
-
-    @property
-    def _live(self) -> NDArray[np.bool_]:
-        column = self.start + np.arange(self.blocks.shape[2])
-        live: NDArray[np.bool_] = column >= self.first[..., None]
-        return live & (column < self.end[..., None])
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
+class GroupRow(NamedTuple):
     """What a row holds in one cache group: its tables, and its ``fields`` from ``park_row``."""
 
     tables: tuple[SavedTable, ...]
     fields: dict[str, IntArray]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedRow:
-    """What a row holds, group by group; that of keys and values comes first."""
+    """A row that is away: its ``counters`` by field, and what it holds, group by group; that of
+    keys and values comes first."""
 
+    counters: dict[str, IntArray]
     groups: tuple[GroupRow, ...]
     remainder: int = NO_PLACE
     """Where its remainder lies (``swap_memory``)."""
@@ -83,7 +64,7 @@ class SavedRow:
     @property
     def named(self) -> IntArray:
         """Every block, once per reference."""
-        return np.concatenate([table.named for group in self.groups for table in group.tables])
+        return np.concatenate([table.blocks for group in self.groups for table in group.tables])
 
     def renamed(self, blocks: IntArray) -> SavedRow:
         """The same row in other blocks, given in the order of ``named``."""
@@ -91,17 +72,10 @@ class SavedRow:
         for group in self.groups:
             tables = []
             for table in group.tables:
-                own, blocks = np.split(blocks, [table.named.size])
-                tables.append(table.renamed(own))
-            groups.append(replace(group, tables=tuple(tables)))
+                own, blocks = np.split(blocks, [len(table.blocks)])
+                tables.append(table._replace(blocks=own))
+            groups.append(group._replace(tables=tuple(tables)))
         return replace(self, groups=tuple(groups))
-
-
-class Place(NamedTuple):
-    """A place in a prompt: ``start`` tokens of full columns, whose hash is ``key``, and a tail."""
-
-    key: bytes
-    start: int
 
 
 @dataclass(slots=True, eq=False)
@@ -110,27 +84,25 @@ class Continuation:
 
     A sequence that resumes it must have the same ``shared_by``, and begin with at least ``floor``
     of its tokens: after those no event and no prompt came. Its last prompt ended at ``num_prompt``.
-    The rest is the sequence's: ``counters`` of its row, ``events``, ``turns``, and the first
-    prompt's length.
+    The rest is the sequence's: ``events``, ``turns``, and the first prompt's length.
     """
 
     shared_by: Hashable
     token_ids: IntArray
     num_prompt: int
     floor: int
-    counters: dict[str, IntArray]
     row: SavedRow | None
     first_prompt_tokens: int
     num_shareable: int
     turns: tuple[Turn, ...]
     events: tuple[int, ...]
-    floor_place: Place
-    """Of ``floor``, and below of ``num_prompt``: it is looked up by them."""
-    prompt_place: Place
+    floor_key: bytes
+    """The hash of the full columns before ``floor``, and below before ``num_prompt``."""
+    prompt_key: bytes
     hosted: bool = False
     """Whether ``row`` is in host memory; its tables then name host blocks."""
     used: int = 0
-    taken: int = field(default=0)
+    taken: int = 0
     """How many sequences have resumed it."""
 
 
@@ -139,9 +111,3 @@ class Resumption(NamedTuple):
 
     continuation: Continuation
     num_tokens: int
-
-
-def named_by(continuations: Iterable[Continuation]) -> IntArray:
-    """Every block that the rows of continuations name, once per reference."""
-    rows = [known.row.named for known in continuations if known.row is not None]
-    return np.concatenate([np.zeros(0, np.int32), *rows])

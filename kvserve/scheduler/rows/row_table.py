@@ -115,13 +115,19 @@ class RowTable(RowArrays):
         return seq
 
     def save(self, seq: Sequence) -> None:
-        """Write the row's tokens and counts back to its sequence."""
-        row = seq.row
+        """Write the row's tokens and counts, and what it holds, back to its sequence."""
+        row, blocks, layout = seq.row, self._blocks, self._blocks.layout
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
         seq.logical_tokens = int(self.num_computed[row])
         seq.compactions = int(self.compactions[row])
         seq.blocks_released = int(self.blocks_released[row])
         seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
+        lens, lanes = blocks.kv_lens[:, row], layout.num_layers * layout.num_kv_heads
+        seq.held_entries = int(lens.sum()) * layout.layers_per_block * layout.heads_per_block
+        seq.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.held_blocks = blocks.held_by_kind(slice(row, row + 1))
+        seq.held_counts = blocks.counts(slice(row, row + 1))
+        seq.remainder_entries = lanes * self.has_remainder(row)
 
     def drop(self, seq: Sequence) -> None:
         """Free an emptied row; the decoding rows stay in front."""
@@ -191,7 +197,11 @@ class RowTable(RowArrays):
         self.sequences[row] = seq
         seq.row, seq.status = row, SequenceStatus.RUNNING
         self.token_ids[row, : seq.num_tokens] = seq.token_ids
-        self._set_stop_ids(row, seq.stop_token_ids)
+        missing = len(seq.stop_token_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(seq.stop_token_ids)] = seq.stop_token_ids
         return row
 
     def _swap(self, a: int, b: int) -> None:
@@ -209,10 +219,3 @@ class RowTable(RowArrays):
             seq = self.sequences[row]
             if seq is not None:
                 seq.row = row
-
-    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(stop_ids)] = stop_ids

@@ -20,7 +20,7 @@ class Departures:
     def __init__(self, parts: Parts, totals: EngineStats) -> None:
         self._totals = totals
         self._rows, self._blocks, self._waiting = parts.rows, parts.blocks, parts.waiting
-        self._swap, self._conversations = parts.swap, parts.conversations
+        self._saved = parts.saved
         # Sequences that ended since the last step; those that exhausted the pool, which the next
         # ``update`` reports.
         self._finished: list[Sequence] = []
@@ -30,14 +30,14 @@ class Departures:
         """End a sequence now and free its blocks; the next step frees its row."""
         if seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
-            if seq in self._swap:
-                self._swap.discard(seq)
+            if seq in self._saved:
+                self._saved.discard(seq)
         elif seq.status is SequenceStatus.RUNNING:
             self._rows.publish(seq, int(self._rows.num_computed[seq.row]))
             generated = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
             self._waiting.ended(seq, generated)
-            if self._conversations is not None and reason != "error":
-                self._conversations.save_row(seq)
+            if reason != "error":
+                self._saved.save_row(seq)
             self._empty_row(seq)
             self._finished.append(seq)
         seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
@@ -99,7 +99,7 @@ class Departures:
         leaves = self._rows.compactions[seq.row] and all(
             group.can_leave(seq.row) for group in self._blocks.groups
         )
-        if leaves and self._swap.park(seq):
+        if leaves and self._saved.park(seq):
             self._totals.swaps_total += 1
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
@@ -112,18 +112,6 @@ class Departures:
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""
         self._rows.save(seq)
-        self.count_held(seq)
         # A step in flight may still read these blocks; whoever gets them writes in a later one.
         self._blocks.release_row(seq.row)
         self._rows.next_event[seq.row], self._rows.caught_up[seq.row] = NO_EVENT, 0
-
-    def count_held(self, seq: Sequence) -> None:
-        """Record in a sequence what its row holds."""
-        layout, lens = self._blocks.layout, self._blocks.kv_lens[:, seq.row]
-        per_entry = layout.layers_per_block * layout.heads_per_block
-        seq.held_entries = int(lens.sum()) * per_entry
-        seq.held_tokens = -(-int(lens.sum()) // lens.size)
-        row = slice(seq.row, seq.row + 1)
-        seq.held_blocks, seq.held_counts = self._blocks.held_by_kind(row), self._blocks.counts(row)
-        lanes = layout.num_layers * layout.num_kv_heads
-        seq.remainder_entries = lanes * self._rows.has_remainder(seq.row)

@@ -110,16 +110,13 @@ def _take_tokens(scheduler: Scheduler, seq: Sequence) -> None:
     rows.num_tokens[row] -= rows.num_unknown[row]
     seq.replay_until = max(seq.replay_until, int(rows.num_computed[row]))
     rows.save(seq)
-    scheduler.departures.count_held(seq)
     seq.row, seq.status, seq.awaits_token = -1, SequenceStatus.WAITING, False
 
 
 def _replace(scheduler: Scheduler) -> None:
     """Give the scheduler all state of a fresh one; it goes on counting where it was."""
     fresh = Scheduler(scheduler.layout, scheduler.settings, scheduler.totals)
-    fresh.swap.discard_all_of(scheduler.swap)
-    if fresh.conversations is not None and scheduler.conversations is not None:
-        fresh.conversations.store.count_from(scheduler.conversations.store)
+    fresh.saved.take_over(scheduler.saved)
     vars(scheduler).update(vars(fresh))
 
 

@@ -16,22 +16,25 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
+from kvserve.scheduler.blocks.cache_group import make_groups
 from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.group_spec import make_groups
-from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
-from kvserve.scheduler.messages.output import ScheduledEvents, SchedulerOutput
+from kvserve.scheduler.messages.output import (
+    Confirmed,
+    Drafts,
+    ScheduledEvents,
+    SchedulerOutput,
+    confirmed_of,
+)
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.saved_rows import SwapSpace
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.speculation import Speculation
-from kvserve.scheduler.step.admission import Admission, CaughtUp, PrefillChunks, first_event
+from kvserve.scheduler.step.admission import Admission, CaughtUp, first_event
 from kvserve.scheduler.step.departures import Departures
+from kvserve.scheduler.step.saved_rows import SavedRows
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 from kvserve.stats import EngineStats
@@ -58,25 +61,20 @@ class Scheduler:
         most_rows, longest = settings.max_num_seqs, settings.max_model_len
         places = num_places(most_rows, continuations=settings.continuations)
         swapped = SwapMemory(most_rows, places, settings.num_host_blocks)
-        store = None
-        if settings.continuations:
-            store = Continuations(self.pool, swapped, settings.max_continuation_blocks)
-        prefix_cache = PrefixCache(self.pool) if settings.prefix_caching else None
+        limit = settings.max_continuation_blocks
+        store = Continuations(self.pool, swapped, layout.block_size, limit)
         logged, further = settings.log_block_tokens, settings.further_groups
         groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
-        later = prefix_cache, store, swapped
-        self.blocks = BlockManager(layout, self.pool, most_rows, groups, *later)
+        caching = settings.prefix_caching
+        self.blocks = BlockManager(layout, self.pool, groups, store, prefix_caching=caching)
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed, self.totals)
-        self.swap = SwapSpace(rows, self.blocks, store)
+        self.saved = SavedRows(rows, self.blocks)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
-        self.conversations = None if store is None else Conversations(rows, self.blocks, store)
-        away = self.swap, self.conversations
-        parts = Parts(rows, self.blocks, self.events, self.waiting, *away)
+        parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts, self.totals)
-        self._admission = Admission(parts, settings)
-        self._chunks = PrefillChunks(parts, self._admission, self.departures, settings)
+        self._admission = Admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
             budget = settings.max_num_batched_tokens
@@ -128,12 +126,12 @@ class Scheduler:
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
         catches up, admits, scores an event that will find its blocks, or follows a step in flight
         whose tokens and counts will allow more. If it does none of these, the newest sequences are
-        preempted, one by one, until it does (``PrefillChunks.catch_up``).
+        preempted, one by one, until it does (``Admission.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
         unknown = rows.num_unknown[: rows.num_rows].any()
-        scoring = bool(self.events.open) and self.events.open.scoring
+        scoring = bool(self.events.scoring)
         events = self._compress()
         decoding = self._make_room()
         # Each decoding row gets the blocks of one more token, and counts that token. What it
@@ -149,7 +147,7 @@ class Scheduler:
         moves = bool(events.observations or scoring) and not blocked_on_blocks
         moves = moves or bool(len(decoding) or unknown)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
-        caught_up = self._chunks.catch_up(decoded, moves=moves)
+        caught_up = self._admission.catch_up(decoded, moves=moves)
         return self._output(events, decoding, drafts, caught_up)
 
     def _compress(self) -> ScheduledEvents:
@@ -204,7 +202,7 @@ class Scheduler:
         return SchedulerOutput(
             events=events,
             row_swaps=rows.take_swaps(),
-            moves=self.blocks.swapped.take_moves(),
+            moves=self.blocks.continuations.host.take_moves(),
             admitted=caught_up.admitted,
             table_updates=self.blocks.take_updates(n),
             num_decoding=len(decoding),
@@ -235,9 +233,9 @@ class Scheduler:
 
     def confirm(self, output: SchedulerOutput, token_ids: IntArray) -> Confirmed | None:
         """What sequences get of the sampled tokens, if the step had drafts."""
-        if self.speculation is None or output.drafts is None:
+        if output.drafts is None:
             return None
-        return self.speculation.confirm(output.drafts, token_ids)
+        return confirmed_of(output.drafts, token_ids, self.rows.stop_ids[: output.num_decoding])
 
     def update(
         self,
@@ -253,7 +251,7 @@ class Scheduler:
         """
         rows = self.rows
         for events, answer in zip(output.events.observations, scores, strict=True):
-            self.events.open.take_scores(events, answer)
+            self.events.take_scores(events, answer)
         finished = self.departures.take_exhausted()
         sequences, places = output.sampled, output.sampled_at
         if self.speculation is not None and confirmed is not None:
@@ -275,7 +273,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Blocks, lengths and rows agree; for tests and for idle moments."""
         self.blocks.check_integrity()
-        self.swap.check_integrity()
+        self.saved.check_integrity()
         self.waiting.check_integrity(self.running)
         n = self.rows.num_rows
         assert self.rows.num_decoding <= n

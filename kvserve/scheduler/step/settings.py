@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
-from kvserve.scheduler.offload.conversations import Conversations
-from kvserve.scheduler.offload.saved_rows import SwapSpace
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.ngram_index import NgramSettings
+from kvserve.scheduler.speculation.speculation import NgramSettings
+from kvserve.scheduler.step.saved_rows import SavedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +44,10 @@ class SchedulerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The state of a scheduler; ``conversations`` are ``None`` if continuations are off."""
+    """The state of a scheduler."""
 
     rows: RowTable
     blocks: BlockManager
     events: CompressionScheduler
     waiting: WaitingQueue
-    swap: SwapSpace
-    conversations: Conversations | None
+    saved: SavedRows

@@ -1,9 +1,9 @@
-"""KvLLM's periodic events (arXiv 2607.01237, Algorithm 1): as built here, and as printed."""
+"""Events that come again and again: KvLLM's (arXiv 2607.01237, Algorithm 1), as built here and as
+printed, those of fixed rounds, and SpindleKV's, as generated tokens fill blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -13,14 +13,15 @@ from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
     NOT_LOGGING,
     EvictionSpec,
-    OnDate,
     RowState,
+    Trigger,
+    last_queries,
     whole_row,
 )
 
 
 @dataclass(frozen=True)
-class Periodic:
+class Periodic(Trigger):
     """An event every ``period`` decode steps, once ``window`` tokens are uncompressed.
 
     KvLLM's Algorithm 1 (arXiv 2607.01237), token-granular: the first window begins at the oldest
@@ -45,16 +46,12 @@ class Periodic:
         return self.window - self.buffer
 
     @property
-    def num_queries(self) -> int:
+    def num_queries(self) -> int:  # type: ignore[override]
         return self.window
 
     @property
-    def log_span(self) -> int:
+    def log_span(self) -> int:  # type: ignore[override]
         return self.compressible
-
-    @property
-    def optional_period(self) -> int:
-        return self.period
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         if self.protect_turns:
@@ -98,7 +95,7 @@ class Periodic:
 
 
 @dataclass(frozen=True)
-class EngineWide(OnDate):
+class EngineWide(Trigger):
     """KvLLM's Algorithm 1 as printed (arXiv 2607.01237): the engine counts the steps.
 
     Every ``period`` steps since the last event it takes the ``most`` oldest sequences that hold
@@ -108,7 +105,7 @@ class EngineWide(OnDate):
     it for replays.
     """
 
-    logs: ClassVar[bool] = False
+    logs = False
     window: int
     buffer: int
     keep: int
@@ -116,7 +113,7 @@ class EngineWide(OnDate):
     most: int
 
     @property
-    def num_queries(self) -> int:
+    def num_queries(self) -> int:  # type: ignore[override]
         return self.window
 
     def start(self, num_prompt: IntArray) -> IntArray:
@@ -152,7 +149,7 @@ class EngineWide(OnDate):
 
 
 @dataclass(frozen=True)
-class Rounds(OnDate):
+class Rounds(Trigger):
     """An event whenever ``period`` entries more are held than the last one left, or would leave.
 
     With ``protect_prompt`` the prompt stays: a budget of tokens counts it, and what it leaves over
@@ -160,7 +157,7 @@ class Rounds(OnDate):
     alone. Otherwise every event selects from the whole row. Keys alone are scored.
     """
 
-    num_queries: ClassVar[int] = 0
+    num_queries = 0
     budget: Budget
     period: int
     protect_prompt: bool = True
@@ -189,3 +186,42 @@ class Rounds(OnDate):
 
     def _protected(self, rows: RowState) -> IntArray:
         return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
+
+
+@dataclass(frozen=True)
+class QuantizeTrigger(Trigger):
+    """Events at the prompt's end, and after every ``period`` more tokens, make codes of entries.
+
+    The first event also evicts, down to ``budget``; the windows of the others are empty. With
+    ``raw_fallback`` lanes whose codes would save no block stay raw.
+    """
+
+    budget: Budget
+    num_queries: int
+    period: int
+    raw_fallback: bool = True
+
+    def next_event(self, rows: RowState) -> IntArray:
+        return np.where(
+            rows.first_uncompressed_pos == 0,
+            rows.num_prompt,
+            rows.first_uncompressed_pos + self.period,
+        )
+
+    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
+        first = (rows.first_uncompressed_pos == 0) & (rows.num_prompt > self.num_queries)
+        return last_queries(np.where(first, next_event, NO_EVENT), self.num_queries)
+
+    def plan(self, rows: RowState) -> EvictionSpec:
+        first = rows.first_uncompressed_pos == 0
+        length = np.where(first, rows.kv_len, 0)
+        queries = np.where(first & (rows.kv_len > self.num_queries), self.num_queries, 0)
+        return EvictionSpec(
+            region_start=np.zeros_like(length),
+            windows=np.ones_like(length),
+            window_len=length,
+            keep=self.budget.of(length),
+            query_start=rows.num_computed - queries,
+            num_queries=queries,
+            first_uncompressed_pos=rows.num_computed,
+        )

@@ -6,13 +6,12 @@ What each layer keeps follows from its depth and the prompt's length alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.triggers.trigger import EvictionSpec, OnDate, RowState, Trigger
+from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger, whole_row
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Taper:
 
 
 @dataclass(frozen=True)
-class Pruned(OnDate):
+class Pruned(Trigger):
     """A prompt is computed in one step, and from layer to layer fewer of its tokens go on.
 
     The newest ``recent_ratio`` of a prompt's tokens and one more always go on. After every
@@ -40,7 +39,7 @@ class Pruned(OnDate):
     keeps ``share`` of the ``period``, times the layer's ``generated`` share.
     """
 
-    num_queries: ClassVar[int] = 1
+    num_queries = 1
     recent_ratio: float
     min_context: int
     prompt: Taper
@@ -88,17 +87,9 @@ class Pruned(OnDate):
     def plan(self, rows: RowState) -> EvictionSpec:
         recent, in_prompt = self.recent(rows.num_prompt), rows.num_computed == rows.num_prompt
         dropped = self.period - int(self.period * self.share)
-        return EvictionSpec(
-            region_start=np.zeros_like(rows.kv_len),
-            windows=np.ones_like(rows.kv_len),
-            window_len=rows.kv_len,
-            keep=rows.kv_len - dropped,
-            query_start=rows.num_computed - recent,
-            num_queries=recent,
-            first_uncompressed_pos=np.where(
-                in_prompt, rows.first_uncompressed_pos, rows.first_uncompressed_pos + self.period
-            ),
-        )
+        taken = np.where(in_prompt, 0, self.period)
+        plan = whole_row(rows, np.zeros_like(rows.kv_len), rows.kv_len - dropped, recent)
+        return replace(plan, first_uncompressed_pos=rows.first_uncompressed_pos + taken)
 
     def _to_be_pruned(self, rows: RowState) -> IntArray:
         pending = rows.num_computed < rows.num_prompt

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +57,15 @@ class RowState:
     first_uncompressed_pos: IntArray
     block_size: int = 1
 
+    @classmethod
+    def of(
+        cls, num_prompt: int, num_computed: int, kv_len: int, uncompressed: int, block_size: int = 1
+    ) -> RowState:
+        """That of one row."""
+        numbers = num_prompt, num_computed, kv_len, uncompressed
+        prompt, computed, held, first = (np.array([number], np.int32) for number in numbers)
+        return cls(prompt, computed, held, first, block_size)
+
 
 @dataclass(frozen=True, slots=True)
 class EvictionSpec:
@@ -82,12 +91,8 @@ class EvictionSpec:
 
     def is_within(self, kv_len: IntArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Whether each event takes only entries that rows of ``kv_len [n]`` entries hold."""
-        within: np.ndarray[Any, np.dtype[np.bool_]] = (self.keep >= 0) & (
-            self.keep <= self.window_len
-        )
-        within &= self.region_start >= 0
-        within &= self.region_start + self.windows * self.window_len <= kv_len
-        return within
+        kept = (self.keep >= 0) & (self.keep <= self.window_len) & (self.region_start >= 0)
+        return np.asarray(kept & (self.region_start + self.windows * self.window_len <= kv_len))
 
     @property
     def evicted(self) -> IntArray:
@@ -100,42 +105,36 @@ class EvictionSpec:
         return np.asarray(np.maximum(self.windows * self.num_queries, 1))
 
 
-class Trigger(Protocol):
-    """When events are due and what they take; ``num_queries`` is the most that a window must have.
+class Trigger:
+    """When events are due and what they take.
 
-    It is 0 if keys alone are scored. Queries are logged if ``logs``; otherwise they are recomputed
-    from the tokens in the event's task. Events that come every ``optional_period`` steps may come
-    early under memory pressure; the period is 0 if they may not. Windows whose queries are logged
-    begin ``log_span`` tokens apart, the first at ``log_from``.
+    By default events come exactly when they are due, after the last ``num_queries`` tokens, whose
+    queries are logged for them.
     """
 
-    @property
-    def optional_period(self) -> int: ...
-
-    @property
-    def num_queries(self) -> int: ...
-
-    @property
-    def logs(self) -> bool: ...
-
-    @property
-    def log_span(self) -> int: ...
+    num_queries: int
+    """The most queries that a window must have; 0 if keys alone are scored."""
+    # Nobody writes these: subclasses give them as fields, as constants or as properties.
+    logs: bool = True
+    """Whether queries are logged; else they are recomputed from the tokens in the event's task."""
+    log_span: int = ONE_WINDOW
+    """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``first_uncompressed_pos`` of a sequence that has computed nothing."""
-        ...
+        return np.zeros_like(num_prompt)
 
     def next_event(self, rows: RowState) -> IntArray:
         """Logical positions of the next events, or ``NO_EVENT``."""
-        ...
+        raise NotImplementedError
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         """Logical positions from which queries are logged, or ``NOT_LOGGING``."""
-        ...
+        return last_queries(next_event, self.num_queries)
 
     def plan(self, rows: RowState) -> EvictionSpec:
         """The events of rows that are due."""
-        ...
+        raise NotImplementedError
 
     def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         """New ``num_prompt`` and ``first_uncompressed_pos`` of rows that continue a conversation;
@@ -143,36 +142,15 @@ class Trigger(Protocol):
 
         If neither changes, that prompt is treated as if it had been generated.
         """
-        ...
-
-    def can_compress_early(self, rows: RowState) -> IntArray:
-        """In which decoding rows an optional event would find something to evict: bool [n]."""
-        ...
-
-
-class OnDate:
-    """The base of triggers whose events come exactly when they are due, by default after the last
-    ``num_queries`` tokens, which are logged for it."""
-
-    optional_period: ClassVar[int] = 0
-    log_span: ClassVar[int] = ONE_WINDOW
-    logs: ClassVar[bool] = True
-
-    def start(self, num_prompt: IntArray) -> IntArray:
-        return np.zeros_like(num_prompt)
-
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return last_queries(next_event, cast(Trigger, self).num_queries)
-
-    def next_turn(self, rows: RowState, num_prompt: IntArray) -> tuple[IntArray, IntArray]:
         return rows.num_prompt, rows.first_uncompressed_pos
 
     def can_compress_early(self, rows: RowState) -> IntArray:
+        """In which decoding rows an optional event would find something to evict: bool [n]."""
         return np.zeros(len(rows.num_prompt), bool)
 
 
 @dataclass(frozen=True)
-class Never(OnDate):
+class Never(Trigger):
     """The trigger of a policy that never compacts."""
 
     num_queries: int = 0
@@ -186,12 +164,9 @@ class Never(OnDate):
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         return np.full_like(rows.num_prompt, NOT_LOGGING)
 
-    def plan(self, rows: RowState) -> EvictionSpec:
-        raise AssertionError("Never has no events")
-
 
 @dataclass(frozen=True)
-class AtPrefillEnd(OnDate):
+class AtPrefillEnd(Trigger):
     """One event at the prompt's end: the whole row is cut to its budget, if it is longer.
 
     In a continued conversation each turn's prompt has one, unless it has fewer tokens than
@@ -217,7 +192,7 @@ class AtPrefillEnd(OnDate):
 
 
 @dataclass(frozen=True)
-class WhenOver(OnDate):
+class WhenOver(Trigger):
     """An event whenever ``limit`` entries are held, down to ``keep``: bounds what a sequence holds.
 
     With ``protect_prompt`` the prompt neither counts nor is evicted; without it a prompt above the
@@ -242,7 +217,7 @@ class WhenOver(OnDate):
 
 
 @dataclass(frozen=True)
-class Bounded(OnDate):
+class Bounded(Trigger):
     """A prompt above ``keep`` is cut at its end; later the row is cut when it holds ``limit``.
 
     With ``block`` the prompt is also cut every ``block`` of its tokens, so that later ones attend
@@ -276,14 +251,14 @@ class Bounded(OnDate):
 
 
 @dataclass(frozen=True)
-class EveryStep(OnDate):
+class EveryStep(Trigger):
     """One entry is evicted for each new one, once more than ``keep`` are held.
 
     A prompt above ``keep`` is cut at its end; with ``generated`` off that is the only event. Every
     query counts: the first event takes all of them, each later event those since the last.
     """
 
-    num_queries: ClassVar[int] = 1
+    num_queries = 1
     keep: int
     generated: bool = True
 
@@ -300,15 +275,8 @@ class EveryStep(OnDate):
         return np.where(next_event == NO_EVENT, NOT_LOGGING, rows.first_uncompressed_pos)
 
     def plan(self, rows: RowState) -> EvictionSpec:
-        return EvictionSpec(
-            region_start=np.zeros_like(rows.kv_len),
-            windows=np.ones_like(rows.kv_len),
-            window_len=rows.kv_len,
-            keep=np.full_like(rows.kv_len, self.keep),
-            query_start=rows.first_uncompressed_pos,
-            num_queries=rows.num_computed - rows.first_uncompressed_pos,
-            first_uncompressed_pos=rows.num_computed,
-        )
+        since = rows.num_computed - rows.first_uncompressed_pos
+        return whole_row(rows, np.zeros_like(rows.kv_len), self.keep, since)
 
 
 def last_queries(next_event: IntArray, count: int) -> IntArray:
@@ -320,7 +288,7 @@ def last_queries(next_event: IntArray, count: int) -> IntArray:
 
 
 def whole_row(
-    rows: RowState, start: IntArray, keep: IntArray | int, num_queries: int
+    rows: RowState, start: IntArray, keep: IntArray | int, num_queries: IntArray | int
 ) -> EvictionSpec:
     """One window from ``start`` to the row's end, of which ``keep`` entries survive."""
     length = rows.kv_len - start
@@ -330,6 +298,33 @@ def whole_row(
         window_len=length,
         keep=np.zeros_like(length) + keep,
         query_start=rows.num_computed - num_queries,
-        num_queries=np.full_like(length, num_queries),
+        num_queries=np.zeros_like(length) + num_queries,
         first_uncompressed_pos=rows.num_computed,
     )
+
+
+_EVENTS = 256
+
+
+def most_held(trigger: Trigger, num_prompt: int, max_len: int, block_size: int) -> int:
+    """Most entries held (a mean over layers and heads) from the prompt's end to ``max_len`` tokens.
+
+    After ``_EVENTS`` events it extrapolates the growth over the second half of them.
+    """
+    uncompressed = int(trigger.start(np.array([num_prompt], np.int32))[0])
+    seen = held = 0
+    peaks = [(num_prompt, 0)]
+    for _ in range(max_len):
+        state = RowState.of(num_prompt, seen, held, uncompressed, block_size)
+        due = min(int(trigger.next_event(state)[0]), max_len)
+        held, seen = held + due - seen, due
+        if seen > num_prompt:
+            peaks.append((seen, held))
+        if seen == max_len:
+            return max(most for _, most in peaks)
+        if len(peaks) > _EVENTS:
+            break
+        plan = trigger.plan(RowState.of(num_prompt, seen, held, uncompressed, block_size))
+        held, uncompressed = held - int(plan.evicted[0]), int(plan.first_uncompressed_pos[0])
+    (before, less), (now, more) = peaks[_EVENTS // 2], peaks[-1]
+    return more + (more - less) * (max_len - now) // (now - before)

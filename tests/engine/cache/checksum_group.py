@@ -14,7 +14,7 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.models.transformer import Transformer
-from kvserve.scheduler.blocks.group_spec import GroupSpec
+from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
 
 wanted = False

@@ -21,7 +21,7 @@ from kvserve.engine.sampling.sampler import SampledTokens
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.swap_memory import SwapMemory
+from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -352,13 +352,13 @@ def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPa
         policy={"name": "kara", "window": 64, "buffer": 8},
     )
     looks: list[int] = []
-    held = SwapMemory.held
+    held = Continuations.held
 
-    def look(rows: SwapMemory) -> IntArray:
-        looks.append(len(rows))
-        return held(rows)
+    def look(store: Continuations, *, hosted: bool = False) -> IntArray:
+        looks.append(store.num_hosted)
+        return held(store, hosted=hosted)
 
-    monkeypatch.setattr(SwapMemory, "held", look)
+    monkeypatch.setattr(Continuations, "held", look)
     prompts = [[*[7] * 20, 3 + i % 60, 3 + i // 60] for i in range(300)]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     llm.generate([[5] * 2500], SamplingParams(max_tokens=4), use_tqdm=False)

@@ -1,1 +1,0 @@
-"""Rows that are away: preempted, or saved for a later turn; one owner of host memory."""
