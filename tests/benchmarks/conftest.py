@@ -35,8 +35,14 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json, a byte-level tokenizer and a chat template; weights come from `dummy`."""
     directory = tmp_path_factory.mktemp("model")
+    write_byte_model(directory)
+    return directory
+
+
+def write_byte_model(directory: Path) -> None:
+    """config.json, a byte-level tokenizer and a chat template; weights come from `dummy`."""
+    directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SHAPE))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(("<|pad|>", EOS, *alphabet))}
@@ -46,7 +52,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=EOS, chat_template=TEMPLATE
     ).save_pretrained(directory)
-    return directory
 
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]

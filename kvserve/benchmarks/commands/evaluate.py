@@ -8,8 +8,9 @@ full cache does, which proves nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,10 @@ from kvserve.benchmarks.commands.fidelity import (
     add_fidelity_arguments,
     check_fidelity_arguments,
 )
-from kvserve.benchmarks.datasets.datasets import read_tasks
-from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
-from kvserve.benchmarks.datasets.published import FORMATS, can_exemplify
-from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
-from kvserve.benchmarks.datasets.workload import (
-    NEEDLE_GRID,
-    NeedleGrid,
-    TaskPrompts,
-    task_prompts,
-)
+from kvserve.benchmarks.datasets.dataset_files import FORMATS, Format
+from kvserve.benchmarks.datasets.datasets import BUILT_TASKS, read_tasks
+from kvserve.benchmarks.datasets.tasks import default_tasks
+from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.match_bytes import (
     bounds_sequence,
@@ -58,49 +53,46 @@ from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
-_COLUMNS = columns(
+COLUMNS = columns(
     *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "exact_match_error"),
     *("interval_95", "correct_prefix", "score", "n", "answers_each"),
     *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
     *("compactions_per_request", "resumed_turns"),
 )
 _TRIALS = 8
-_LENGTHS = [256, 512, 1024, 1536, 2048]
-_DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    more_formats: Mapping[str, Format] = {},
+    more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
+) -> None:
+    formats, tasks = FORMATS | more_formats, BUILT_TASKS | more_tasks
+    parser.set_defaults(formats=formats, task_builders=tasks)
     add_engine_arguments(parser, every_policy=True)
     add_report_arguments(parser)
-    names = [*TASKS, NEEDLE_GRID]
     parser.add_argument(
         "--tasks",
         nargs="*",
-        choices=names,
+        choices=tasks,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: those that a shipped model was trained "
-        "for; other models: all but needle-grid, needle-1024-again and long-chain-*; none with "
+        help=f"some of {', '.join(tasks)} (default: those that a shipped model was trained "
+        "for; other models: all but needle-1024-again, terse-chain and long-chain-*; none with "
         "--benchmark)",
     )
     parser.add_argument(
         "--benchmark",
         action="append",
-        type=_format_and_file,
+        type=partial(_format_and_file, formats),
         default=[],
         metavar="FORMAT=FILE",
-        help="lines of JSON as they are published, or a folder of such *.jsonl; "
-        + "; ".join(f"{name}: {line}" for name, line in FORMATS.items()),
+        help="lines of JSON, or a folder of such *.jsonl; "
+        + "; ".join(f"{name}: {each.about}" for name, each in formats.items()),
     )
     words = (
         "longest answer to --benchmark, in tokens (default: the format's own, up to the context)"
     )
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
-    worked = ", ".join(name for name in FORMATS if can_exemplify(name))
-    words = f"{worked}: solved problems in front of each (default: 0)"
-    parser.add_argument("--num-fewshot", type=at_least(0), default=0, metavar="N", help=words)
-    words = f"take them from this file's first lines (default: {len(GSM8K_EXEMPLARS)} of our own "
-    words += "for gsm8k)"
-    parser.add_argument("--fewshot-file", type=Path, metavar="FILE", help=words)
     words = "draw answers at this temperature, up to 2 (default: 0, greedy)"
     temperature = number(0, 2, closed=True)
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help=words)
@@ -108,19 +100,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=number(0, 1), default=1.0, metavar="X", help=words)
     words = "answers to each problem: accuracy is their mean (default: 1)"
     parser.add_argument("--n", type=at_least(1), default=1, metavar="N", help=words)
-    parser.add_argument(
-        "--grid-lengths", nargs="+", type=at_least(256), default=_LENGTHS, metavar="N",
-        help=f"{NEEDLE_GRID}: tokens of the texts (default: {' '.join(map(str, _LENGTHS))})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--grid-depths", nargs="+", type=number(0, 1, closed=True), default=_DEPTHS, metavar="X",
-        help=f"{NEEDLE_GRID}: where the needle lies, 0 is the beginning "
-        f"(default: {' '.join(map(str, _DEPTHS))})",
-    )  # fmt: skip
     words = "run each policy once per value, as its ratio; a policy without a ratio, or with a "
     words += "budget, runs once as it is"
     parser.add_argument("--retention", nargs="+", type=number(0, 1), metavar="X", help=words)
-    words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100; --fidelity: 8)"
+    words = "samples per task (default: 100; --fidelity: 8)"
     parser.add_argument("--num-samples", type=at_least(1), help=words, metavar="N")
     parser.add_argument(
         "--max-num-seqs",
@@ -142,22 +125,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
     words = "give each sequence as its budget the entries that it held at its end under this policy"
     parser.add_argument("--match-bytes-per-sequence", metavar="POLICY", help=words)
-    words = f"draw accuracy or fidelity against memory, and {NEEDLE_GRID}, into this folder"
+    words = "draw accuracy or fidelity against memory into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     add_fidelity_arguments(parser)
 
 
-def _format_and_file(text: str) -> tuple[str, Path]:
+def _format_and_file(formats: Collection[str], text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
-    if name not in FORMATS or not path:
-        formats = ", ".join(FORMATS)
-        raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=FILE with one of {formats}")
+    if name not in formats or not path:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not FORMAT=FILE with one of {', '.join(formats)}; for published data "
+            "sets there is `python -m bench.published` in the repository"
+        )
     return name, Path(path)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, graded: type[Benchmark] | None = None) -> int:
+    """``graded``: what measures answers that are right or wrong, instead of ``Evaluation``."""
     policies = check_arguments(args)
-    kind: type[Benchmark] = FidelityRun if args.fidelity else Evaluation
+    kind: type[Benchmark] = FidelityRun if args.fidelity else graded or Evaluation
     return run_benchmark(kind, args, policies)
 
 
@@ -183,7 +169,8 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     graded_files = args.benchmark and not args.fidelity
-    if args.match_bytes and (graded_files or NEEDLE_GRID in args.tasks or args.retention):
+    other_tasks = set(args.tasks) - set(BUILT_TASKS)
+    if args.match_bytes and (graded_files or other_tasks or args.retention):
         args.fail("--match-bytes is for shipped tasks and --fidelity, without --retention")
     policies = policies_by_retention(args)
     if args.match_bytes_per_sequence:
@@ -218,13 +205,6 @@ def _check_answers(args: argparse.Namespace) -> None:
     if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
         flag = "--n" if args.n > 1 else "--top-p"
         args.fail(f"{flag} needs --temperature: greedy answers are all alike")
-    if args.fewshot_file and not args.num_fewshot:
-        args.fail("--fewshot-file needs --num-fewshot")
-    formats = {name for name, _ in args.benchmark}
-    if args.num_fewshot and not any(map(can_exemplify, formats)):
-        args.fail("--num-fewshot is for --benchmark gsm8k= and math=")
-    if args.num_fewshot and args.fewshot_file and len(formats) > 1:
-        args.fail("--fewshot-file is of one format, and --benchmark names several")
 
 
 def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:
@@ -254,9 +234,8 @@ class Evaluation(Benchmark):
         tokenizer = checkpoint.tokenizer()
         if not tokenizer.has_chat_template:
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
-        self._grid = NeedleGrid(args.grid_lengths, args.grid_depths, args.num_samples)
         longest = args.max_model_len or checkpoint.spec.max_position
-        self._workloads = {
+        self.workloads = {
             task: replace(work, samples=[each for each in work.samples for _ in range(args.n)])
             for task, work in read_tasks(args, tokenizer, longest, args.num_samples).items()
         }
@@ -272,7 +251,7 @@ class Evaluation(Benchmark):
     def measure(self) -> None:
         for spec, stored in sorted(self._as_held, key=lambda each: each[0] != self._pattern):
             ran, engine = spec, None
-            for task, workload in self._workloads.items():
+            for task, workload in self.workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
                 budgets = self._budgets(spec, task, stored)
                 if budgets:
@@ -288,24 +267,25 @@ class Evaluation(Benchmark):
                 played = play(engine, workload, title, show, settings=settings, at_once=at_once)
                 if spec == self._pattern:
                     self._of_pattern[task, stored] = played
-                row = {
-                    "task": task,
-                    "policy": ran.label,
-                    "policy_args": ran.as_dict,
-                    "retention": spec.fields.get("ratio"),
-                    "kv_cache_dtype": stored,
-                    "seed": self.args.seed,
-                    **score(workload, played, self.args.n),
-                }
+                row = self.row(task, ran, stored, played) | held_bytes(engine, played.figures)
                 if budgets:
                     row["budgets"] = [each.fields["budget"] for each in budgets.values()]
-                if self.args.continuations == "on":
-                    row["resumed_turns"] = played.figures["resumed_turns"]
-                row |= held_bytes(engine, played.figures)
-                if task == NEEDLE_GRID:
-                    row["grid"] = self._grid.table(workload.grades(played.answers))
                 self._rows[task, spec.label, stored] = row
             del engine
+
+    def row(self, task: str, spec: PolicySpec, stored: str, played: Played) -> dict[str, Any]:
+        row = {
+            "task": task,
+            "policy": spec.label,
+            "policy_args": spec.as_dict,
+            "retention": spec.fields.get("ratio"),
+            "kv_cache_dtype": stored,
+            "seed": self.args.seed,
+            **score(self.workloads[task], played, self.args.n),
+        }
+        if self.args.continuations == "on":
+            row["resumed_turns"] = played.figures["resumed_turns"]
+        return row
 
     def _settings(
         self, budgets: Mapping[tuple[int, int], PolicySpec]
@@ -365,13 +345,13 @@ class Evaluation(Benchmark):
         args = self.args
         rows = [
             self._rows[key]
-            for task in self._workloads
+            for task in self.workloads
             for spec, stored in self._as_held
             if (key := (task, spec.label, stored)) in self._rows
         ]
         settings = self.settings(
             *("tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"),
-            *("match_bytes_per_sequence", "num_fewshot", "temperature", "top_p", "n"),
+            *("match_bytes_per_sequence", "temperature", "top_p", "n"),
         )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         answers = "greedy"
@@ -381,24 +361,8 @@ class Evaluation(Benchmark):
             answers += f"answer{' j' if args.n > 1 else ''} to problem i is {seeds}"
         about = [f"{self.checkpoint.name}; {answers}; interval: Wilson's, over problems"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
-        notes = [workload.note for workload in self._workloads.values() if workload.note]
-        notes += _means(rows, [path.stem for _, path in args.benchmark])
-        return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
-
-
-def _means(rows: Sequence[Row], files: Sequence[str]) -> list[str]:
-    """Each policy's mean score over several files, as papers print it of LongBench."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        if row["task"] in files:
-            scores.setdefault(f"{row['policy']} in {row['kv_cache_dtype']}", []).append(
-                row["score"]
-            )
-    return [
-        f"mean score over {len(files)} files: {name}: {sum(found) / len(found):.4f}"
-        for name, found in scores.items()
-        if len(found) == len(files) > 1
-    ]
+        notes = [workload.note for workload in self.workloads.values() if workload.note]
+        return Report("eval", about, COLUMNS, rows, settings, notes, plots=plots)
 
 
 def score(workload: TaskPrompts, played: Played, each: int = 1) -> Figures:

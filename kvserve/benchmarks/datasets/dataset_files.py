@@ -1,14 +1,17 @@
-"""Prompts from files: ShareGPT conversations, lines of prompts, timed traces."""
+"""Prompts from files: ShareGPT conversations, lines of prompts, timed traces, questions."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvserve.benchmarks.datasets.workload import Prompts, Source
+from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.workload import Prompts, Source, TaskPrompts
 from kvserve.log import ConfigError
 
 # Conversations outside these lengths are skipped, as in vLLM, so that figures are comparable.
@@ -80,6 +83,69 @@ def timed_trace(source: Source) -> Prompts:
         source.ignore_eos,
         arrivals=[time - times[0] for time in times],
     )
+
+
+# ---- questions with right answers --------------------------------------------------------------
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of ``--benchmark``: what a line has, in words, and how a file becomes prompts. The
+    source's options are all flags, and ``longest``, the model's limit in tokens."""
+
+    about: str
+    read: Callable[[Source], TaskPrompts]
+
+
+def read_questions(
+    name: str,
+    path: Path,
+    count: int,
+    read: Callable[[Mapping[str, Any]], _Read],
+    flag: str = "--benchmark",
+) -> list[_Read]:
+    """What ``read`` makes of the first ``count`` lines of a file, or of all of a shorter one."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
+    found = []
+    for number, line in enumerate(lines[:count], start=1):
+        try:
+            found.append(read(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{flag}: {path}: line {number} is not of format {name} ({error!r})"
+            ) from None
+    if not found:
+        raise ConfigError(f"{flag}: {path} is empty")
+    return found
+
+
+def _ruler(source: Source) -> TaskPrompts:
+    def sample(line: Mapping[str, Any]) -> Sample:
+        finals = tuple(map(str, line["outputs"]))
+        if not finals:
+            raise ValueError("outputs is empty")
+        return Sample("ruler", (str(line["input"]).strip(),), finals[:1], finals)
+
+    samples = read_questions("ruler", source.path, source.count, sample)
+    limit = source["max_new_tokens"]
+    fits = source["longest"] if limit is None else None
+    return TaskPrompts(samples, source.tokenizer, limit or 128, _found, "score", longest=fits)
+
+
+def _found(sample: Sample, outputs: Sequence[str]) -> Grade:
+    """The share of the right answers that an answer contains, capitals or not."""
+    said = outputs[0].lower()
+    score = sum(final.lower() in said for final in sample.finals) / len(sample.finals)
+    return Grade(score == 1.0, score)
+
+
+FORMATS = {"ruler": Format("input, outputs: questions of your own, RULER", _ruler)}
+"""What ``--benchmark`` names; ``python -m bench.published`` has more."""
 
 
 # ---- reading ----------------------------------------------------------------------------------

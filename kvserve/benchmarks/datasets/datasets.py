@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,8 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
-from kvserve.benchmarks.datasets.published import exemplars, read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
-    NEEDLE_GRID,
-    NeedleGrid,
     Prompts,
     Source,
     TaskPrompts,
@@ -132,17 +129,11 @@ def read_tasks(
     args: argparse.Namespace, tokenizer: Tokenizer, longest: int, count: int
 ) -> dict[str, TaskPrompts]:
     """``count`` prompts of each of ``--tasks`` and ``--benchmark``, by name."""
-    grid = NeedleGrid(args.grid_lengths, args.grid_depths, count)
-    found = {
-        task: grid.prompts(tokenizer, args.seed)
-        if task == NEEDLE_GRID
-        else task_prompts(task, count, tokenizer, args.seed)
-        for task in args.tasks
-    }
+    options = {**vars(args), "longest": longest}
+    source = Source(count, args.seed, 0, tokenizer, None, False, options)
+    found: dict[str, TaskPrompts] = {task: args.task_builders[task](source) for task in args.tasks}
     for name, path in args.benchmark:
-        given = path, count, args.max_new_tokens
-        before = exemplars(name, args.num_fewshot, args.fewshot_file)
-        found[path.stem] = read_benchmark(name, *given, tokenizer, longest, before)
+        found[path.stem] = args.formats[name].read(replace(source, path=path))
     return found
 
 
@@ -206,10 +197,13 @@ def _prefix_repetition(source: Source) -> Prompts:
     return Prompts(prompts, limits, source.ignore_eos)
 
 
-def _task(name: str, source: Source) -> Workload:
+def _task(name: str, source: Source) -> TaskPrompts:
     return task_prompts(name, source.count, source.tokenizer, source.seed)
 
 
+BUILT_TASKS: dict[str, Callable[[Source], TaskPrompts]] = {
+    name: partial(_task, name) for name in TASKS
+}
 DATASETS: dict[str, Dataset] = {
     "random": Dataset(
         _random,
@@ -285,5 +279,5 @@ DATASETS: dict[str, Dataset] = {
         file=True,
         timed=True,
     ),
-    **{name: Dataset(partial(_task, name), text=True, ignore_eos=None) for name in TASKS},
+    **{name: Dataset(build, text=True, ignore_eos=None) for name, build in BUILT_TASKS.items()},
 }

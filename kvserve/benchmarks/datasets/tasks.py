@@ -25,7 +25,6 @@ __all__ = [
     "Task",
     "default_tasks",
     "grade",
-    "grade_finals",
     "make_samples",
 ]
 
@@ -142,12 +141,6 @@ def make_samples(task: str, n: int, seed: int) -> list[Sample]:
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
     return [TASKS[task].build(random.Random(f"held-out/{task}/{seed}/{i}")) for i in range(n)]
-
-
-def grade_finals(sample: Sample, outputs: Sequence[str]) -> Grade:
-    """Grade a single-turn sample: the whole answer must match."""
-    right = outputs[0].strip() == sample.finals[0]
-    return Grade(right, float(right))
 
 
 def _final(text: str, marker: str) -> str | None:
