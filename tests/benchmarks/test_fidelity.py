@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.benchmarks.measuring.fidelity import Text, fidelity, full_log_probs
+from kvserve.benchmarks.measuring.fidelity import LogProbs, Text, fidelity
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
@@ -46,7 +46,8 @@ def texts(count: int) -> list[Text]:
 def test_forcing_a_text_equals_decoding_it() -> None:
     """The same likelihoods, and as many events, though tokens are computed in chunks."""
     given = texts(2)
-    full, own = full_log_probs(build("none"), given)
+    full: LogProbs = {}
+    own = fidelity(build("none"), given, full)
     assert all(figures.kl.abs().max() < 1e-6 for figures in own)
     [forced, _] = fidelity(build("kara", **KARA), given, full)
     engine, seen = build("kara", **KARA), list[Tensor]()
@@ -75,7 +76,7 @@ def test_bytes_are_those_of_the_second_half() -> None:
     given = texts(1)
     engine = build("none")
     entry = engine.core._sequences.block_bytes / engine.core.scheduler.layout.block_size
-    [own] = full_log_probs(engine, given)[1]
+    [own] = fidelity(engine, given, {})
     # Of 290 forced tokens the second half: 185 to 329 are held when each of them is predicted.
     assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 329) / 2, rel=0.005)
     assert own.bytes_at_end(given[0]) == entry * (LENGTH - 1)
@@ -100,7 +101,7 @@ def test_windows_are_held_as_decoding_holds_them(tmp_path: Path) -> None:
             skip_tokenizer_init=True,
         )
         engine = LLMEngine(config)
-        found.append(full_log_probs(engine, [Text("0", ids, PROMPT)])[1][0].held)
+        found.append(fidelity(engine, [Text("0", ids, PROMPT)], {})[0].held)
     assert np.array_equal(found[0], found[1]) and found[0][-1] > found[0][0]
     params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
     engine.add_request("0", ids[:PROMPT].tolist(), params)

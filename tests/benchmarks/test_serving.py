@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
+from kvserve.benchmarks.commands.serving import send_times
 from kvserve.benchmarks.measuring.serving_client import Answer, ServingClient
 from kvserve.benchmarks.measuring.serving_metrics import report_block, summary
 from kvserve.server.cli.commands import run
@@ -66,7 +66,7 @@ def test_arrivals_keep_their_rate_and_burst_as_asked() -> None:
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
 def test_ramps_go_from_one_rate_to_another(strategy: str) -> None:
-    gaps = np.diff(send_times(101, INF, 1e6, 0, Ramp(strategy, 2.0, 8.0)))
+    gaps = np.diff(send_times(101, INF, 1e6, 0, (strategy, 2.0, 8.0)))
     assert 1 / gaps[0] == pytest.approx(2.0, rel=0.05)
     assert 1 / gaps[-1] == pytest.approx(8.0, rel=0.05)
     assert 1 / gaps[49] == pytest.approx(5.0 if strategy == "linear" else 4.0, rel=0.05)

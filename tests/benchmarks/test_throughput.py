@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvserve.benchmarks.commands.throughput import Throughput
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
-from kvserve.benchmarks.measuring.traffic import Traffic
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ def test_repeats_take_turns_and_show_the_median(
         order.append(title)
         return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
 
-    monkeypatch.setattr(Traffic, "run", fake_run)
+    monkeypatch.setattr(Throughput, "run_once", fake_run)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
     assert status == 0
@@ -197,14 +197,14 @@ def test_mistakes_are_named_in_one_line(
 def test_ctrl_c_keeps_what_was_measured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Traffic.run
+    real = Throughput.run_once
 
     def stop_at_kara(self: Any, spec: Any, title: str, **settings: Any) -> Figures:
         if spec.name == "kara":
             raise KeyboardInterrupt
         return real(self, spec, title, **settings)
 
-    monkeypatch.setattr(Traffic, "run", stop_at_kara)
+    monkeypatch.setattr(Throughput, "run_once", stop_at_kara)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, *policies)
     assert status == 130

@@ -23,16 +23,9 @@ from kvserve.benchmarks.datasets.dataset_files import FORMATS, Format
 from kvserve.benchmarks.datasets.datasets import BUILT_TASKS, read_tasks
 from kvserve.benchmarks.datasets.tasks import default_tasks
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
-from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.match_bytes import (
-    bounds_sequence,
-    can_match,
-    matched,
-    target_of,
-    with_budget_of,
-)
-from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
-from kvserve.benchmarks.measuring.traffic import held_bytes
+from kvserve.benchmarks.measuring.benchmark import Benchmark, Comparison, run_benchmark
+from kvserve.benchmarks.measuring.match_bytes import bounds_sequence, target_of, with_budget_of
+from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, held_bytes, play
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
@@ -224,45 +217,41 @@ def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]
         args.fail(f"{flag} needs another --policy, which gets the budgets")
 
 
-class Evaluation(Benchmark):
+class Evaluation(Comparison):
     """Every policy on every task; one engine per policy and KV cache dtype."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
-        tokenizer = checkpoint.tokenizer()
-        if not tokenizer.has_chat_template:
+        if not self.tokenizer.has_chat_template:
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
-        longest = args.max_model_len or checkpoint.spec.max_position
         self.workloads = {
             task: replace(work, samples=[each for each in work.samples for _ in range(args.n)])
-            for task, work in read_tasks(args, tokenizer, longest, args.num_samples).items()
+            for task, work in read_tasks(
+                args, self.tokenizer, self.longest, args.num_samples
+            ).items()
         }
         self._rows: dict[tuple[str, str, str], Row] = {}
-        self._bytes: dict[str, float] = {}
-        self._as_held = self.as_held(policies)
-        bare = [spec for spec, _ in self._as_held]
-        self._target = target_of(args.match_bytes, bare)
-        self._pattern = target_of(args.match_bytes_per_sequence, bare)
+        self._pattern = target_of(args.match_bytes_per_sequence, [spec for spec, _ in self.specs])
         self._of_pattern: dict[tuple[str, str], Played] = {}
-        self._tokenizer = tokenizer
+        self._bytes: dict[tuple[str, str, str], float] = {}
 
     def measure(self) -> None:
-        for spec, stored in sorted(self._as_held, key=lambda each: each[0] != self._pattern):
-            ran, engine = spec, None
+        for spec, stored in sorted(self.specs, key=lambda each: each[0] != self._pattern):
+            engine = None
             for task, workload in self.workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
                 budgets = self._budgets(spec, task, stored)
-                if budgets:
+                if budgets or self.target is not None:
                     engine = None  # frees its pool
-                    largest = max(budgets.values(), key=lambda each: int(each.fields["budget"]))
-                    engine = self.engines.build(largest, kv_cache_dtype=stored)
+                held = partial(self._held, task)
+                ran = built = self.matched(spec, stored, self.checkpoint.spec.max_position, held)
+                if budgets:
+                    built = max(budgets.values(), key=lambda each: int(each.fields["budget"]))
                     ran = PolicySpec(spec.name, {**spec.fields, "budget": "per sequence"})
-                elif self._target is not None:
-                    engine, ran = None, self._matched(spec, task, stored)
                 if engine is None:
-                    engine = self.engines.build(ran, kv_cache_dtype=stored)
+                    engine = self.engines.build(built, kv_cache_dtype=stored)
                 settings, at_once = self._settings(budgets), REMEMBERED if budgets else None
                 played = play(engine, workload, title, show, settings=settings, at_once=at_once)
                 if spec == self._pattern:
@@ -309,44 +298,32 @@ class Evaluation(Benchmark):
         """
         if self._pattern is None or spec in (NO_COMPRESSION, self._pattern):
             return {}
-        most, found = self.args.max_model_len or self.checkpoint.spec.max_position, {}
+        found = {}
         for index, turns in enumerate(self._of_pattern[task, stored].turns):
             for turn, output in enumerate(turns):
                 held, prompt = output.kv_cache_details.held_tokens, len(output.prompt_token_ids)
                 try:
-                    found[index, turn] = with_budget_of(spec, held, prompt, most)
+                    found[index, turn] = with_budget_of(spec, held, prompt, self.longest)
                 except PolicyError as error:
                     raise ConfigError(f"--match-bytes-per-sequence: {error}") from None
         return found
 
-    def _matched(self, spec: PolicySpec, task: str, stored: str) -> PolicySpec:
-        """The policy with a budget that holds the target's bytes, on samples that do not count."""
-        target = self._target
-        assert target is not None
-        if spec == target or not can_match(spec):
-            return spec
-        workload = task_prompts(task, _TRIALS, self._tokenizer, self.args.seed + 1)
-
-        def held(tried: PolicySpec) -> float:
-            engine = self.engines.build(tried, kv_cache_dtype=stored)
+    def _held(self, task: str, spec: PolicySpec, stored: str) -> float:
+        """Bytes per sequence, on samples that do not count."""
+        key = task, spec.label, stored
+        if key not in self._bytes:
+            workload = task_prompts(task, _TRIALS, self.tokenizer, self.args.seed + 1)
+            engine = self.engines.build(spec, kv_cache_dtype=stored)
             figures = play(engine, workload, settings=self._settings({})).figures
-            return float(held_bytes(engine, figures)["mean_held_bytes"])
-
-        if isinstance(target, PolicySpec):
-            if task not in self._bytes:
-                self._bytes[task] = held(target)
-            target = self._bytes[task]
-        try:
-            return matched(spec, target, self.checkpoint.spec.max_position, held)
-        except PolicyError as error:
-            raise ConfigError(f"--match-bytes: {error}") from None
+            self._bytes[key] = float(held_bytes(engine, figures)["mean_held_bytes"])
+        return self._bytes[key]
 
     def report(self) -> Report:
         args = self.args
         rows = [
             self._rows[key]
             for task in self.workloads
-            for spec, stored in self._as_held
+            for spec, stored in self.specs
             if (key := (task, spec.label, stored)) in self._rows
         ]
         settings = self.settings(

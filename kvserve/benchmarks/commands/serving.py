@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from kvserve.benchmarks.commands.serving_flags import add_arguments
-from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
 from kvserve.benchmarks.datasets.conversations import Conversations
 from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
 from kvserve.benchmarks.datasets.workload import Workload, random_prompts
@@ -141,9 +140,7 @@ class Serving:
     async def _send(self, client: ServingClient, workload: Workload) -> None:
         """Start every conversation at its time; ``ServerGone`` ends them all."""
         args, count = self._args, len(workload)
-        ramp = None
-        if args.ramp_up_strategy:
-            ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+        ramp = args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
         times = workload.arrivals or send_times(
             count, args.request_rate, args.burstiness, args.seed, ramp
         )
@@ -195,10 +192,8 @@ class Serving:
         """Send requests of random ids, one after the other, that do not count."""
         lengths = [(32, 16)] * self._args.num_warmups
         warmup = random_prompts(lengths, self._vocab_size, self._args.seed + 1)
-        for index in range(len(warmup)):
-            body = client.body(warmup, index, [])
-            assert body is not None
-            answer = await client.ask(body)
+        for index, prompt in enumerate(warmup.prompts):
+            answer = await client.ask(client.body(prompt, warmup, index))
             if answer.error:
                 raise ConfigError(f"--num-warmups: the server refused a request ({answer.error})")
 
@@ -243,6 +238,32 @@ class Serving:
         if args.save_detailed:
             result |= per_request(self._answers, self._started)
         return result
+
+
+def send_times(
+    count: int,
+    rate: float,
+    burstiness: float,
+    seed: int,
+    ramp: tuple[str | None, float, float] = (None, 0, 0),
+) -> list[float]:
+    """Seconds from the start, one per request, whatever the answers.
+
+    Gaps are gamma-distributed with shape ``burstiness`` (1: Poisson arrivals; below: bursts; above:
+    more even). They are then scaled so that their sum is what the rate gives. ``ramp``: instead of
+    a rate, ``linear`` or ``exponential``, and the rates of the first and the last request.
+    """
+    strategy, start, end = ramp
+    if strategy is None and rate == float("inf"):
+        return [0.0] * count
+    part = np.arange(count) / max(1, count - 1)
+    rates = np.full(count, rate)
+    if strategy is not None:
+        linear = strategy == "linear"
+        rates = start + (end - start) * part if linear else start * (end / start) ** part
+    means = 1.0 / rates
+    times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, means))
+    return (times * (means.sum() / times[-1])).tolist()
 
 
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
@@ -290,12 +311,12 @@ def _next_body(
     tokens: Sequence[Sequence[int]],
 ) -> dict[str, Any] | None:
     """The next request of a conversation; ``said`` and ``tokens`` are its answers so far."""
-    if not isinstance(workload, Conversations):
-        return client.body(workload, index, said)
-    prompt = workload.prompt_after(index, tokens)
-    if prompt is None:
-        return None
-    return {**client.body_of(prompt, workload, index), "return_token_ids": True}
+    more = {}
+    if isinstance(workload, Conversations):
+        prompt, more = workload.prompt_after(index, tokens), {"return_token_ids": True}
+    else:
+        prompt = workload.prompt(index, said)
+    return None if prompt is None else {**client.body(prompt, workload, index, said), **more}
 
 
 async def _first_model(client: ServingClient) -> str:

@@ -20,10 +20,10 @@ from kvserve.benchmarks.datasets.workload import (
     Source,
     TaskPrompts,
     Workload,
+    lognormal_lengths,
     random_prompts,
     task_prompts,
 )
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least, number
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError

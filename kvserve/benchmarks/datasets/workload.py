@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvserve.benchmarks.datasets.tasks import TASKS, Grade, Sample, grade, make_samples
 from kvserve.engine.frontend.tokenizer import Tokenizer
@@ -14,47 +18,41 @@ Message = dict[str, str]
 DEFAULT_BLOCK_SIZE = 16
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Conversations; a plain prompt is a conversation of one turn."""
 
-    @property
-    def ignore_eos(self) -> bool: ...
+    ignore_eos: bool
+    score_name: str = ""
+    """The name of the grades' ``score`` in tables."""
+    arrivals: Sequence[float] = ()
+    """Seconds at which conversations begin; empty if a request rate sets the times."""
 
-    @property
-    def score_name(self) -> str:
-        """The name of the grades' ``score`` in tables."""
-        ...
-
-    @property
-    def arrivals(self) -> Sequence[float]:
-        """Seconds at which conversations begin; empty if a request rate sets the times."""
-        ...
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def max_tokens(self, index: int) -> int:
         """The most tokens of each answer of a conversation."""
-        ...
 
+    @abstractmethod
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
-        ...
 
+    @abstractmethod
     def full_lengths(self) -> list[int]:
         """Per conversation, cached tokens when it ends as expected."""
-        ...
 
+    @abstractmethod
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
         """The same prompt as a chat; random token ids have none."""
-        ...
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
         """One grade per conversation, or ``None`` where no answer is right or wrong."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(Workload):
     """Prompts of token ids, each with its output limit; with ``ignore_eos`` outputs are that long.
 
     ``texts``: those of the prompts; random ids have none.
@@ -65,7 +63,6 @@ class Prompts:
     ignore_eos: bool
     texts: Sequence[str] = ()
     arrivals: Sequence[float] = ()
-    score_name = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -82,12 +79,9 @@ class Prompts:
     def full_lengths(self) -> list[int]:
         return list(map(_cached, map(len, self.prompts), self.limits))
 
-    def grades(self, answers: Sequence[Sequence[str]]) -> None:
-        return None
-
 
 @dataclass(frozen=True)
-class TaskPrompts:
+class TaskPrompts(Workload):
     """Samples of a task. Each turn is a chat request that contains the engine's earlier answers.
 
     ``score_name``: the name of the grades' ``score``; ``note``: what a reader of the results has to
@@ -102,7 +96,6 @@ class TaskPrompts:
     note: str = ""
     longest: int | None = None
     ignore_eos = False
-    arrivals = ()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -155,6 +148,14 @@ class Source:
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]
+
+
+def lognormal_lengths(
+    rng: np.random.Generator, count: int, mean: float, sigma: float, cap: int
+) -> NDArray[np.int32]:
+    """``count`` lengths of a log-normal distribution, cut to ``[1, cap]``; sigma 0 is constant."""
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn.round(), 1, cap).astype(np.int32)
 
 
 def random_prompts(

@@ -50,7 +50,7 @@ class Answer:
         return self.arrivals[-1][0] if self.arrivals else self.sent
 
     @property
-    def latency(self) -> float:
+    def e2el(self) -> float:
         """Seconds from sending to the last token."""
         return self.ended - self.sent
 
@@ -58,7 +58,7 @@ class Answer:
     def tpot(self) -> float:
         """Mean seconds per token after the first; 0 where there is only one."""
         more = self.output_tokens - 1
-        return (self.latency - self.ttft) / more if more > 0 else 0.0
+        return (self.e2el - self.ttft) / more if more > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,7 @@ class ServingClient:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every request's body: the model, the sampling settings, ``--extra-body``."""
 
-    def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:
-        """The next request of a conversation, or ``None`` at its end."""
-        prompt = workload.prompt(index, said)
-        return None if prompt is None else self.body_of(prompt, workload, index, said)
-
-    def body_of(
+    def body(
         self, prompt: list[int], workload: Workload, index: int, said: Sequence[str] = ()
     ) -> dict[str, Any]:
         """The body of a request for what follows ``prompt``."""
