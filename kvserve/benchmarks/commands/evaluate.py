@@ -158,7 +158,9 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
         args.fail("--benchmark: two files or tasks have the same name")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
-    _check_answers(args)
+    if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
+        flag = "--n" if args.n > 1 else "--top-p"
+        args.fail(f"{flag} needs --temperature: greedy answers are all alike")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     graded_files = args.benchmark and not args.fidelity
@@ -191,13 +193,6 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
     if not (args.match_bytes or args.match_bytes_per_sequence):
         check_complete(args, specs)
     return specs
-
-
-def _check_answers(args: argparse.Namespace) -> None:
-    """Refuse flags of answers that would do nothing."""
-    if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
-        flag = "--n" if args.n > 1 else "--top-p"
-        args.fail(f"{flag} needs --temperature: greedy answers are all alike")
 
 
 def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:

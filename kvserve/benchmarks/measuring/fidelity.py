@@ -91,14 +91,12 @@ def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[F
     fill = not full
 
     def compare(index: int, at: int, logits: Tensor) -> None:
-        mine, text, there = (
-            logits.log_softmax(dim=-1).cpu(),
-            texts[index],
-            slice(at, at + len(logits)),
-        )
+        mine, text = logits.log_softmax(dim=-1).cpu(), texts[index]
+        there = slice(at, at + len(mine))
+        if fill and index not in full:
+            full[index] = torch.empty(len(text.token_ids) - text.num_prompt, mine.shape[1])
         if fill:
-            count = len(text.token_ids) - text.num_prompt
-            full.setdefault(index, torch.empty(count, mine.shape[1]))[there] = mine
+            full[index][there] = mine
         first = text.num_prompt + at
         ids = torch.from_numpy(text.token_ids[first : first + len(mine)].astype(np.int64))
         theirs, likeliest = full[index][there], mine.argmax(dim=-1)

@@ -68,6 +68,22 @@ def panels(
 
 
 @styled
+def plot_layers(shares: Any, title: str, xlabel: str, said: str, path: Path) -> None:
+    """Write ``shares [layers, N]``, from 0 to 1, as colours: N along x, layers along y."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (axes,) = panels([title], height=1.5 + 0.25 * len(shares))
+    axes.grid(False)
+    axes.set(xlabel=xlabel, ylabel="layer")
+    how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", **how)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label=said)
+    figure.savefig(path, dpi=150)
+
+
+@styled
 def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write accuracy against memory, a panel per task."""
     by_task: dict[str, list[Row]] = {}
