@@ -60,7 +60,7 @@ def add_arguments(
     more_formats: Mapping[str, Format] = {},
     more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
 ) -> None:
-    formats, tasks = FORMATS | more_formats, BUILT_TASKS | more_tasks
+    formats, tasks = {**FORMATS, **more_formats}, {**BUILT_TASKS, **more_tasks}
     parser.set_defaults(formats=formats, task_builders=tasks)
     add_engine_arguments(parser, every_policy=True)
     add_report_arguments(parser)

@@ -105,9 +105,11 @@ def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[F
         parts[index].append((nll, kl, likeliest == theirs.argmax(dim=-1), likeliest == ids))
 
     held = _force(engine, texts, compare)
-    return [
-        Fidelity(*map(torch.cat, zip(*found, strict=True)), *held[i]) for i, found in parts.items()
-    ]
+    figures = []
+    for i, found in parts.items():
+        nll, kl, same, right = map(torch.cat, zip(*found, strict=True))
+        figures.append(Fidelity(nll, kl, same, right, *held[i]))
+    return figures
 
 
 def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
