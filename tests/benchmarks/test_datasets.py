@@ -14,7 +14,7 @@ from kvserve.benchmarks.datasets.datasets import add_dataset_arguments, check_da
 from kvserve.benchmarks.datasets.workload import Prompts
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import Parser, UsageError
+from kvserve.server.settings.args import Parser
 
 Read = Callable[..., Prompts]
 
@@ -136,21 +136,6 @@ def test_traces_share_what_their_hashes_share(read: Read, tmp_path: Path) -> Non
     assert second[:4] != first[:4]
     hurried = read(*flags, "--timed-trace-sec-multiplier", "0.01")
     assert list(hurried.arrivals) == pytest.approx([0, 5, 25])
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--dataset", "custom"), "--dataset-path"),
-        (("--dataset-path", "x"), "--dataset-path"),
-        (("--custom-output-len", "3"), "--custom-output-len"),
-        (("--skip-chat-template",), "--skip-chat-template"),
-        (("--dataset", "recall", "--no-ignore-eos"), "--ignore-eos"),
-    ],
-)
-def test_flags_of_other_datasets_are_refused(flags: tuple[str, ...], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        parsed(*flags)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
 from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
 from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
@@ -230,40 +229,3 @@ def test_questions_of_ones_own(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="cannot read"):
         FORMATS["ruler"].read(Source(1, 0, 0, None, path, False, {}))
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--benchmark", "math=x"], "`python -m bench.published` in the repository"),
-        (["--benchmark", "ruler=a/x.jsonl", "--benchmark", "ruler=b/x.jsonl"], "same name"),
-        (["--max-new-tokens", "5"], "--max-new-tokens"),
-        (["--tasks"], "--tasks"),
-        (["--retention", "0.2", "--policy", "kara:ratio=0.3"], "--retention"),
-        (["--retention", "2"], "--retention"),
-        (["--retention", "0.01", "--policy", "kara:window=32,buffer=40"], "--policy"),
-        (["--retention", "0.01", "--policy", KARA], "--retention"),
-        (["--tasks", "needle-7"], "needle-7"),
-        (["--num-samples", "-1"], "--num-samples"),
-        (["--n", "4"], "--n needs --temperature"),
-        (["--top-p", "0.9"], "--top-p needs --temperature"),
-        (["--match-bytes-per-sequence", "none"], "no --policy that drops"),
-        (["--match-bytes-per-sequence", "5000"], "no --policy that drops"),
-        (["--match-bytes-per-sequence", "kara", "--policy", KARA], "needs another --policy"),
-        (
-            ["--match-bytes-per-sequence", KARA, "--policy", KARA, "--policy", "kara:ratio=0.3"],
-            "policy kara has no budget that bounds a sequence",
-        ),
-        (
-            ["--match-bytes-per-sequence", "kara", "--match-bytes", "9", "--policy", KARA],
-            "excludes --match-bytes",
-        ),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["eval", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
-    assert named in error

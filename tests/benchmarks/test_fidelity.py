@@ -15,7 +15,6 @@ from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.blocks.window_group import WindowGroup
-from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 from tests.checkpoints import write_checkpoint
 
@@ -157,27 +156,3 @@ def test_the_full_caches_own_answers(bench: Bench) -> None:
     status, result = bench("eval", *flags)
     assert status == 0 and [row["n"] for row in result["rows"]] == [2, 2]
     assert result["rows"][0]["nll"] > 0 and result["rows"][1]["kl"] != 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--facts", "2"], "--facts needs --fidelity"),
-        (["--from-answers"], "--from-answers needs --fidelity"),
-        (["--fidelity", "--n", "2", "--temperature", "1"], "--n is for answers that are graded"),
-        (["--fidelity", "--match-bytes-per-sequence", "kara"], "--match-bytes-per-sequence is for"),
-        (["--fidelity", "--temperature", "1"], "--temperature is of the answers"),
-        (["--fidelity", "--facts", "99"], "--facts: at most"),
-        (["--fidelity", "--tasks", "chain"], "--fidelity reads --text"),
-        (["--fidelity", "--from-answers"], "--from-answers needs --tasks"),
-        (["--fidelity", "--from-answers", "--text", "a", "--tasks", "chain"], "leave --text"),
-        (["--fidelity", "--text", "/nowhere.txt"], "--text: /nowhere.txt"),
-        (["--fidelity", "--policy", "all"], "--policy"),
-    ],
-)
-def test_what_is_refused(
-    flags: list[str], message: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["--model", str(model_dir), "--load-format", "dummy", "--num-samples", "1"]
-    assert run(["eval", *model, *flags]) != 0
-    assert message in capsys.readouterr().err

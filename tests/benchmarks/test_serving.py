@@ -207,32 +207,6 @@ def test_ctrl_c_keeps_what_was_answered(
     assert "cut short" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--goodput", "itl:5"], "--goodput"),
-        (["--percentile-metrics", "ttft,tps"], "--percentile-metrics"),
-        (["--metric-percentiles", "101"], "--metric-percentiles"),
-        (["--extra-body", "[]"], "--extra-body"),
-        (["--metadata", "x"], "--metadata"),
-        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
-        (["--request-rate", "0"], "--request-rate"),
-        (["--result-dir", "x"], "--result-dir"),
-        (["--save-result", "a.json", "--result-filename", "b.json"], "--result-filename"),
-        (["--dataset", "timed_trace", "--dataset-path", "x", "--request-rate", "2"], "--request"),
-        (["--dataset-path", "x"], "--dataset-path"),
-        (["--backend", "openai-chat"], "--backend"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", "serve", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve bench serve: error: ") and error.count("\n") == 1
-    assert named in error
-
-
 def test_nobody_there(serve: Serve, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, saved = serve("--ready-check-timeout-sec", "0", url=nobody)
     assert status == 1 and not saved

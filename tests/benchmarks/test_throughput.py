@@ -13,7 +13,6 @@ from kvserve.benchmarks.measuring.measure import Figures, play
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
 from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
@@ -154,44 +153,6 @@ def test_policy_specs_are_read(text: str) -> None:
     assert spec.as_dict == {"name": "kara", "window": 128, "ratio": 0.3}
     assert spec.kv_cache_dtype == ("k8v4" if "@" in text else None)
     assert spec.label == "kara:window=128,ratio=0.3" + ("@k8v4" if "@" in text else "")
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--policy", "karo"], "karo"),
-        (["--policy", "kara:windw=3"], "windw"),
-        (["--policy", "kara:window"], "window"),
-        (["--policy", "kara@k9"], "'k9' after @ is none of auto"),
-        (["--policy", "none", "--policy", "none@int8"], "--pool-shares"),
-        (["--policy", "kara:window=8,buffer=9"], "buffer"),
-        (["--policy", '{"window": 8}'], "names no policy"),
-        (["--policy", "{nonsense"], "JSON"),
-        (["--pool-share", "0.2", "--kv-blocks", "9"], "--kv-blocks"),
-        (["--pool-share", "0"], "--pool-share"),
-        (["--num-prompts", "0"], "--num-prompts"),
-        (["--dataset", "chain", "--input-len", "8"], "--input-len"),
-        (["--dataset", "chain", "--shape", "4m"], "--shape"),
-        (["--dataset", "chian"], "chian"),
-        (["--dataset", "chain", "--ignore-eos"], "--ignore-eos"),
-        (["--prefix-repetition-num-prefixes", "3"], "--prefix-repetition-num-prefixes"),
-        (["--random-range-ratio", "1.5"], "--random-range-ratio"),
-        (["--compare-prefix-caching", "--no-enable-prefix-caching"], "--compare-prefix-caching"),
-        (["--save-result", "results.txt"], "results.txt"),
-        (["--policy", "kara", "--policy.windw", "3"], "windw"),
-        (["--policy", "kara", "--policy", "kara", "--policy.window", "64"], "--policy.FIELD"),
-        (["--compare-speculation"], "--speculative-config"),
-        (["--speculative-config", "ngram"], "--speculative-config"),
-        (["--nonsense"], "--nonsense"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", "throughput", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve bench throughput: error: ") and error.count("\n") == 1
-    assert named in error
 
 
 def test_ctrl_c_keeps_what_was_measured(

@@ -115,25 +115,3 @@ def test_it_says_what_does_not_fit_and_what_does_not_pay(
     few = ("--kv-cache-dtype", "auto", "--policy", "kara")
     tune(tmp_path, "--shape", "qwen3-4b", "--device", "h100", *lengths, *few)
     assert "take --policy none" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "words"),
-    [
-        (("--model", "8B"), 2, "--device"),
-        (("--shape", "qwen3-8b", "--device", "h100", "--tensor-parallel-size", "3"), 1, "3 ranks"),
-        (("--model", "8B", "--device", "l4", "--output-len", "200000"), 2, "longest context"),
-        (("--model", "8B", "--device", "l4", "--policy", "snapkv"), 2, "budget"),
-        (("--model", "8B", "--device", "l4", "--policy", "kara@k8v4"), 2, "--kv-cache-dtype"),
-        (
-            ("--model", "8B", "--device", "h100", "--policy", "kara:preset=paper"),
-            1,
-            "do not follow from a request alone",
-        ),
-    ],
-)
-def test_what_it_refuses(
-    flags: tuple[str, ...], status: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["tune", *flags]) == status
-    assert words in capsys.readouterr().err
