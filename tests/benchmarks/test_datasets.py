@@ -138,6 +138,33 @@ def test_traces_share_what_their_hashes_share(read: Read, tmp_path: Path) -> Non
     assert list(hurried.arrivals) == pytest.approx([0, 5, 25])
 
 
+def test_each_turn_of_a_conversation_begins_with_the_one_before(read: Read) -> None:
+    lengths = {"system": 20, "question": 5, "min-tool": 7, "max-tool": 11, "answer": 4}
+    flags = [f"--{name}-len={length}" for name, length in lengths.items()]
+    flags += ["--dataset=conversations", "--num-prompts=6", "--min-turns=3", "--max-turns=5"]
+    made: Any = read(*flags)
+    assert len({tuple(asked[0][:20]) for asked in made.asked}) == 1 and len(made) == 6
+    for index, asked in enumerate(made.asked):
+        assert 3 <= len(asked) <= 5 and len(asked[0]) == 25
+        assert all(7 <= len(new) <= 11 for new in asked[1:])
+        answers: list[list[int]] = []
+        known: list[int] = []
+        while (prompt := made.prompt_after(index, answers)) is not None:
+            assert prompt[: len(known)] == known
+            assert prompt[len(known) :] == asked[len(answers)]
+            answers.append([index] * 4)
+            known = [*prompt, *answers[-1]]
+        assert len(answers) == len(asked) == len(made.thinks[index])
+        assert made.full_lengths()[index] == len(known) - 1
+        assert made.thinks[index][0] == 0 and all(think > 0 for think in made.thinks[index][1:])
+    at_once: Any = read(*flags, "--think-seconds=0")
+    assert read(*flags) == made and {*map(max, at_once.thinks)} == {0.0}
+    with pytest.raises(ConfigError, match="--min-turns and --max-turns"):
+        read(*flags, "--min-turns=6")
+    with pytest.raises(ConfigError, match="--min-tool-len"):
+        read(*flags, "--max-tool-len=6")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.commands.serving import send_times
+from kvserve.benchmarks.commands.serving import kv_figures, send_times
 from kvserve.benchmarks.measuring.serving_client import Answer, ServingClient
 from kvserve.benchmarks.measuring.serving_metrics import report_block, summary
 from kvserve.server.cli.commands import run
@@ -76,14 +76,11 @@ def test_ramps_go_from_one_rate_to_another(strategy: str) -> None:
 
 
 def answer(sent: float, *arrivals: float, error: str = "") -> Answer:
-    made = Answer(sent, prompt_len=10, error=error)
-    for at in arrivals:
-        made.output_tokens += 1
-        if made.arrivals:
-            made.itls.append(at - made.ended)
-        else:
-            made.ttft = at - sent
-        made.arrivals.append((at, 1))
+    """A stream that says how many tokens there are so far."""
+    made = Answer(sent, error=error)
+    for count, at in enumerate(arrivals, start=1):
+        usage = {"prompt_tokens": 10, "completion_tokens": count}
+        made.take({"choices": [{"text": "a"}], "usage": usage}, at)
     return made
 
 
@@ -111,6 +108,20 @@ def test_figures_are_those_of_the_requests_that_succeeded() -> None:
     assert "============ Serving Benchmark Result ============" in block
     assert "Failed requests:                         1" in block
     assert "P99 E2EL (ms):" in block and "KV cache" not in block
+
+
+def test_later_turns_have_figures_of_their_own() -> None:
+    answers = [
+        Answer(0.0, prompt_len=30, ttft=1.0),
+        Answer(2.0, prompt_len=45, ttft=0.2, turn=1, cached=33, kv={"logical_tokens": 48,
+               "held_tokens": 24, "compactions": 1, "blocks_released": 2, "resumed_tokens": 33}),
+        Answer(3.0, prompt_len=45, ttft=0.4, turn=1, cached=20),
+        Answer(3.0, turn=1, error="gone"),
+    ]  # fmt: skip
+    figures = kv_figures(answers, [])
+    assert figures["prompt_tokens_computed"] == 30 + 12 + 25 and figures["resumed_turns"] == 1
+    assert figures["median_follow_up_ttft_ms"] == pytest.approx(300)
+    assert "median_follow_up_ttft_ms" not in kv_figures(answers[:1], [])
 
 
 # ---- against a server -------------------------------------------------------------------------
