@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.benchmarks.datasets.dataset_files import Format, read_questions
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError

@@ -15,11 +15,12 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.task_text import (
     DIGITS,
+    Sample,
     draw_names,
     filler_sentences,
     secrets_of,
 )
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
 from kvserve.benchmarks.reports.plots import panels, save_figures, styled
 from kvserve.benchmarks.reports.policy_names import method_names, stored_as

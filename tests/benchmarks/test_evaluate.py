@@ -12,7 +12,8 @@ import pytest
 
 from kvserve.benchmarks.commands.evaluate import score
 from kvserve.benchmarks.datasets.dataset_files import FORMATS
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
 from kvserve.log import ConfigError

@@ -9,7 +9,8 @@ import pytest
 
 from kvserve.benchmarks.datasets import task_text
 from kvserve.benchmarks.datasets.long_chain import ALL_NAMES, REMARKS, long_chain
-from kvserve.benchmarks.datasets.tasks import TASKS, Sample, default_tasks, grade, make_samples
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks, grade, make_samples
 from kvserve.engine.models.hub import SHIPPED_MODELS, find_model
 
 SAMPLES = {

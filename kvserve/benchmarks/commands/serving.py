@@ -267,9 +267,18 @@ def send_times(
 
 
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
-    """What a kvserve server reports on its cache: in each answer, and in samples during the run."""
+    """What a kvserve server reports on its cache: in each answer, and in samples during the run;
+    of conversations also TTFT of later turns, prompt tokens computed, and turns resumed."""
     details = [answer.kv for answer in answers if answer.kv]
-    result: Result = _turn_figures(answers)
+    result: Result = {}
+    if later := [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]:
+        result |= {
+            "turns": max(answer.turn for answer in answers) + 1,
+            "prompt_tokens_computed": sum(answer.prompt_len - answer.cached for answer in answers),
+            "resumed_turns": sum(bool(answer.kv.get("resumed_tokens")) for answer in answers),
+            "median_follow_up_ttft_ms": float(np.median(later)),
+            "p99_follow_up_ttft_ms": float(np.percentile(later, 99)),
+        }
     if details:
         logical = sum(each["logical_tokens"] for each in details)
         result |= {
@@ -287,20 +296,6 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
             "preemptions": samples[-1]["preemptions_total"] - samples[0]["preemptions_total"],
         }
     return result
-
-
-def _turn_figures(answers: Sequence[Answer]) -> Result:
-    """For conversations: TTFT of later turns, prompt tokens computed, and turns resumed."""
-    later = [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]
-    if not later:
-        return {}
-    return {
-        "turns": max(answer.turn for answer in answers) + 1,
-        "prompt_tokens_computed": sum(answer.prompt_len - answer.cached for answer in answers),
-        "resumed_turns": sum(bool(answer.kv.get("resumed_tokens")) for answer in answers),
-        "median_follow_up_ttft_ms": float(np.median(later)),
-        "p99_follow_up_ttft_ms": float(np.percentile(later, 99)),
-    }
 
 
 def _next_body(

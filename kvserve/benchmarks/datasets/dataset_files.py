@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Prompts, Source, TaskPrompts
 from kvserve.log import ConfigError
 
@@ -107,12 +108,8 @@ def read_questions(
     flag: str = "--benchmark",
 ) -> list[_Read]:
     """What ``read`` makes of the first ``count`` lines of a file, or of all of a shorter one."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(lines[:count], start=1):
+    for number, line in _lines(path, count, flag):
         try:
             found.append(read(json.loads(line)))
         except (KeyError, TypeError, ValueError) as error:
@@ -153,7 +150,7 @@ FORMATS = {"ruler": Format("input, outputs: questions of your own, RULER", _rule
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(_text(path))
+        content = json.loads(_text(path, "--dataset-path"))
     except ValueError as error:
         raise ConfigError(f"--dataset-path: {path} is not JSON: {error}") from None
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
@@ -163,8 +160,8 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    path, filled = source.path, filter(str.strip, _text(source.path).splitlines())
-    for number, line in enumerate(itertools.islice(filled, source.count), start=1):
+    path = source.path
+    for number, line in _lines(path, source.count, "--dataset-path"):
         try:
             content = dict(json.loads(line))
         except (TypeError, ValueError) as error:
@@ -177,11 +174,17 @@ def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _text(path: Path) -> str:
+def _lines(path: Path, count: int, flag: str) -> Iterable[tuple[int, str]]:
+    """The first ``count`` lines that are not empty, numbered from 1."""
+    filled = filter(str.strip, _text(path, flag).splitlines())
+    return enumerate(itertools.islice(filled, count), start=1)
+
+
+def _text(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
 
 
 def _check_count(source: Source, found: int) -> None:

@@ -152,30 +152,27 @@ def read_dataset(
 
 
 def _random(source: Source) -> Prompts:
+    """With a sigma or a cap, prompts of equal length; outputs log-normal as of reasoning models:
+    many short, few very long."""
     sigma, cap = source["random_output_sigma"], source["random_output_cap"]
-    if sigma or cap:
-        return _log_normal(source, sigma, cap or _NO_CAP)
-    rng, spread = random.Random(f"lengths/{source.seed}"), source["random_range_ratio"]
-
-    def about(length: int) -> int:
-        return rng.randint(max(1, round(length * (1 - spread))), round(length * (1 + spread)))
-
-    lengths = [
-        (about(source["input_len"]), about(source["output_len"])) for _ in range(source.count)
-    ]
-    return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
-
-
-def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
-    """Prompts of equal length; outputs log-normal as of reasoning models: many short, few very
-    long."""
-    if source["random_range_ratio"]:
+    prompt, output, spread = (
+        source[name] for name in ("input_len", "output_len", "random_range_ratio")
+    )
+    if (sigma or cap) and spread:
         raise ConfigError(
             "--random-range-ratio: --random-output-sigma varies lengths already; give one of them"
         )
-    rng = np.random.default_rng(source.seed)
-    outputs = lognormal_lengths(rng, source.count, source["output_len"], sigma, cap)
-    lengths = [(source["input_len"], length) for length in outputs.tolist()]
+    if sigma or cap:
+        drawn = np.random.default_rng(source.seed)
+        outputs = lognormal_lengths(drawn, source.count, output, sigma, cap or _NO_CAP)
+        lengths = [(prompt, length) for length in outputs.tolist()]
+    else:
+        rng = random.Random(f"lengths/{source.seed}")
+
+        def about(length: int) -> int:
+            return rng.randint(max(1, round(length * (1 - spread))), round(length * (1 + spread)))
+
+        lengths = [(about(prompt), about(output)) for _ in range(source.count)]
     return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvserve.benchmarks.datasets.tasks import TASKS, Grade, Sample, grade, make_samples
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import TASKS, Grade, grade, make_samples
 from kvserve.engine.frontend.tokenizer import Tokenizer
 
 Message = dict[str, str]
