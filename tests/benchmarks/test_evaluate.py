@@ -15,6 +15,7 @@ from kvserve.benchmarks.datasets.dataset_files import FORMATS
 from kvserve.benchmarks.datasets.task_text import Sample
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
+from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
 from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
@@ -117,12 +118,21 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
+def test_drawn_answers_have_seeds_of_their_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def noted(**given: Any) -> SamplingParams:
+        seeds.append(given["seed"])
+        return SamplingParams(**given)
+
+    monkeypatch.setattr(measure, "SamplingParams", noted)
     flags = ("--tasks", "recall", "--num-samples", "2", "--kv-blocks", "99", "--policy", KARA)
     drawn = ("--temperature", "0.9", "--top-p", "0.9", "--n", "3")
     status, saved = bench("eval", *flags, *drawn, "--seed", "5")
     none, kara = saved["rows"]
-    assert status == 0
+    assert status == 0 and seeds == [5, 6, 7, 8, 9, 10] * 2
     for row in (none, kara):
         assert (row["n"], row["answers_each"], row["requests"]) == (2, 3, 6)
         assert row["exact_match_error"] == 0.0
