@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvserve.benchmarks.measuring.fidelity import (
     pieces,
     with_facts,
 )
-from kvserve.benchmarks.measuring.measure import standard_error
+from kvserve.benchmarks.measuring.measure import play, standard_error
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
@@ -36,7 +37,6 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.log import ConfigError, RequestError
 from kvserve.progress import progress
-from kvserve.sampling_params import SamplingParams
 
 _COLUMNS = columns(
     *("text", "policy", "kv_cache_dtype", "mean_held_bytes", "of_full", "of_full_at_end"),
@@ -141,28 +141,22 @@ class FidelityRun(Comparison):
         """The full cache's answers to first turns."""
         args = self.args
         engine = self.engines.build(NO_COMPRESSION, kv_cache_dtype="auto")
+        drawn = {"temperature": args.temperature, "top_p": args.top_p}
+        drawn["max_tokens"] = args.max_new_tokens or args.text_len
         for name, workload in read_tasks(args, self.tokenizer, self.longest, count).items():
-            prompts = [workload.prompt(i, []) or [] for i in range(len(workload))]
-            for i, prompt in enumerate(prompts):
-                params = SamplingParams(
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    max_tokens=args.max_new_tokens or args.text_len,
-                    seed=args.seed + i,
-                )
-                engine.add_request(str(i), prompt, params)
-            answers: dict[int, list[int]] = {}
-            while engine.has_unfinished_requests:
-                for output in engine.step():
-                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-            yield (
-                name,
-                [
-                    Text(f"{name} {i}", np.array(prompt + answers[i], np.int32), len(prompt))
-                    for i, prompt in enumerate(prompts)
-                    if len(answers[i]) > 1
-                ],
+            first = [replace(sample, turns=sample.turns[:1]) for sample in workload.samples]
+            played = play(
+                engine,
+                replace(workload, samples=first),
+                settings=lambda index, turn: {**drawn, "seed": args.seed + index},
             )
+            texts = []
+            for i, [turn] in enumerate(played.turns):
+                prompt, answer = turn.prompt_token_ids, turn.outputs[0].token_ids
+                if len(answer) > 1:
+                    ids = np.array([*prompt, *answer], np.int32)
+                    texts.append(Text(f"{name} {i}", ids, len(prompt)))
+            yield name, texts
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
