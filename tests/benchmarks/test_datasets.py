@@ -27,7 +27,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 @pytest.fixture
 def read(tokenizer: Tokenizer) -> Read:
     def read_flags(*flags: str) -> Any:
-        return read_dataset(parsed(*flags), 258, tokenizer)
+        return read_dataset(parsed(*flags), 259, tokenizer)
 
     return read_flags
 
@@ -112,7 +112,7 @@ def test_custom_lines_are_user_turns(read: Read, tokenizer: Tokenizer, tmp_path:
     flags = ("--dataset", "custom", "--dataset-path", path, "--num-prompts", "2")
     made = read(*flags, "--custom-output-len", "9")
     assert [tokenizer.decode(prompt) for prompt in made.prompts] == [
-        f"<user>{text}<assistant>" for text in ("one", "two")
+        f"[user]{text}[assistant]" for text in ("one", "two")
     ]
     assert made.limits == [9, 3] and made.messages(1, []) == [{"role": "user", "content": "two"}]
     plain = read(*flags, "--skip-chat-template")
