@@ -75,7 +75,7 @@ def workload_of(task: str, count: int) -> TaskPrompts:
 
 
 @pytest.mark.parametrize("task", ["chain", "needle-512", "long-chain-1000"])
-def test_right_answers_score_one(task: str) -> None:
+def test_right_answers_score_one_and_earlier_ones_do_not_count(task: str) -> None:
     workload = workload_of(task, 3)
     engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
     figures = score(workload, play(engine, workload))
@@ -118,7 +118,7 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_drawn_answers_have_seeds_of_their_own(
+def test_drawn_answers_come_again_with_their_seeds(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
