@@ -96,7 +96,7 @@ def _sample(name: str, line: Mapping[str, Any], before: str) -> PublishedSample:
     if task in _CHINESE:
         raise ValueError(f"{task} is Chinese, and grading it needs a word segmenter: not built")
     if task not in _KINDS:
-        raise ValueError(f"{task} is none of {', '.join(each for each in _KINDS if each in _LONG)}")
+        raise ValueError(f"{task} is none of {', '.join(_LONG)}")
     row = _KINDS[task]
     fields = line if row.score is not _boxed else {"problem": _question(line)}
     finals = tuple(str(answer) for answer in row.answers(line))

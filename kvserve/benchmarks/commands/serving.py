@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     if any(ramp) and not all(ramp):
         args.fail("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps: give all three")
+    args.goodput, args.metadata = dict(args.goodput), dict(args.metadata)
     args.base_url = args.base_url or f"http://{args.host}:{args.port}"
     if args.save_result == NAMED:
         args.save_result = Path(args.result_dir or "") / (args.result_filename or _file_name(args))
