@@ -213,7 +213,7 @@ def test_questions_of_ones_own(tmp_path: Path) -> None:
 
     workload = read(line, line, line)
     assert workload.messages(0, []) == [{"role": "user", "content": "A long text."}]
-    said = [["8412 and blue whale"], ["it is 8412"], [""]]
+    said = [["8412 and BLUE whale"], ["it is 8412"], [""]]
     assert workload.grades(said) == [Grade(True, 1.0), Grade(False, 0.5), Grade(False, 0.0)]
     assert workload.max_tokens(0) == 128 and workload.score_name == "score"
     assert read(line, limit=7).max_tokens(0) == 7
