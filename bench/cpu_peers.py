@@ -225,10 +225,15 @@ def _ratio(own: Sequence[float], other: Sequence[float]) -> float:
 @contextmanager
 def _random_checkpoint(shape: str, seed: int) -> Iterator[Path]:
     """A Llama of this size as transformers writes it, in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     where = argparse.Namespace(
         threads=None, load_format="auto", shape=shape, model=None, tokenizer=None, seed=seed
     )
-    with opened_checkpoint(where, write_weights=True) as checkpoint:
+    with opened_checkpoint(where) as checkpoint:
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(checkpoint.path)
+        AutoModelForCausalLM.from_config(config).save_pretrained(checkpoint.path)
         yield checkpoint.path
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvserve.benchmarks.reports.policy_names import methods
+from kvserve.benchmarks.reports.policy_names import method_label, method_names
 from kvserve.benchmarks.reports.report import Column, Row, markdown_table
 
 KEYS = ("mean_held_bytes", "held_bytes_at_end")
@@ -27,12 +27,11 @@ def at_equal_bytes(rows: Sequence[Row], points: int = _POINTS) -> tuple[list[flo
     """
     if len({row.get("task") for row in rows}) > 1:
         return [], []
-    key = bytes_key(rows)
-    lines = {
-        name: sorted((row[key], row["exact_match"]) for row in members)
-        for name, members in methods(rows).items()
-        if len(members) > 1
-    }
+    key, names = bytes_key(rows), method_names(rows)
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        measured.setdefault(names[method_label(row)], []).append((row[key], row["exact_match"]))
+    lines = {name: sorted(points) for name, points in measured.items() if len(points) > 1}
     if len(lines) < 2:
         return [], []
     ends = sorted((line[0][0], line[-1][0]) for line in lines.values())

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 
+from bench.data_sets.needle_grid import plot_needles
 from bench.report.measurements import PLOTS, RESULTS, ROOT, SUITE, Measurement
 from bench.report.page import section
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows
@@ -35,6 +36,8 @@ def draw(measurement: Measurement) -> None:
         result = measurement.newest()
         plot = plot_evaluation if result["benchmark"] == "eval" else plot_rows
         plot(result["rows"], PLOTS / measurement.name)
+        if grids := [row for row in result["rows"] if "grid" in row]:
+            plot_needles(grids, PLOTS / measurement.name)
 
 
 def main() -> None:

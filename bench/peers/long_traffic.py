@@ -26,12 +26,12 @@ from kvserve.benchmarks.datasets.workload import (
     DEFAULT_BLOCK_SIZE,
     Prompts,
     blocks_at_once,
+    lognormal_lengths,
     random_prompts,
     task_prompts,
 )
 from kvserve.benchmarks.reports.report import Column, Row
 from kvserve.benchmarks.setup.checkpoint import SHAPES
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
 from kvserve.engine.frontend.tokenizer import Tokenizer
 

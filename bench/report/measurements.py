@@ -55,6 +55,8 @@ class Measurement:
                     next(words)
             else:
                 kept.append(word)
+        if "needle-grid" in kept:  # was a task of `kvserve eval` until 2026-11-26
+            kept[:2] = ["python", "-m", "bench.published"]
         return kept
 
     def table(self, keys: Sequence[str]) -> tuple[Column, ...]:

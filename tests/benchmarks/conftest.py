@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from kvserve.server.cli import commands as cli
+from tests.checkpoints import write_tokenizer
 
-EOS = "<|eos|>"
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 258,
+    "vocab_size": 259,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -28,25 +26,24 @@ SHAPE = {
     "eos_token_id": 1,
 }
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """config.json, a byte-level tokenizer and a chat template; weights come from `dummy`."""
     directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(SHAPE))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(("<|pad|>", EOS, *alphabet))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=EOS, chat_template=TEMPLATE
-    ).save_pretrained(directory)
+    write_byte_model(directory)
     return directory
+
+
+def write_byte_model(directory: Path) -> None:
+    """config.json, a byte-level tokenizer and a chat template; weights come from `dummy`."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPE))
+    write_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
 
 
 Bench = Callable[..., tuple[int, dict[str, Any]]]

@@ -14,7 +14,7 @@ from kvserve.benchmarks.datasets.datasets import add_dataset_arguments, check_da
 from kvserve.benchmarks.datasets.workload import Prompts
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import Parser, UsageError
+from kvserve.server.settings.args import Parser
 
 Read = Callable[..., Prompts]
 
@@ -27,7 +27,7 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 @pytest.fixture
 def read(tokenizer: Tokenizer) -> Read:
     def read_flags(*flags: str) -> Any:
-        return read_dataset(parsed(*flags), 258, tokenizer)
+        return read_dataset(parsed(*flags), 259, tokenizer)
 
     return read_flags
 
@@ -112,7 +112,7 @@ def test_custom_lines_are_user_turns(read: Read, tokenizer: Tokenizer, tmp_path:
     flags = ("--dataset", "custom", "--dataset-path", path, "--num-prompts", "2")
     made = read(*flags, "--custom-output-len", "9")
     assert [tokenizer.decode(prompt) for prompt in made.prompts] == [
-        f"<user>{text}<assistant>" for text in ("one", "two")
+        f"[user]{text}[assistant]" for text in ("one", "two")
     ]
     assert made.limits == [9, 3] and made.messages(1, []) == [{"role": "user", "content": "two"}]
     plain = read(*flags, "--skip-chat-template")
@@ -138,19 +138,31 @@ def test_traces_share_what_their_hashes_share(read: Read, tmp_path: Path) -> Non
     assert list(hurried.arrivals) == pytest.approx([0, 5, 25])
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--dataset", "custom"), "--dataset-path"),
-        (("--dataset-path", "x"), "--dataset-path"),
-        (("--custom-output-len", "3"), "--custom-output-len"),
-        (("--skip-chat-template",), "--skip-chat-template"),
-        (("--dataset", "recall", "--no-ignore-eos"), "--ignore-eos"),
-    ],
-)
-def test_flags_of_other_datasets_are_refused(flags: tuple[str, ...], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
-        parsed(*flags)
+def test_each_turn_of_a_conversation_begins_with_the_one_before(read: Read) -> None:
+    lengths = {"system": 20, "question": 5, "min-tool": 7, "max-tool": 11, "answer": 4}
+    flags = [f"--{name}-len={length}" for name, length in lengths.items()]
+    flags += ["--dataset=conversations", "--num-prompts=6", "--min-turns=3", "--max-turns=5"]
+    made: Any = read(*flags)
+    assert len({tuple(asked[0][:20]) for asked in made.asked}) == 1 and len(made) == 6
+    for index, asked in enumerate(made.asked):
+        assert 3 <= len(asked) <= 5 and len(asked[0]) == 25
+        assert all(7 <= len(new) <= 11 for new in asked[1:])
+        answers: list[list[int]] = []
+        known: list[int] = []
+        while (prompt := made.prompt_after(index, answers)) is not None:
+            assert prompt[: len(known)] == known
+            assert prompt[len(known) :] == asked[len(answers)]
+            answers.append([index] * 4)
+            known = [*prompt, *answers[-1]]
+        assert len(answers) == len(asked) == len(made.thinks[index])
+        assert made.full_lengths()[index] == len(known) - 1
+        assert made.thinks[index][0] == 0 and all(think > 0 for think in made.thinks[index][1:])
+    at_once: Any = read(*flags, "--think-seconds=0")
+    assert read(*flags) == made and {*map(max, at_once.thinks)} == {0.0}
+    with pytest.raises(ConfigError, match="--min-turns and --max-turns"):
+        read(*flags, "--min-turns=6")
+    with pytest.raises(ConfigError, match="--min-tool-len"):
+        read(*flags, "--max-tool-len=6")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from kvserve.benchmarks.commands.evaluate import score
-from kvserve.benchmarks.datasets.task_text import count_units
-from kvserve.benchmarks.datasets.tasks import Grade, Sample
-from kvserve.benchmarks.datasets.workload import NeedleGrid, TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.dataset_files import FORMATS
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import Grade
+from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
+from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
+from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
 from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
@@ -29,6 +31,9 @@ class WordTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(map(ord, text))
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
 
     def apply_chat_template(self, messages: Any) -> list[int]:
         return self.encode("".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:")
@@ -70,7 +75,7 @@ def workload_of(task: str, count: int) -> TaskPrompts:
 
 
 @pytest.mark.parametrize("task", ["chain", "needle-512", "long-chain-1000"])
-def test_right_answers_score_one(task: str) -> None:
+def test_right_answers_score_one_and_earlier_ones_do_not_count(task: str) -> None:
     workload = workload_of(task, 3)
     engine = KnowingEngine(lambda i, t: workload.samples[i].answers[t])
     figures = score(workload, play(engine, workload))
@@ -80,16 +85,9 @@ def test_right_answers_score_one(task: str) -> None:
     assert (
         figures["requests"] == figures["requests_compacted"] == 3 * len(workload.samples[0].turns)
     )
-
-
-def test_answers_of_an_earlier_run_are_not_graded() -> None:
-    """The requests have the same names, on the same engine."""
-    workload = workload_of("chain", 3)
-    answers = lambda i, t: workload.samples[i].answers[t]  # noqa: E731
-    engine = KnowingEngine(answers)
-    assert score(workload, play(engine, workload))["exact_match"] == 1.0
-    engine.answer = lambda i, t: "" if i else answers(i, t)
-    assert score(workload, play(engine, workload))["exact_match"] == pytest.approx(1 / 3)
+    engine.answer = lambda i, t: "" if i else workload.samples[i].answers[t]
+    again = score(workload, play(engine, workload))  # requests have the names of the run before
+    assert again["exact_match"] == pytest.approx(1 / 3)
 
 
 def test_a_wrong_turn_costs_the_sample_and_stays_in_the_history() -> None:
@@ -120,12 +118,21 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
+def test_drawn_answers_come_again_with_their_seeds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def noted(**given: Any) -> SamplingParams:
+        seeds.append(given["seed"])
+        return SamplingParams(**given)
+
+    monkeypatch.setattr(measure, "SamplingParams", noted)
     flags = ("--tasks", "recall", "--num-samples", "2", "--kv-blocks", "99", "--policy", KARA)
     drawn = ("--temperature", "0.9", "--top-p", "0.9", "--n", "3")
     status, saved = bench("eval", *flags, *drawn, "--seed", "5")
     none, kara = saved["rows"]
-    assert status == 0
+    assert status == 0 and seeds == [5, 6, 7, 8, 9, 10] * 2
     for row in (none, kara):
         assert (row["n"], row["answers_each"], row["requests"]) == (2, 3, 6)
         assert row["exact_match_error"] == 0.0
@@ -137,6 +144,8 @@ def test_drawn_answers_have_seeds_of_their_own(bench: Bench) -> None:
     greedy = bench("eval", *flags, "--seed", "5")[1]["rows"]
     assert [row["output_tokens"] for row in again] == [none["output_tokens"], kara["output_tokens"]]
     assert again[0]["correct_prefix"] == none["correct_prefix"]
+    other = bench("eval", *flags, *drawn, "--seed", "6")[1]["rows"]
+    assert [row["output_tokens"] for row in other] != [row["output_tokens"] for row in again]
     assert greedy[0]["output_tokens"] * 3 != none["output_tokens"], "draws end by themselves"
 
 
@@ -185,45 +194,6 @@ def test_every_policy_and_retention_stands_beside_the_full_cache(
     assert sum("never reached" in line for line in shown) == 2
 
 
-def test_the_needle_grid_counts_cells_and_draws_them(bench: Bench, tmp_path: Path) -> None:
-    grid = ("--tasks", "needle-grid", "recall", "--grid-lengths", "256", "300")
-    flags = ("--grid-depths", "0", "0.5", "1", "--num-samples", "2", "--save-plots", str(tmp_path))
-    status, saved = bench("eval", *grid, *flags, "--policy", "none")
-    row, recall = saved["rows"]
-    assert status == 0 and row["task"] == "needle-grid" and row["n"] == 2 * 3 * 2
-    assert row["grid"] == {
-        "lengths": [256, 300], "depths": [0.0, 0.5, 1.0], "exact_match": [[0.0] * 3] * 2
-    }  # fmt: skip
-    assert row["held_bytes_at_end"] == row["held_entries_at_end"] * 2 * 8 * 4
-    assert "grid" not in recall
-    for name in ("needles.png", "accuracy.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_needles_lie_where_the_grid_says() -> None:
-    grid = NeedleGrid((300, 500), (0.0, 0.5, 1.0), per_cell=2)
-    workload = grid.prompts(WordTokenizer(), seed=0)  # type: ignore[arg-type]
-    wanted = [(length, depth) for length in (300, 500) for depth in (0.0, 0.5, 1.0)]
-    for i, sample in enumerate(workload.samples):
-        length, depth = wanted[i // 2]
-        text, question = sample.turns[0].rsplit(" What ", 1)
-        assert count_units(text) == length and text.count("secret number") == 8
-        needle = f"number of {question.rstrip('?').split()[-1]} is {sample.finals[0]}."
-        assert text.index(needle) / len(text) == pytest.approx(depth, abs=0.12)
-    right = [True] * 4 + [False, True] + [False] * 6
-    table = grid.table([Grade(exact, 0.0) for exact in right])
-    assert table["exact_match"] == [[1.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
-
-
-def test_accuracy_is_the_same_when_it_is_measured_again(bench: Bench) -> None:
-    flags = ("--tasks", "recall", "--num-samples", "3", "--kv-blocks", "99", "--policy", KARA)
-    first, again = (bench("eval", *flags, "--seed", "5")[1]["rows"] for _ in range(2))
-    other = bench("eval", *flags, "--seed", "6")[1]["rows"]
-    names = ("exact", "correct_prefix", "held_entries_at_end", "output_tokens")
-    figures = [[[row[name] for name in names] for row in rows] for rows in (first, again, other)]
-    assert figures[0] == figures[1] != figures[2]
-
-
 def test_later_turns_may_go_on(bench: Bench) -> None:
     flags = ("--tasks", "needle-512", "--num-samples", "2", "--policy", "snapkv:budget=64")
     off = bench("eval", *flags)[1]["rows"][-1]
@@ -231,56 +201,28 @@ def test_later_turns_may_go_on(bench: Bench) -> None:
     assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
 
 
-def test_a_folder_of_files_has_a_mean(bench: Bench, tmp_path: Path) -> None:
-    folder = tmp_path / "sums"
-    folder.mkdir()
-    for name, answer in (("b", "4"), ("a", "0")):
-        line = {"question": "2 + 2?", "answer": f"It is\n#### {answer}"}
-        (folder / f"{name}.jsonl").write_text(json.dumps(line))
-    flags = ("--benchmark", f"gsm8k={folder}", "--num-fewshot", "2", "--max-new-tokens", "4")
-    status, saved = bench("eval", *flags, "--policy", "none")
-    assert status == 0 and [row["task"] for row in saved["rows"]] == ["a", "b"]
-    mean = sum(row["score"] for row in saved["rows"]) / 2
-    assert f"mean score over 2 files: none in auto: {mean:.4f}" in saved["notes"]
+def test_questions_of_ones_own(tmp_path: Path) -> None:
+    """Several answers count one by one; a line that is none is named, as is a file without any."""
+    path = tmp_path / "lines.jsonl"
+    line = {"input": " A long text. ", "outputs": ["8412", "Blue Whale"], "length": 9}
 
+    def read(*lines: Any, limit: int | None = None, longest: int = 4096) -> TaskPrompts:
+        path.write_text("\n\n".join(map(json.dumps, lines)))
+        options = {"max_new_tokens": limit, "longest": longest}
+        return FORMATS["ruler"].read(Source(10, 0, 0, WordTokenizer(), path, False, options))
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--benchmark", "mmlu=x"], "--benchmark"),
-        (["--benchmark", "gsm8k"], "--benchmark"),
-        (["--benchmark", "gsm8k=a/x.jsonl", "--benchmark", "math=b/x.jsonl"], "--benchmark"),
-        (["--max-new-tokens", "5"], "--max-new-tokens"),
-        (["--grid-depths", "1.5"], "--grid-depths"),
-        (["--tasks"], "--tasks"),
-        (["--retention", "0.2", "--policy", "kara:ratio=0.3"], "--retention"),
-        (["--retention", "2"], "--retention"),
-        (["--retention", "0.01", "--policy", "kara:window=32,buffer=40"], "--policy"),
-        (["--retention", "0.01", "--policy", KARA], "--retention"),
-        (["--tasks", "needle-7"], "needle-7"),
-        (["--num-samples", "-1"], "--num-samples"),
-        (["--n", "4"], "--n needs --temperature"),
-        (["--top-p", "0.9"], "--top-p needs --temperature"),
-        (["--num-fewshot", "8"], "--num-fewshot is for"),
-        (["--benchmark", "ruler=x.jsonl", "--num-fewshot", "8"], "--num-fewshot is for"),
-        (["--benchmark", "math=x.jsonl", "--fewshot-file", "y"], "--fewshot-file needs"),
-        (["--match-bytes-per-sequence", "none"], "no --policy that drops"),
-        (["--match-bytes-per-sequence", "5000"], "no --policy that drops"),
-        (["--match-bytes-per-sequence", "kara", "--policy", KARA], "needs another --policy"),
-        (
-            ["--match-bytes-per-sequence", KARA, "--policy", KARA, "--policy", "kara:ratio=0.3"],
-            "policy kara has no budget that bounds a sequence",
-        ),
-        (
-            ["--match-bytes-per-sequence", "kara", "--match-bytes", "9", "--policy", KARA],
-            "excludes --match-bytes",
-        ),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["eval", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve eval: error: ") and error.count("\n") == 1
-    assert named in error
+    workload = read(line, line, line)
+    assert workload.messages(0, []) == [{"role": "user", "content": "A long text."}]
+    said = [["8412 and BLUE whale"], ["it is 8412"], [""]]
+    assert workload.grades(said) == [Grade(True, 1.0), Grade(False, 0.5), Grade(False, 0.0)]
+    assert workload.max_tokens(0) == 128 and workload.score_name == "score"
+    assert read(line, limit=7).max_tokens(0) == 7
+    assert read(line, longest=40).max_tokens(0) == 40 - len("u:A long text.\na:")
+    for bad in ({"input": "a", "outputs": []}, {"input": "a"}, 7):
+        with pytest.raises(ConfigError, match="line 2 is not of format ruler"):
+            read(line, bad)
+    with pytest.raises(ConfigError, match="is empty"):
+        read()
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot read"):
+        FORMATS["ruler"].read(Source(1, 0, 0, None, path, False, {}))

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.benchmarks.measuring.fidelity import Text, fidelity, full_log_probs
+from kvserve.benchmarks.measuring.fidelity import LogProbs, Text, fidelity
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
 from kvserve.scheduler.blocks.window_group import WindowGroup
-from kvserve.server.cli.commands import run
 from tests.benchmarks.conftest import Bench
 from tests.checkpoints import write_checkpoint
 
@@ -46,7 +45,8 @@ def texts(count: int) -> list[Text]:
 def test_forcing_a_text_equals_decoding_it() -> None:
     """The same likelihoods, and as many events, though tokens are computed in chunks."""
     given = texts(2)
-    full, own = full_log_probs(build("none"), given)
+    full: LogProbs = {}
+    own = fidelity(build("none"), given, full)
     assert all(figures.kl.abs().max() < 1e-6 for figures in own)
     [forced, _] = fidelity(build("kara", **KARA), given, full)
     engine, seen = build("kara", **KARA), list[Tensor]()
@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_second_half() -> None:
     given = texts(1)
     engine = build("none")
     entry = engine.core._sequences.block_bytes / engine.core.scheduler.layout.block_size
-    [own] = full_log_probs(engine, given)[1]
+    [own] = fidelity(engine, given, {})
     # Of 290 forced tokens the second half: 185 to 329 are held when each of them is predicted.
     assert own.mean_bytes(given[0]) == pytest.approx(entry * (185 + 329) / 2, rel=0.005)
     assert own.bytes_at_end(given[0]) == entry * (LENGTH - 1)
@@ -100,7 +100,7 @@ def test_windows_are_held_as_decoding_holds_them(tmp_path: Path) -> None:
             skip_tokenizer_init=True,
         )
         engine = LLMEngine(config)
-        found.append(full_log_probs(engine, [Text("0", ids, PROMPT)])[1][0].held)
+        found.append(fidelity(engine, [Text("0", ids, PROMPT)], {})[0].held)
     assert np.array_equal(found[0], found[1]) and found[0][-1] > found[0][0]
     params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
     engine.add_request("0", ids[:PROMPT].tolist(), params)
@@ -156,27 +156,3 @@ def test_the_full_caches_own_answers(bench: Bench) -> None:
     status, result = bench("eval", *flags)
     assert status == 0 and [row["n"] for row in result["rows"]] == [2, 2]
     assert result["rows"][0]["nll"] > 0 and result["rows"][1]["kl"] != 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--facts", "2"], "--facts needs --fidelity"),
-        (["--from-answers"], "--from-answers needs --fidelity"),
-        (["--fidelity", "--n", "2", "--temperature", "1"], "--n is for answers that are graded"),
-        (["--fidelity", "--match-bytes-per-sequence", "kara"], "--match-bytes-per-sequence is for"),
-        (["--fidelity", "--temperature", "1"], "--temperature is of the answers"),
-        (["--fidelity", "--facts", "99"], "--facts: at most"),
-        (["--fidelity", "--tasks", "chain"], "--fidelity reads --text"),
-        (["--fidelity", "--from-answers"], "--from-answers needs --tasks"),
-        (["--fidelity", "--from-answers", "--text", "a", "--tasks", "chain"], "leave --text"),
-        (["--fidelity", "--text", "/nowhere.txt"], "--text: /nowhere.txt"),
-        (["--fidelity", "--policy", "all"], "--policy"),
-    ],
-)
-def test_what_is_refused(
-    flags: list[str], message: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = ["--model", str(model_dir), "--load-format", "dummy", "--num-samples", "1"]
-    assert run(["eval", *model, *flags]) != 0
-    assert message in capsys.readouterr().err

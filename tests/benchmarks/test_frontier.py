@@ -38,6 +38,13 @@ def rows() -> list[Any]:
     return [*every, peer, unmeasured]
 
 
+def saved(file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    document = {"rows": rows(), "about": ["a model"], "device": {"name": "a CPU"}}
+    file.write_text(json.dumps(document))
+    return file
+
+
 def test_rows_are_joined_and_beaten_ones_are_off_the_frontier() -> None:
     found = {(row["policy"], row["kv_cache_dtype"]): row for row in rows()[:-2]}
     assert {each: row["ratio_to_first"] for each, row in found.items()} == {
@@ -60,9 +67,7 @@ def test_rows_are_joined_and_beaten_ones_are_off_the_frontier() -> None:
 def test_tune_chooses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bounds: tuple[str, ...], expected: str
 ) -> None:
-    file = tmp_path / "frontier.json"
-    document = {"rows": rows(), "about": ["a model"], "device": {"name": "a CPU"}}
-    file.write_text(json.dumps(document))
+    file = saved(tmp_path / "frontier.json")
     assert cli.run(["tune", "--frontier", str(file), *bounds]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == expected
 
@@ -83,8 +88,7 @@ def test_refusals(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], me
 
 
 def test_nothing_within_the_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "frontier.json"
-    file.write_text(json.dumps({"rows": rows(), "about": [], "device": {"name": "a CPU"}}))
+    file = saved(tmp_path / "frontier.json")
     assert cli.run(["tune", "--frontier", str(file), "--kl", "0.0001", "--bytes", "0.1"]) == 1
     assert "nothing that was measured" in capsys.readouterr().err
 
@@ -102,11 +106,9 @@ def test_auto_takes_the_fastest_setting_that_was_measured_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    document = {"rows": rows(), "about": [], "device": {"name": "a CPU"}}
-    for file in (usual_file("./models/mine"), tmp_path / "other.json"):
-        assert file is not None
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(document))
+    usual = usual_file("./models/mine")
+    assert usual is not None
+    saved(usual), saved(tmp_path / "other.json")
     auto = "--model", "./models/mine", "--policy", "auto"
     said = "chosen by auto for a KL of at most 0.05: KL 0.0500, 0.31 of the full cache's bytes, "
     said += "1.90 times its output tokens per second (a CPU)"
@@ -139,12 +141,6 @@ def test_it_measures_a_model(tmp_path: Path) -> None:
     assert cli.run(["bench", "frontier", *flags]) == 0
     found = json.loads(file.read_text())["rows"]
     assert len(found) == 6 and all(row["ratio_to_first"] > 0 for row in found)
-    assert [row["kv_cache_dtype"] for row in found] == [
-        "auto",
-        "k8v4",
-        "k4v4",
-        "auto",
-        "k8v4",
-        "auto",
-    ]
+    dtypes = ["auto", "k8v4", "k4v4", "auto", "k8v4", "auto"]
+    assert [row["kv_cache_dtype"] for row in found] == dtypes
     assert (tmp_path / "frontier.png").stat().st_size > 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -33,29 +34,22 @@ def test_a_budget_is_found_in_a_few_tries() -> None:
     assert found.fields["threshold"] - found.fields["budget"] == 64
 
 
-def test_a_ratio_is_found_where_it_was_given() -> None:
-    found = matched(
-        PolicySpec("kara", {"ratio": 0.3}),
-        300.0,
-        4096,
-        lambda s: 1000 * float(Fraction(s.fields["ratio"])),
-    )
-    assert abs(float(Fraction(found.fields["ratio"])) - 0.3) < 0.01
-
-
-def test_too_little_memory_gives_the_least_budget() -> None:
-    """SnapKV keeps its window of 32."""
-    found = matched(PolicySpec("snapkv"), 10.0, 512, lambda spec: 100.0 * spec.fields["budget"])
-    assert found.fields == {"budget": 33}
-
-
-def test_a_budget_of_a_window_is_below_it() -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "target", "found"),
+    [
+        ("kara", {"ratio": 0.3}, 0.3, {"ratio": "3/10"}),
+        ("snapkv", {}, 10, {"budget": 33}),  # keeps its window of 32
+        ("kara", {}, 162, {"budget": 162}),  # of a window, and so below it
+        ("kara", {}, 102, {"budget": 129}),  # the newest 128 are always kept
+    ],
+)
+def test_the_nearest_that_is_allowed(
+    name: str, given: dict[str, Any], target: float, found: dict[str, Any]
+) -> None:
     def held(spec: PolicySpec) -> float:
-        return 50.0 * spec.fields["budget"]
+        return float(Fraction(spec.fields.get("ratio") or spec.fields["budget"]))
 
-    assert matched(PolicySpec("kara"), 8100.0, 8192, held).fields == {"budget": 162}
-    # The newest 128 are always kept.
-    assert matched(PolicySpec("kara"), 5100.0, 8192, held).fields == {"budget": 129}
+    assert matched(PolicySpec(name, given), target, 8192, held).fields == found
 
 
 def test_a_policy_without_a_budget_is_left_alone() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
+from kvserve.benchmarks.commands.serving import kv_figures, send_times
 from kvserve.benchmarks.measuring.serving_client import Answer, ServingClient
 from kvserve.benchmarks.measuring.serving_metrics import report_block, summary
 from kvserve.server.cli.commands import run
@@ -66,7 +66,7 @@ def test_arrivals_keep_their_rate_and_burst_as_asked() -> None:
 
 @pytest.mark.parametrize("strategy", ["linear", "exponential"])
 def test_ramps_go_from_one_rate_to_another(strategy: str) -> None:
-    gaps = np.diff(send_times(101, INF, 1e6, 0, Ramp(strategy, 2.0, 8.0)))
+    gaps = np.diff(send_times(101, INF, 1e6, 0, (strategy, 2.0, 8.0)))
     assert 1 / gaps[0] == pytest.approx(2.0, rel=0.05)
     assert 1 / gaps[-1] == pytest.approx(8.0, rel=0.05)
     assert 1 / gaps[49] == pytest.approx(5.0 if strategy == "linear" else 4.0, rel=0.05)
@@ -76,14 +76,11 @@ def test_ramps_go_from_one_rate_to_another(strategy: str) -> None:
 
 
 def answer(sent: float, *arrivals: float, error: str = "") -> Answer:
-    made = Answer(sent, prompt_len=10, error=error)
-    for at in arrivals:
-        made.output_tokens += 1
-        if made.arrivals:
-            made.itls.append(at - made.ended)
-        else:
-            made.ttft = at - sent
-        made.arrivals.append((at, 1))
+    """A stream that says how many tokens there are so far."""
+    made = Answer(sent, error=error)
+    for count, at in enumerate(arrivals, start=1):
+        usage = {"prompt_tokens": 10, "completion_tokens": count}
+        made.take({"choices": [{"text": "a"}], "usage": usage}, at)
     return made
 
 
@@ -111,6 +108,20 @@ def test_figures_are_those_of_the_requests_that_succeeded() -> None:
     assert "============ Serving Benchmark Result ============" in block
     assert "Failed requests:                         1" in block
     assert "P99 E2EL (ms):" in block and "KV cache" not in block
+
+
+def test_later_turns_have_figures_of_their_own() -> None:
+    answers = [
+        Answer(0.0, prompt_len=30, ttft=1.0),
+        Answer(2.0, prompt_len=45, ttft=0.2, turn=1, cached=33, kv={"logical_tokens": 48,
+               "held_tokens": 24, "compactions": 1, "blocks_released": 2, "resumed_tokens": 33}),
+        Answer(3.0, prompt_len=45, ttft=0.4, turn=1, cached=20),
+        Answer(3.0, turn=1, error="gone"),
+    ]  # fmt: skip
+    figures = kv_figures(answers, [])
+    assert figures["prompt_tokens_computed"] == 30 + 12 + 25 and figures["resumed_turns"] == 1
+    assert figures["median_follow_up_ttft_ms"] == pytest.approx(300)
+    assert "median_follow_up_ttft_ms" not in kv_figures(answers[:1], [])
 
 
 # ---- against a server -------------------------------------------------------------------------
@@ -205,32 +216,6 @@ def test_ctrl_c_keeps_what_was_answered(
     assert status == 130 and not saved["complete"]
     assert saved["completed"] == 2 and saved["unfinished"] == 1
     assert "cut short" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--goodput", "itl:5"], "--goodput"),
-        (["--percentile-metrics", "ttft,tps"], "--percentile-metrics"),
-        (["--metric-percentiles", "101"], "--metric-percentiles"),
-        (["--extra-body", "[]"], "--extra-body"),
-        (["--metadata", "x"], "--metadata"),
-        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
-        (["--request-rate", "0"], "--request-rate"),
-        (["--result-dir", "x"], "--result-dir"),
-        (["--save-result", "a.json", "--result-filename", "b.json"], "--result-filename"),
-        (["--dataset", "timed_trace", "--dataset-path", "x", "--request-rate", "2"], "--request"),
-        (["--dataset-path", "x"], "--dataset-path"),
-        (["--backend", "openai-chat"], "--backend"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", "serve", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve bench serve: error: ") and error.count("\n") == 1
-    assert named in error
 
 
 def test_nobody_there(serve: Serve, nobody: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
+from kvserve.benchmarks.commands.throughput import Throughput
 from kvserve.benchmarks.datasets.workload import random_prompts
 from kvserve.benchmarks.measuring.measure import Figures, play
-from kvserve.benchmarks.measuring.traffic import Traffic
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.cli.commands import run
 from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
@@ -72,7 +71,7 @@ def test_repeats_take_turns_and_show_the_median(
         order.append(title)
         return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
 
-    monkeypatch.setattr(Traffic, "run", fake_run)
+    monkeypatch.setattr(Throughput, "run_once", fake_run)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
     assert status == 0
@@ -158,55 +157,17 @@ def test_policy_specs_are_read(text: str) -> None:
     assert policy_spec(yes.label) == yes and yes.fields["protect_prompt"] is True
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--policy", "karo"], "karo"),
-        (["--policy", "kara:windw=3"], "windw"),
-        (["--policy", "kara:window"], "window"),
-        (["--policy", "kara@k9"], "'k9' after @ is none of auto"),
-        (["--policy", "none", "--policy", "none@int8"], "--pool-shares"),
-        (["--policy", "kara:window=8,buffer=9"], "buffer"),
-        (["--policy", '{"window": 8}'], "names no policy"),
-        (["--policy", "{nonsense"], "JSON"),
-        (["--pool-share", "0.2", "--kv-blocks", "9"], "--kv-blocks"),
-        (["--pool-share", "0"], "--pool-share"),
-        (["--num-prompts", "0"], "--num-prompts"),
-        (["--dataset", "chain", "--input-len", "8"], "--input-len"),
-        (["--dataset", "chain", "--shape", "4m"], "--shape"),
-        (["--dataset", "chian"], "chian"),
-        (["--dataset", "chain", "--ignore-eos"], "--ignore-eos"),
-        (["--prefix-repetition-num-prefixes", "3"], "--prefix-repetition-num-prefixes"),
-        (["--random-range-ratio", "1.5"], "--random-range-ratio"),
-        (["--compare-prefix-caching", "--no-enable-prefix-caching"], "--compare-prefix-caching"),
-        (["--save-result", "results.txt"], "results.txt"),
-        (["--policy", "kara", "--policy.windw", "3"], "windw"),
-        (["--policy", "kara", "--policy", "kara", "--policy.window", "64"], "--policy.FIELD"),
-        (["--compare-speculation"], "--speculative-config"),
-        (["--speculative-config", "ngram"], "--speculative-config"),
-        (["--nonsense"], "--nonsense"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", "throughput", *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvserve bench throughput: error: ") and error.count("\n") == 1
-    assert named in error
-
-
 def test_ctrl_c_keeps_what_was_measured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Traffic.run
+    real = Throughput.run_once
 
     def stop_at_kara(self: Any, spec: Any, title: str, **settings: Any) -> Figures:
         if spec.name == "kara":
             raise KeyboardInterrupt
         return real(self, spec, title, **settings)
 
-    monkeypatch.setattr(Traffic, "run", stop_at_kara)
+    monkeypatch.setattr(Throughput, "run_once", stop_at_kara)
     policies = ("--policy", "none", "--policy", "kara")
     status, saved = bench("bench throughput", *SMALL, *policies)
     assert status == 130
@@ -222,6 +183,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.outputs: dict[str, RequestOutput] = {}
         self.steps = 0
+        self.now = 0.0
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -241,9 +203,11 @@ class ScriptedEngine:
             output.kv_cache_details = KVCacheDetails("kara", 8, held_tokens=6, held_entries=24)
             choice.finish_reason = "length" if output.finished else None
         self.steps += 1
+        self.now += 10.0
         return changed
 
     def stats(self) -> EngineStats:
+        self.now += 1.0
         running = self.script[self.steps - 1][1] if self.steps else 0
         return EngineStats(
             num_running=running,
@@ -256,7 +220,12 @@ class ScriptedEngine:
 
 
 def test_figures_are_those_of_the_steps() -> None:
-    figures = play(ScriptedEngine(), random_prompts([(4, 3)] * 2, 50, seed=0)).figures
+    engine = ScriptedEngine()
+    prompts = random_prompts([(4, 3)] * 2, 50, seed=0)
+    figures = play(engine, prompts, clock=lambda: engine.now).figures
+    # A device whose steps overlap works on while the engine is watched.
+    assert figures["wall_s"] == 54.0, "five steps, and four looks between them"
+    assert figures["itl_p50_ms"] == 11_000.0
     assert figures["output_tokens"] == 5 and figures["input_tokens"] == 8
     assert figures["steps"] == 5 and figures["compactions"] == 5
     # A sequence that ended in a step ran in it.
@@ -269,24 +238,3 @@ def test_figures_are_those_of_the_steps() -> None:
     assert figures["held_over_logical_at_end"] == 0.75 and figures["held_entries_at_end"] == 24
     assert figures["running_over_steps"] == [1.0] * 5
     assert figures["cut_short"] == 1  # the second has two tokens of three
-
-
-def test_time_goes_on_while_the_engine_is_watched() -> None:
-    """A device whose steps overlap works on meanwhile: its tokens would otherwise cost no time."""
-    now = 0.0
-
-    class Slow(ScriptedEngine):
-        def step(self) -> list[RequestOutput]:
-            nonlocal now
-            now += 10.0
-            return super().step()
-
-        def stats(self) -> EngineStats:
-            nonlocal now
-            now += 1.0
-            return super().stats()
-
-    prompts = random_prompts([(4, 3)] * 2, 50, seed=0)
-    figures = play(Slow(), prompts, clock=lambda: now).figures
-    assert figures["wall_s"] == 54.0, "five steps, and four looks between them"
-    assert figures["itl_p50_ms"] == 11_000.0

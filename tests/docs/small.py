@@ -24,7 +24,7 @@ _FILES = ("--save-result", "--save-markdown", "--save-plots")
 _LEFT_OUT = ("--minutes",)
 _ADDED = {
     "bench throughput": ["--num-warmups", "0", "--disable-tqdm"],
-    "eval": ["--disable-tqdm", "--grid-lengths", "256", "--grid-depths", "0.5"],
+    "eval": ["--disable-tqdm"],
 }
 _ONCE = ("--policy",)
 """Flags of which a measurement has dozens, one setting each."""
@@ -43,10 +43,7 @@ def small(name: str, argv: list[str], folder: Path) -> list[str]:
             words += [flag, str(folder / Path(values[0]).name)]
         else:
             words += [flag, *_VALUES.get(flag, values)]
-    added = _ADDED.get(name, [])
-    if name == "eval" and "--tasks" not in argv:
-        added = added[:1]
-    return [*words, *(word for spec in policies.values() for word in spec), *added]
+    return [*words, *(word for spec in policies.values() for word in spec), *_ADDED.get(name, [])]
 
 
 def _flags(argv: list[str]) -> list[tuple[str, list[str]]]:

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
 from kvserve.benchmarks.datasets.workload import task_prompts
 from kvserve.benchmarks.measuring.measure import play
-from kvserve.benchmarks.reports.plots import panels, styled
+from kvserve.benchmarks.reports.plots import plot_layers
 from kvserve.benchmarks.reports.report import Column, markdown_table
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.setup.options import (
@@ -101,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     found.save(args.output)
     lines = [*_describe(found, checkpoint.name), f"saved to {args.output}"]
     if args.plot:
-        _plot(found, checkpoint.name, args.plot)
+        title = f"where the queries of {checkpoint.name} point"
+        plot_layers(found.concentration, title, "query head", "concentration", args.plot)
         lines.append(f"plot saved to {args.plot}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
@@ -185,23 +185,6 @@ def verdict(found: QueryStatistics) -> str:
     if middle >= _HARDLY:
         return f"triattention may suit this model ({heads}): compare it with kara (kvserve eval)."
     return f"triattention hardly suits this model: {heads}; kara asks the queries themselves."
-
-
-@styled
-def _plot(found: QueryStatistics, model: str, path: Path) -> None:
-    """Heads along x, layers along y; colour is the concentration."""
-    from matplotlib.ticker import MaxNLocator
-
-    layers, _ = found.concentration.shape
-    figure, (axes,) = panels([f"where the queries of {model} point"], height=1.5 + 0.25 * layers)
-    axes.grid(False)
-    axes.set(xlabel="query head", ylabel="layer")
-    values = np.asarray(found.concentration)
-    image = axes.imshow(values, aspect="auto", vmin=0, vmax=1, origin="lower", cmap="cividis")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label="concentration")
-    figure.savefig(path, dpi=150)
 
 
 # ---- counting -----------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ full cache does, which proves nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,13 @@ from kvserve.benchmarks.commands.fidelity import (
     add_fidelity_arguments,
     check_fidelity_arguments,
 )
-from kvserve.benchmarks.datasets.datasets import read_tasks
-from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
-from kvserve.benchmarks.datasets.published import FORMATS, can_exemplify
-from kvserve.benchmarks.datasets.tasks import TASKS, default_tasks
-from kvserve.benchmarks.datasets.workload import (
-    NEEDLE_GRID,
-    NeedleGrid,
-    TaskPrompts,
-    task_prompts,
-)
-from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.match_bytes import (
-    bounds_sequence,
-    can_match,
-    matched,
-    target_of,
-    with_budget_of,
-)
-from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, play
-from kvserve.benchmarks.measuring.traffic import held_bytes
+from kvserve.benchmarks.datasets.dataset_files import FORMATS, Format
+from kvserve.benchmarks.datasets.datasets import BUILT_TASKS, read_tasks
+from kvserve.benchmarks.datasets.tasks import default_tasks
+from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
+from kvserve.benchmarks.measuring.benchmark import Benchmark, Comparison, run_benchmark
+from kvserve.benchmarks.measuring.match_bytes import bounds_sequence, target_of, with_budget_of
+from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, held_bytes, play
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
@@ -58,49 +46,46 @@ from kvserve.engine.core.request_policies import REMEMBERED
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
-_COLUMNS = columns(
+COLUMNS = columns(
     *("task", "policy", "retention", "kv_cache_dtype", "exact_match", "exact_match_error"),
     *("interval_95", "correct_prefix", "score", "n", "answers_each"),
     *("seed", "mean_held_bytes", "held_over_logical_at_end", "allocated_bytes_at_end"),
     *("compactions_per_request", "resumed_turns"),
 )
 _TRIALS = 8
-_LENGTHS = [256, 512, 1024, 1536, 2048]
-_DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    more_formats: Mapping[str, Format] = {},
+    more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
+) -> None:
+    formats, tasks = {**FORMATS, **more_formats}, {**BUILT_TASKS, **more_tasks}
+    parser.set_defaults(formats=formats, task_builders=tasks)
     add_engine_arguments(parser, every_policy=True)
     add_report_arguments(parser)
-    names = [*TASKS, NEEDLE_GRID]
     parser.add_argument(
         "--tasks",
         nargs="*",
-        choices=names,
+        choices=tasks,
         metavar="TASK",
-        help=f"some of {', '.join(names)} (default: those that a shipped model was trained "
-        "for; other models: all but needle-grid, needle-1024-again and long-chain-*; none with "
+        help=f"some of {', '.join(tasks)} (default: those that a shipped model was trained "
+        "for; other models: all but needle-1024-again, terse-chain and long-chain-*; none with "
         "--benchmark)",
     )
     parser.add_argument(
         "--benchmark",
         action="append",
-        type=_format_and_file,
+        type=partial(_format_and_file, formats),
         default=[],
         metavar="FORMAT=FILE",
-        help="lines of JSON as they are published, or a folder of such *.jsonl; "
-        + "; ".join(f"{name}: {line}" for name, line in FORMATS.items()),
+        help="lines of JSON, or a folder of such *.jsonl; "
+        + "; ".join(f"{name}: {each.about}" for name, each in formats.items()),
     )
     words = (
         "longest answer to --benchmark, in tokens (default: the format's own, up to the context)"
     )
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
-    worked = ", ".join(name for name in FORMATS if can_exemplify(name))
-    words = f"{worked}: solved problems in front of each (default: 0)"
-    parser.add_argument("--num-fewshot", type=at_least(0), default=0, metavar="N", help=words)
-    words = f"take them from this file's first lines (default: {len(GSM8K_EXEMPLARS)} of our own "
-    words += "for gsm8k)"
-    parser.add_argument("--fewshot-file", type=Path, metavar="FILE", help=words)
     words = "draw answers at this temperature, up to 2 (default: 0, greedy)"
     temperature = number(0, 2, closed=True)
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help=words)
@@ -108,19 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=number(0, 1), default=1.0, metavar="X", help=words)
     words = "answers to each problem: accuracy is their mean (default: 1)"
     parser.add_argument("--n", type=at_least(1), default=1, metavar="N", help=words)
-    parser.add_argument(
-        "--grid-lengths", nargs="+", type=at_least(256), default=_LENGTHS, metavar="N",
-        help=f"{NEEDLE_GRID}: tokens of the texts (default: {' '.join(map(str, _LENGTHS))})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--grid-depths", nargs="+", type=number(0, 1, closed=True), default=_DEPTHS, metavar="X",
-        help=f"{NEEDLE_GRID}: where the needle lies, 0 is the beginning "
-        f"(default: {' '.join(map(str, _DEPTHS))})",
-    )  # fmt: skip
     words = "run each policy once per value, as its ratio; a policy without a ratio, or with a "
     words += "budget, runs once as it is"
     parser.add_argument("--retention", nargs="+", type=number(0, 1), metavar="X", help=words)
-    words = f"samples per task; {NEEDLE_GRID}: per length and depth (default: 100; --fidelity: 8)"
+    words = "samples per task (default: 100; --fidelity: 8)"
     parser.add_argument("--num-samples", type=at_least(1), help=words, metavar="N")
     parser.add_argument(
         "--max-num-seqs",
@@ -142,22 +118,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
     words = "give each sequence as its budget the entries that it held at its end under this policy"
     parser.add_argument("--match-bytes-per-sequence", metavar="POLICY", help=words)
-    words = f"draw accuracy or fidelity against memory, and {NEEDLE_GRID}, into this folder"
+    words = "draw accuracy or fidelity against memory into this folder"
     parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     add_fidelity_arguments(parser)
 
 
-def _format_and_file(text: str) -> tuple[str, Path]:
+def _format_and_file(formats: Collection[str], text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
-    if name not in FORMATS or not path:
-        formats = ", ".join(FORMATS)
-        raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=FILE with one of {formats}")
+    if name not in formats or not path:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not FORMAT=FILE with one of {', '.join(formats)}; for published data "
+            "sets there is `python -m bench.published` in the repository"
+        )
     return name, Path(path)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, graded: type[Benchmark] | None = None) -> int:
+    """``graded``: what measures answers that are right or wrong, instead of ``Evaluation``."""
     policies = check_arguments(args)
-    kind: type[Benchmark] = FidelityRun if args.fidelity else Evaluation
+    kind: type[Benchmark] = FidelityRun if args.fidelity else graded or Evaluation
     return run_benchmark(kind, args, policies)
 
 
@@ -179,11 +158,14 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
         args.fail("--benchmark: two files or tasks have the same name")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
-    _check_answers(args)
+    if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
+        flag = "--n" if args.n > 1 else "--top-p"
+        args.fail(f"{flag} needs --temperature: greedy answers are all alike")
     if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
         args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     graded_files = args.benchmark and not args.fidelity
-    if args.match_bytes and (graded_files or NEEDLE_GRID in args.tasks or args.retention):
+    other_tasks = set(args.tasks) - set(BUILT_TASKS)
+    if args.match_bytes and (graded_files or other_tasks or args.retention):
         args.fail("--match-bytes is for shipped tasks and --fidelity, without --retention")
     policies = policies_by_retention(args)
     if args.match_bytes_per_sequence:
@@ -213,20 +195,6 @@ def policies_by_retention(args: argparse.Namespace) -> list[PolicySpec]:
     return specs
 
 
-def _check_answers(args: argparse.Namespace) -> None:
-    """Refuse flags of answers that would do nothing."""
-    if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
-        flag = "--n" if args.n > 1 else "--top-p"
-        args.fail(f"{flag} needs --temperature: greedy answers are all alike")
-    if args.fewshot_file and not args.num_fewshot:
-        args.fail("--fewshot-file needs --num-fewshot")
-    formats = {name for name, _ in args.benchmark}
-    if args.num_fewshot and not any(map(can_exemplify, formats)):
-        args.fail("--num-fewshot is for --benchmark gsm8k= and math=")
-    if args.num_fewshot and args.fewshot_file and len(formats) > 1:
-        args.fail("--fewshot-file is of one format, and --benchmark names several")
-
-
 def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:
     """``--match-bytes-per-sequence`` needs a policy that drops, and others with a budget."""
     name = args.match_bytes_per_sequence
@@ -244,68 +212,64 @@ def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]
         args.fail(f"{flag} needs another --policy, which gets the budgets")
 
 
-class Evaluation(Benchmark):
+class Evaluation(Comparison):
     """Every policy on every task; one engine per policy and KV cache dtype."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
-        tokenizer = checkpoint.tokenizer()
-        if not tokenizer.has_chat_template:
+        if not self.tokenizer.has_chat_template:
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
-        self._grid = NeedleGrid(args.grid_lengths, args.grid_depths, args.num_samples)
-        longest = args.max_model_len or checkpoint.spec.max_position
-        self._workloads = {
+        self.workloads = {
             task: replace(work, samples=[each for each in work.samples for _ in range(args.n)])
-            for task, work in read_tasks(args, tokenizer, longest, args.num_samples).items()
+            for task, work in read_tasks(
+                args, self.tokenizer, self.longest, args.num_samples
+            ).items()
         }
         self._rows: dict[tuple[str, str, str], Row] = {}
-        self._bytes: dict[str, float] = {}
-        self._as_held = self.as_held(policies)
-        bare = [spec for spec, _ in self._as_held]
-        self._target = target_of(args.match_bytes, bare)
-        self._pattern = target_of(args.match_bytes_per_sequence, bare)
+        self._pattern = target_of(args.match_bytes_per_sequence, [spec for spec, _ in self.specs])
         self._of_pattern: dict[tuple[str, str], Played] = {}
-        self._tokenizer = tokenizer
+        self._bytes: dict[tuple[str, str, str], float] = {}
 
     def measure(self) -> None:
-        for spec, stored in sorted(self._as_held, key=lambda each: each[0] != self._pattern):
-            ran, engine = spec, None
-            for task, workload in self._workloads.items():
+        for spec, stored in sorted(self.specs, key=lambda each: each[0] != self._pattern):
+            engine = None
+            for task, workload in self.workloads.items():
                 title, show = f"{task} {spec.label} {stored}", not self.args.disable_tqdm
                 budgets = self._budgets(spec, task, stored)
-                if budgets:
+                if budgets or self.target is not None:
                     engine = None  # frees its pool
-                    largest = max(budgets.values(), key=lambda each: int(each.fields["budget"]))
-                    engine = self.engines.build(largest, kv_cache_dtype=stored)
+                held = partial(self._held, task)
+                ran = built = self.matched(spec, stored, self.checkpoint.spec.max_position, held)
+                if budgets:
+                    built = max(budgets.values(), key=lambda each: int(each.fields["budget"]))
                     ran = PolicySpec(spec.name, {**spec.fields, "budget": "per sequence"})
-                elif self._target is not None:
-                    engine, ran = None, self._matched(spec, task, stored)
                 if engine is None:
-                    engine = self.engines.build(ran, kv_cache_dtype=stored)
+                    engine = self.engines.build(built, kv_cache_dtype=stored)
                 settings, at_once = self._settings(budgets), REMEMBERED if budgets else None
                 played = play(engine, workload, title, show, settings=settings, at_once=at_once)
                 if spec == self._pattern:
                     self._of_pattern[task, stored] = played
-                row = {
-                    "task": task,
-                    "policy": ran.label,
-                    "policy_args": ran.as_dict,
-                    "retention": spec.fields.get("ratio"),
-                    "kv_cache_dtype": stored,
-                    "seed": self.args.seed,
-                    **score(workload, played, self.args.n),
-                }
+                row = self.row(task, ran, stored, played) | held_bytes(engine, played.figures)
                 if budgets:
                     row["budgets"] = [each.fields["budget"] for each in budgets.values()]
-                if self.args.continuations == "on":
-                    row["resumed_turns"] = played.figures["resumed_turns"]
-                row |= held_bytes(engine, played.figures)
-                if task == NEEDLE_GRID:
-                    row["grid"] = self._grid.table(workload.grades(played.answers))
                 self._rows[task, spec.label, stored] = row
             del engine
+
+    def row(self, task: str, spec: PolicySpec, stored: str, played: Played) -> dict[str, Any]:
+        row = {
+            "task": task,
+            "policy": spec.label,
+            "policy_args": spec.as_dict,
+            "retention": spec.fields.get("ratio"),
+            "kv_cache_dtype": stored,
+            "seed": self.args.seed,
+            **score(self.workloads[task], played, self.args.n),
+        }
+        if self.args.continuations == "on":
+            row["resumed_turns"] = played.figures["resumed_turns"]
+        return row
 
     def _settings(
         self, budgets: Mapping[tuple[int, int], PolicySpec]
@@ -329,49 +293,37 @@ class Evaluation(Benchmark):
         """
         if self._pattern is None or spec in (NO_COMPRESSION, self._pattern):
             return {}
-        most, found = self.args.max_model_len or self.checkpoint.spec.max_position, {}
+        found = {}
         for index, turns in enumerate(self._of_pattern[task, stored].turns):
             for turn, output in enumerate(turns):
                 held, prompt = output.kv_cache_details.held_tokens, len(output.prompt_token_ids)
                 try:
-                    found[index, turn] = with_budget_of(spec, held, prompt, most)
+                    found[index, turn] = with_budget_of(spec, held, prompt, self.longest)
                 except PolicyError as error:
                     raise ConfigError(f"--match-bytes-per-sequence: {error}") from None
         return found
 
-    def _matched(self, spec: PolicySpec, task: str, stored: str) -> PolicySpec:
-        """The policy with a budget that holds the target's bytes, on samples that do not count."""
-        target = self._target
-        assert target is not None
-        if spec == target or not can_match(spec):
-            return spec
-        workload = task_prompts(task, _TRIALS, self._tokenizer, self.args.seed + 1)
-
-        def held(tried: PolicySpec) -> float:
-            engine = self.engines.build(tried, kv_cache_dtype=stored)
+    def _held(self, task: str, spec: PolicySpec, stored: str) -> float:
+        """Bytes per sequence, on samples that do not count."""
+        key = task, spec.label, stored
+        if key not in self._bytes:
+            workload = task_prompts(task, _TRIALS, self.tokenizer, self.args.seed + 1)
+            engine = self.engines.build(spec, kv_cache_dtype=stored)
             figures = play(engine, workload, settings=self._settings({})).figures
-            return float(held_bytes(engine, figures)["mean_held_bytes"])
-
-        if isinstance(target, PolicySpec):
-            if task not in self._bytes:
-                self._bytes[task] = held(target)
-            target = self._bytes[task]
-        try:
-            return matched(spec, target, self.checkpoint.spec.max_position, held)
-        except PolicyError as error:
-            raise ConfigError(f"--match-bytes: {error}") from None
+            self._bytes[key] = float(held_bytes(engine, figures)["mean_held_bytes"])
+        return self._bytes[key]
 
     def report(self) -> Report:
         args = self.args
         rows = [
             self._rows[key]
-            for task in self._workloads
-            for spec, stored in self._as_held
+            for task in self.workloads
+            for spec, stored in self.specs
             if (key := (task, spec.label, stored)) in self._rows
         ]
         settings = self.settings(
             *("tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"),
-            *("match_bytes_per_sequence", "num_fewshot", "temperature", "top_p", "n"),
+            *("match_bytes_per_sequence", "temperature", "top_p", "n"),
         )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         answers = "greedy"
@@ -381,24 +333,8 @@ class Evaluation(Benchmark):
             answers += f"answer{' j' if args.n > 1 else ''} to problem i is {seeds}"
         about = [f"{self.checkpoint.name}; {answers}; interval: Wilson's, over problems"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
-        notes = [workload.note for workload in self._workloads.values() if workload.note]
-        notes += _means(rows, [path.stem for _, path in args.benchmark])
-        return Report("eval", about, _COLUMNS, rows, settings, notes, plots=plots)
-
-
-def _means(rows: Sequence[Row], files: Sequence[str]) -> list[str]:
-    """Each policy's mean score over several files, as papers print it of LongBench."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        if row["task"] in files:
-            scores.setdefault(f"{row['policy']} in {row['kv_cache_dtype']}", []).append(
-                row["score"]
-            )
-    return [
-        f"mean score over {len(files)} files: {name}: {sum(found) / len(found):.4f}"
-        for name, found in scores.items()
-        if len(found) == len(files) > 1
-    ]
+        notes = [workload.note for workload in self.workloads.values() if workload.note]
+        return Report("eval", about, COLUMNS, rows, settings, notes, plots=plots)
 
 
 def score(workload: TaskPrompts, played: Played, each: int = 1) -> Figures:

@@ -8,26 +8,26 @@ curve in the JSON file is of all.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvserve.benchmarks.datasets.datasets import read_tasks
-from kvserve.benchmarks.measuring.benchmark import Benchmark
+from kvserve.benchmarks.measuring.benchmark import Comparison
 from kvserve.benchmarks.measuring.fidelity import (
     CITIES,
     Fidelity,
+    LogProbs,
     Text,
     bytes_held,
     fidelity,
-    full_log_probs,
     pieces,
     with_facts,
 )
-from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
-from kvserve.benchmarks.measuring.measure import standard_error
+from kvserve.benchmarks.measuring.measure import play, standard_error
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
@@ -35,10 +35,8 @@ from kvserve.benchmarks.setup.checkpoint import Checkpoint
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
-from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError, RequestError
 from kvserve.progress import progress
-from kvserve.sampling_params import SamplingParams
 
 _COLUMNS = columns(
     *("text", "policy", "kv_cache_dtype", "mean_held_bytes", "of_full", "of_full_at_end"),
@@ -47,6 +45,8 @@ _COLUMNS = columns(
 _AT_ONCE = 1 << 30  # bytes of the full cache's log-probabilities that are kept at once
 _PROMPT = 64
 _BINS = 16
+_Key = tuple[str, str, str]
+"""A kind of text, the label of what was asked for, and the type that its cache is held in."""
 
 
 def add_fidelity_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,30 +88,29 @@ def check_fidelity_arguments(args: argparse.Namespace) -> None:
         args.fail("--from-answers needs --tasks or --benchmark, which have the prompts")
 
 
-class FidelityRun(Benchmark):
+class FidelityRun(Comparison):
     """Every policy on every text; the full cache first."""
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
-        self._tokenizer = checkpoint.tokenizer()
-        self._as_held = self.as_held(policies)
-        self._target = target_of(args.match_bytes, [spec for spec, _ in self._as_held])
         self._refused: dict[str, str] = {}
-        self._found: dict[tuple[str, str, str], list[tuple[Text, Fidelity]]] = {}
-        self._ran: dict[tuple[str, str, str], PolicySpec] = {}
+        self._found: dict[_Key, tuple[PolicySpec, list[tuple[Text, Fidelity]]]] = {}
 
     # ---- texts --------------------------------------------------------------------------------
 
     def _texts(self) -> Iterator[tuple[str, list[Text]]]:
         """The texts of each kind; with ``--match-bytes`` one more, the last, for finding budgets
         alone."""
-        trial = self._target is not None
+        trial = self.target is not None
         if self.args.from_answers:
             yield from self._answers(self.args.num_samples + trial)
             return
-        sources = [(path.stem, _read(path)) for path in self.args.text]
+        try:
+            sources = [(path.stem, path.read_text(errors="replace")) for path in self.args.text]
+        except OSError as error:
+            raise ConfigError(f"--text: {error.filename}: {error.strerror}") from None
         if not sources:
             from pydoc_data.topics import topics
 
@@ -121,7 +120,7 @@ class FidelityRun(Benchmark):
             tokens = np.array(self._encode(source), np.int32)
             if len(tokens) < length:
                 raise ConfigError(f"--text: {name} has {len(tokens):,} tokens, fewer than {length}")
-            first = np.array(self._tokenizer.encode(""), np.int32)
+            first = np.array(self.tokenizer.encode(""), np.int32)
             found = pieces(tokens, self.args.num_samples, length - len(first), trial=trial)
             yield (
                 name,
@@ -142,68 +141,72 @@ class FidelityRun(Benchmark):
         """The full cache's answers to first turns."""
         args = self.args
         engine = self.engines.build(NO_COMPRESSION, kv_cache_dtype="auto")
-        longest = args.max_model_len or self.checkpoint.spec.max_position
-        for name, workload in read_tasks(args, self._tokenizer, longest, count).items():
-            prompts = [workload.prompt(i, []) or [] for i in range(len(workload))]
-            for i, prompt in enumerate(prompts):
-                params = SamplingParams(
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    max_tokens=args.max_new_tokens or args.text_len,
-                    seed=args.seed + i,
-                )
-                engine.add_request(str(i), prompt, params)
-            answers: dict[int, list[int]] = {}
-            while engine.has_unfinished_requests:
-                for output in engine.step():
-                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-            yield (
-                name,
-                [
-                    Text(f"{name} {i}", np.array(prompt + answers[i], np.int32), len(prompt))
-                    for i, prompt in enumerate(prompts)
-                    if len(answers[i]) > 1
-                ],
+        drawn = {"temperature": args.temperature, "top_p": args.top_p}
+        drawn["max_tokens"] = args.max_new_tokens or args.text_len
+        for name, workload in read_tasks(args, self.tokenizer, self.longest, count).items():
+            first = [replace(sample, turns=sample.turns[:1]) for sample in workload.samples]
+            played = play(
+                engine,
+                replace(workload, samples=first),
+                settings=lambda index, turn: {**drawn, "seed": args.seed + index},
             )
+            texts = []
+            for i, [turn] in enumerate(played.turns):
+                prompt, answer = turn.prompt_token_ids, turn.outputs[0].token_ids
+                if len(answer) > 1:
+                    ids = np.array([*prompt, *answer], np.int32)
+                    texts.append(Text(f"{name} {i}", ids, len(prompt)))
+            yield name, texts
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     # ---- measuring ----------------------------------------------------------------------------
 
     def measure(self) -> None:
-        rows = [each for each in self._as_held if each != (NO_COMPRESSION, "auto")]
+        full = NO_COMPRESSION, "auto"
+        others = [each for each in self.specs if each != full]
         for kind, texts in self._texts():
-            if self._target is not None:
-                *texts, trial = texts
-                rows_here = [(self._matched(spec, kind, [trial], d), spec, d) for spec, d in rows]
-            else:
-                rows_here = [(spec, spec, stored) for spec, stored in rows]
+            trial = [texts.pop()] if self.target is not None else []
+            rows = [(*full, NO_COMPRESSION)]
+            rows += [(*each, self._matched(*each, trial)) for each in others]
             longest = max(len(text.token_ids) for text in texts)
             fit = _AT_ONCE // (4 * longest * self.checkpoint.spec.vocab_size)
             at_once = max(1, min(fit, self.args.max_num_seqs))
             title, hidden = f"{kind}: texts x rows", self.args.disable_tqdm
-            bar = progress(total=len(texts) * (1 + len(rows)), desc=title, hidden=hidden)
+            bar = progress(total=len(texts) * len(rows), desc=title, hidden=hidden)
             with bar:
                 for start in range(0, len(texts), at_once):
                     part = texts[start : start + at_once]
-                    full, own = full_log_probs(self._build(NO_COMPRESSION, "auto", part), part)
-                    self._add(kind, NO_COMPRESSION, NO_COMPRESSION, "auto", part, own)
-                    bar.update(len(part))
-                    for ran, spec, stored in rows_here:
+                    says: LogProbs = {}
+                    for spec, stored, ran in rows:
                         if f"{spec.label} in {stored}" in self._refused:
                             continue
                         try:
-                            figures = fidelity(self._build(ran, stored, part), part, full)
+                            figures = fidelity(self._build(ran, stored, part), part, says)
                         except (ConfigError, RequestError) as error:
                             self._refuse(spec, stored, error)
                             continue
-                        self._add(kind, ran, spec, stored, part, figures)
+                        found = self._found.setdefault((kind, spec.label, stored), (ran, []))
+                        found[1].extend(zip(part, figures, strict=True))
                         bar.update(len(part))
 
+    def _matched(self, spec: PolicySpec, stored: str, trial: Sequence[Text]) -> PolicySpec:
+        """The policy as it runs; bytes are matched on a text that does not count."""
+
+        def held(tried: PolicySpec, dtype: str) -> float:
+            return float(np.mean(bytes_held(self._build(tried, dtype, trial), trial)))
+
+        try:
+            return self.matched(spec, stored, sum(len(text.token_ids) for text in trial), held)
+        except (ConfigError, RequestError) as error:
+            self._refuse(spec, stored, error)
+        return spec
+
     def _refuse(self, spec: PolicySpec, stored: str, error: Exception) -> None:
-        """With ``--policy all`` what cannot run is named; what was asked for by name ends it."""
-        if not self.args.every_policy:
+        """With ``--policy all`` what cannot run is named; what was asked for by name ends it, and
+        so does the full cache."""
+        if not self.args.every_policy or (spec, stored) == (NO_COMPRESSION, "auto"):
             raise error
         self._refused[f"{spec.label} in {stored}"] = str(error)
 
@@ -220,42 +223,6 @@ class FidelityRun(Benchmark):
             async_scheduling=False,
             enable_prefix_caching=False,
         )
-
-    def _add(
-        self,
-        kind: str,
-        ran: PolicySpec,
-        spec: PolicySpec,
-        stored: str,
-        texts: Sequence[Text],
-        figures: Sequence[Fidelity],
-    ) -> None:
-        key = kind, spec.label, stored
-        self._ran[key] = ran
-        self._found.setdefault(key, []).extend(zip(texts, figures, strict=True))
-
-    def _matched(
-        self, spec: PolicySpec, kind: str, texts: Sequence[Text], stored: str
-    ) -> PolicySpec:
-        """The policy with a budget that holds the target's bytes, on a text that does not count."""
-        target = self._target
-        if target is None or spec == target or not can_match(spec):
-            return spec
-
-        def held(tried: PolicySpec) -> float:
-            return float(np.mean(bytes_held(self._build(tried, stored, texts), texts)))
-
-        if not isinstance(target, float):
-            first = next(dtype for each, dtype in self._as_held if each == target)
-            target = float(np.mean(bytes_held(self._build(target, first, texts), texts)))
-        try:
-            return matched(spec, target, len(texts[0].token_ids), held)
-        except PolicyError as error:
-            refused: Exception = ConfigError(f"--match-bytes: {error}")
-        except (ConfigError, RequestError) as error:
-            refused = error
-        self._refuse(spec, stored, refused)
-        return spec
 
     # ---- what is reported ---------------------------------------------------------------------
 
@@ -275,18 +242,16 @@ class FidelityRun(Benchmark):
         return Report("fidelity", about, _COLUMNS, rows, settings, notes, plots=plots)
 
     def _row(self, kind: str, label: str, stored: str) -> dict[str, Any]:
-        found = self._found[kind, label, stored]
-        full = self._found[kind, NO_COMPRESSION.label, "auto"][: len(found)]
-        spec = self._ran[kind, label, stored]
+        spec, found = self._found[kind, label, stored]
+        full = self._found[kind, NO_COMPRESSION.label, "auto"][1][: len(found)]
         kl = [figures.kl[text.later].mean().item() for text, figures in found]
         lost = [
             (figures.nll - own.nll)[text.later].mean().item()
             for (text, figures), (_, own) in zip(found, full, strict=True)
         ]
         facts = [hit for text, figures in found for hit in figures.facts_found(text)]
-        held = float(np.mean([figures.mean_bytes(text) for text, figures in found]))
-        at_end = float(np.mean([figures.bytes_at_end(text) for text, figures in found]))
-        whole = float(np.mean([own.mean_bytes(text) for text, own in full]))
+        held, whole = (_mean(f.mean_bytes(text) for text, f in each) for each in (found, full))
+        end, whole_end = (_mean(f.bytes_at_end(text) for text, f in each) for each in (found, full))
         return {
             "text": kind,
             "policy": spec.label,
@@ -294,27 +259,23 @@ class FidelityRun(Benchmark):
             "kv_cache_dtype": stored,
             "mean_held_bytes": held,
             "of_full": held / whole,
-            "bytes_at_end": at_end,
-            "of_full_at_end": at_end
-            / float(np.mean([own.bytes_at_end(text) for text, own in full])),
-            "kl": float(np.mean(kl)),
+            "bytes_at_end": end,
+            "of_full_at_end": end / whole_end,
+            "kl": _mean(kl),
             "kl_error": standard_error(kl),
-            "nll": float(np.mean([f.nll[text.later].mean().item() for text, f in found])),
-            "nll_lost": float(np.mean(lost)),
+            "nll": _mean(f.nll[text.later].mean().item() for text, f in found),
+            "nll_lost": _mean(lost),
             "nll_lost_error": standard_error(lost),
-            "same": float(np.mean([f.same[t.later].float().mean().item() for t, f in found])),
-            "facts": float(np.mean(facts)) if facts else None,
-            "events_per_text": float(np.mean([figures.events for _, figures in found])),
+            "same": _mean(f.same[text.later].float().mean().item() for text, f in found),
+            "facts": _mean(facts) if facts else None,
+            "events_per_text": _mean(figures.events for _, figures in found),
             "n": len(found),
             "curve": _curve(found),
         }
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"--text: {path}: {error.strerror}") from None
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean([*values]))
 
 
 def _curve(found: Sequence[tuple[Text, Fidelity]]) -> list[float]:

@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.reports.plots import panels, styled
+from kvserve.benchmarks.reports.plots import plot_layers
 from kvserve.benchmarks.reports.report import Column, Row, markdown_table
 from kvserve.benchmarks.setup.checkpoint import opened_checkpoint
 from kvserve.benchmarks.setup.options import (
@@ -92,19 +91,30 @@ def _run(args: argparse.Namespace) -> int:
         np.savez_compressed(args.dump, **found.arrays())  # type: ignore[arg-type]
         lines.append(f"kept positions saved to {args.dump}")
     if args.plot:
-        _plot(found, spec, args.plot)
+        shares, said = found.holders() / found.held.shape[1], "share of KV heads that keep it"
+        plot_layers(shares, spec.label, "position", said, args.plot)
         lines.append(f"plot saved to {args.plot}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _describe(found: Inspection, spec: PolicySpec, model: str, prompt: int) -> list[str]:
-    total = len(found.input_ids)
+    total, heads = len(found.input_ids), found.held.shape[1]
+    layers: list[Row] = [
+        {
+            "layer": layer,
+            "held": (held := float(by_heads.sum()) / heads),
+            "share": held / total,
+            "by_some": int((by_heads > 0).sum()),
+            "by_all": int((by_heads == heads).sum()),
+        }
+        for layer, by_heads in enumerate(found.holders())
+    ]
     lines = [
         f"{spec.label} on {model}: {total} tokens, {prompt} of the prompt and "
         f"{total - prompt} of the continuation",
         "",
-        markdown_table(_LAYERS, _layer_rows(found)),
+        markdown_table(_LAYERS, layers),
         "",
     ]
     if found.details.coded_entries:
@@ -149,54 +159,18 @@ def _codes(found: Inspection) -> str:
     )
 
 
-def _layer_rows(found: Inspection) -> list[Row]:
-    total, heads = len(found.input_ids), found.held.shape[1]
-    rows: list[Row] = []
-    for layer, by_heads in enumerate(found.holders()):
-        held = float(by_heads.sum()) / heads
-        rows.append(
-            {
-                "layer": layer,
-                "held": held,
-                "share": held / total,
-                "by_some": int((by_heads > 0).sum()),
-                "by_all": int((by_heads == heads).sum()),
-            }
-        )
-    return rows
-
-
-@styled
-def _plot(found: Inspection, spec: PolicySpec, path: Path) -> None:
-    """Positions along x, layers along y; colour is the share of KV heads that hold a position."""
-    from matplotlib.ticker import MaxNLocator
-
-    layers, heads, _ = found.held.shape
-    share = found.holders() / heads
-    figure, (axes,) = panels([spec.label], height=1.5 + 0.25 * layers)
-    axes.grid(False)
-    axes.set(xlabel="position", ylabel="layer")
-    image = axes.imshow(
-        share,
-        aspect="auto",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-        origin="lower",
-        cmap="cividis",
-    )
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label="share of KV heads that keep it")
-    figure.savefig(path, dpi=150)
-
-
 # ---- files ------------------------------------------------------------------------------------
 
 
 def _token_ids(text: str) -> list[int]:
     path = Path(text)
     try:
-        ids = _read(path)
+        if path.suffix == ".npy":
+            ids = np.asarray(np.load(path, allow_pickle=False))
+        elif path.suffix == ".json":
+            ids = np.asarray(json.loads(path.read_text()))
+        else:
+            raise argparse.ArgumentTypeError(f"{path} is neither a .npy nor a .json file")
     except (OSError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "its content does not match its extension"
         raise argparse.ArgumentTypeError(f"cannot read {text}: {reason}") from None
@@ -205,11 +179,3 @@ def _token_ids(text: str) -> list[int]:
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
         raise argparse.ArgumentTypeError(f"{text} is not one list of token ids")
     return [int(i) for i in ids]
-
-
-def _read(path: Path) -> np.ndarray[Any, Any]:
-    if path.suffix == ".npy":
-        return np.asarray(np.load(path, allow_pickle=False))
-    if path.suffix == ".json":
-        return np.asarray(json.loads(path.read_text()))
-    raise argparse.ArgumentTypeError(f"{path} is neither a .npy nor a .json file")

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from kvserve.benchmarks.commands.serving_flags import add_arguments
-from kvserve.benchmarks.datasets.arrivals import Ramp, send_times
 from kvserve.benchmarks.datasets.conversations import Conversations
 from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
 from kvserve.benchmarks.datasets.workload import Workload, random_prompts
@@ -49,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     ramp = (args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
     if any(ramp) and not all(ramp):
         args.fail("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps: give all three")
+    args.goodput, args.metadata = dict(args.goodput), dict(args.metadata)
     args.base_url = args.base_url or f"http://{args.host}:{args.port}"
     if args.save_result == NAMED:
         args.save_result = Path(args.result_dir or "") / (args.result_filename or _file_name(args))
@@ -141,9 +141,7 @@ class Serving:
     async def _send(self, client: ServingClient, workload: Workload) -> None:
         """Start every conversation at its time; ``ServerGone`` ends them all."""
         args, count = self._args, len(workload)
-        ramp = None
-        if args.ramp_up_strategy:
-            ramp = Ramp(args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps)
+        ramp = args.ramp_up_strategy, args.ramp_up_start_rps, args.ramp_up_end_rps
         times = workload.arrivals or send_times(
             count, args.request_rate, args.burstiness, args.seed, ramp
         )
@@ -195,10 +193,8 @@ class Serving:
         """Send requests of random ids, one after the other, that do not count."""
         lengths = [(32, 16)] * self._args.num_warmups
         warmup = random_prompts(lengths, self._vocab_size, self._args.seed + 1)
-        for index in range(len(warmup)):
-            body = client.body(warmup, index, [])
-            assert body is not None
-            answer = await client.ask(body)
+        for index, prompt in enumerate(warmup.prompts):
+            answer = await client.ask(client.body(prompt, warmup, index))
             if answer.error:
                 raise ConfigError(f"--num-warmups: the server refused a request ({answer.error})")
 
@@ -245,10 +241,45 @@ class Serving:
         return result
 
 
+def send_times(
+    count: int,
+    rate: float,
+    burstiness: float,
+    seed: int,
+    ramp: tuple[str | None, float, float] = (None, 0, 0),
+) -> list[float]:
+    """Seconds from the start, one per request, whatever the answers.
+
+    Gaps are gamma-distributed with shape ``burstiness`` (1: Poisson arrivals; below: bursts; above:
+    more even). They are then scaled so that their sum is what the rate gives. ``ramp``: instead of
+    a rate, ``linear`` or ``exponential``, and the rates of the first and the last request.
+    """
+    strategy, start, end = ramp
+    if strategy is None and rate == float("inf"):
+        return [0.0] * count
+    part = np.arange(count) / max(1, count - 1)
+    rates = np.full(count, rate)
+    if strategy is not None:
+        linear = strategy == "linear"
+        rates = start + (end - start) * part if linear else start * (end / start) ** part
+    means = 1.0 / rates
+    times = np.cumsum(np.random.default_rng(seed).gamma(burstiness, means))
+    return (times * (means.sum() / times[-1])).tolist()
+
+
 def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> Result:
-    """What a kvserve server reports on its cache: in each answer, and in samples during the run."""
+    """What a kvserve server reports on its cache: in each answer, and in samples during the run;
+    of conversations also TTFT of later turns, prompt tokens computed, and turns resumed."""
     details = [answer.kv for answer in answers if answer.kv]
-    result: Result = _turn_figures(answers)
+    result: Result = {}
+    if later := [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]:
+        result |= {
+            "turns": max(answer.turn for answer in answers) + 1,
+            "prompt_tokens_computed": sum(answer.prompt_len - answer.cached for answer in answers),
+            "resumed_turns": sum(bool(answer.kv.get("resumed_tokens")) for answer in answers),
+            "median_follow_up_ttft_ms": float(np.median(later)),
+            "p99_follow_up_ttft_ms": float(np.percentile(later, 99)),
+        }
     if details:
         logical = sum(each["logical_tokens"] for each in details)
         result |= {
@@ -268,20 +299,6 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
     return result
 
 
-def _turn_figures(answers: Sequence[Answer]) -> Result:
-    """For conversations: TTFT of later turns, prompt tokens computed, and turns resumed."""
-    later = [1000 * answer.ttft for answer in answers if answer.turn and not answer.error]
-    if not later:
-        return {}
-    return {
-        "turns": max(answer.turn for answer in answers) + 1,
-        "prompt_tokens_computed": sum(answer.prompt_len - answer.cached for answer in answers),
-        "resumed_turns": sum(bool(answer.kv.get("resumed_tokens")) for answer in answers),
-        "median_follow_up_ttft_ms": float(np.median(later)),
-        "p99_follow_up_ttft_ms": float(np.percentile(later, 99)),
-    }
-
-
 def _next_body(
     client: ServingClient,
     workload: Workload,
@@ -290,12 +307,12 @@ def _next_body(
     tokens: Sequence[Sequence[int]],
 ) -> dict[str, Any] | None:
     """The next request of a conversation; ``said`` and ``tokens`` are its answers so far."""
-    if not isinstance(workload, Conversations):
-        return client.body(workload, index, said)
-    prompt = workload.prompt_after(index, tokens)
-    if prompt is None:
-        return None
-    return {**client.body_of(prompt, workload, index), "return_token_ids": True}
+    more = {}
+    if isinstance(workload, Conversations):
+        prompt, more = workload.prompt_after(index, tokens), {"return_token_ids": True}
+    else:
+        prompt = workload.prompt(index, said)
+    return None if prompt is None else {**client.body(prompt, workload, index, said), **more}
 
 
 async def _first_model(client: ServingClient) -> str:

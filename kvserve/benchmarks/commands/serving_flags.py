@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for item in settings_of(ServingFlags):
         item.add_to(parser, default=item.default)
     add_dataset_arguments(parser, timed=True)
-    pairs: dict[str, Any] = {"nargs": "+", "action": _Mapping, "default": {}}
+    pairs: dict[str, Any] = {"nargs": "+", "default": []}
     words = "some of {} (default: ttft,tpot,itl)".format(",".join(TITLES))
     default = ["ttft", "tpot", "itl"]
     parser.add_argument(
@@ -87,13 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "its name there (default: BACKEND-RATEqps-MODEL-TIME.json)"
     parser.add_argument("--result-filename", type=file_name(".json"), metavar="NAME", help=words)
     parser.set_defaults(fail=parser.error, api_key=os.environ.get("OPENAI_API_KEY"))
-
-
-class _Mapping(argparse.Action):
-    """Stores pairs as a dictionary."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, dict(values))
 
 
 def _pair(text: str) -> tuple[str, str]:

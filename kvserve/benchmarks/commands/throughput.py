@@ -9,17 +9,25 @@ what the others of its pool are compared with: put ``none`` first.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
+from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from kvserve.benchmarks.datasets.datasets import check_dataset
+from kvserve.benchmarks.datasets.datasets import (
+    DATASETS,
+    add_dataset_arguments,
+    check_dataset,
+    dataset_options,
+    read_dataset,
+)
+from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
-from kvserve.benchmarks.measuring.measure import Figures
-from kvserve.benchmarks.measuring.runs import Contestant, rows_against_first, run_in_turns
-from kvserve.benchmarks.measuring.traffic import PoolSize, Traffic, add_traffic_arguments
+from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, held_bytes, play
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_rows
 from kvserve.benchmarks.reports.report import Report, Row
@@ -54,7 +62,14 @@ _WAYS = ("kv_cache_dtype", "prefix_caching", "speculation")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
     add_report_arguments(parser)
-    add_traffic_arguments(parser)
+    add_dataset_arguments(parser)
+    words = "random prompts run first, not counted (default: 1)"
+    parser.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help=words)
+    words = "wall: wall-clock seconds; cpu: CPU seconds of this process, for a busy machine; "
+    words += "with --threads 1 both agree on an idle one (default: wall)"
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help=words)
+    words = "runs of each row, in turns; the median one is shown (default: 1)"
+    parser.add_argument("--repeat", type=at_least(1), default=1, metavar="N", help=words)
     words = "run every policy without and with --speculative-config, alternating"
     parser.add_argument("--compare-speculation", action="store_true", help=words)
     pool = parser.add_mutually_exclusive_group()
@@ -114,49 +129,82 @@ def _several_types(args: argparse.Namespace, policies: Sequence[PolicySpec]) -> 
     return bool(args.compare_kv_cache_dtypes) or any(spec.kv_cache_dtype for spec in policies)
 
 
+@dataclass
+class Contestant:
+    """One row: a policy, what else tells it from others, and the figures of each run."""
+
+    spec: PolicySpec
+    facts: dict[str, Any]
+    settings: dict[str, Any]
+    runs: list[Figures] = field(default_factory=list)
+
+    @property
+    def rates(self) -> list[float]:
+        return [run["output_tok_s"] for run in self.runs]
+
+    def row(self, base: Contestant) -> dict[str, Any]:
+        """The figures of the run with median throughput.
+
+        The ratio is the median over turns, so that both of its sides saw the same load on the
+        machine. Values of all runs are in ``..._all``.
+        """
+        by_rate = sorted(self.runs, key=lambda run: run["output_tok_s"])
+        ratios = [rate / other for rate, other in zip(self.rates, base.rates, strict=False)]
+        row = {
+            "policy": self.spec.label,
+            "policy_args": self.spec.as_dict,
+            **self.facts,
+            **by_rate[(len(by_rate) - 1) // 2],
+            "ratio_to_first": median(ratios),
+            "ratio_to_first_all": ratios,
+            "output_tok_s_all": self.rates,
+            "spread": _spread(self.rates, ",.0f"),
+            "ratio_spread": None if self is base else _spread(ratios, ".2f"),
+        }
+        if row.get("compactions"):
+            row["event_ms"] = 1000 * row.get("compaction_s", 0.0) / row["compactions"]
+        return row
+
+
+def _spread(values: Sequence[float], style: str) -> str | None:
+    return f"{min(values):{style}}–{max(values):{style}}" if len(values) > 1 else None
+
+
 class Throughput(Benchmark):
-    """A grid of cells (sequence limit, pool size), each with every policy; runs take turns."""
+    """A grid of cells (sequence limit, pool size), each with every policy; runs take turns.
+
+    A pool that is a share of the demand has as many bytes under every policy, in blocks of its own
+    layout and dtype.
+    """
 
     def __init__(
         self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
-        self._traffic = Traffic(args, checkpoint, self.engines)
-        blocks, shares = args.num_gpu_blocks_override, args.pool_shares
-        self._pools = [self._traffic.pool(blocks)]
-        if shares and not blocks:
-            pools = (self._traffic.pool(share=share) for share in sorted(shares))
-            self._pools = list({pool.blocks: pool for pool in pools}.values())
+        vocab = checkpoint.spec.vocab_size
+        self._tokenizer = checkpoint.tokenizer() if DATASETS[args.dataset].text else None
+        workload = self._workload = read_dataset(args, vocab, self._tokenizer)
+        first = workload.prompt(0, [])
+        assert first is not None
+        lengths = [(len(first), workload.max_tokens(0))] * args.num_warmups
+        self._warmup = random_prompts(lengths, vocab, args.seed + 1)
+        self._block_size = args.block_size or DEFAULT_BLOCK_SIZE
+        self._demand = blocks_at_once(workload, self._block_size)
+        self._pools: list[int | None] = [args.num_gpu_blocks_override]
+        self._same_bytes = bool(args.pool_shares and not args.num_gpu_blocks_override)
+        if self._same_bytes:
+            sizes = {max(2, ceil(share * self._demand)) for share in args.pool_shares}
+            self._pools = sorted(sizes)
         limits = sorted(set(args.sequence_limits))
         varies = len(limits) * len(self._pools) > 1
         self._cells = [
-            [each for spec in policies for each in self._sides(spec, pool, limit, varies)]
-            for limit, pool in product(limits, self._pools)
+            [each for spec in policies for each in self._sides(spec, limit, blocks, varies)]
+            for limit, blocks in product(limits, self._pools)
         ]
-
-    def measure(self) -> None:
-        everybody = [contestant for cell in self._cells for contestant in cell]
-        run_in_turns(everybody, self.args.repeat)
-
-    def report(self) -> Report:
-        args = self.args
-        rows = [row for cell in self._cells for row in rows_against_first(cell)]
-        for row in rows:
-            if row.get("compactions"):
-                row["event_ms"] = 1000 * row.get("compaction_s", 0.0) / row["compactions"]
-        settings = self.settings("pool_shares") | {"max_num_seqs": args.sequence_limits}
-        settings |= {**self._traffic.settings(), **self._pools[0].settings()}
-        about = [
-            f"{self._traffic.describe()} on {self.checkpoint.name}, "
-            f"at most {' or '.join(map(str, args.sequence_limits))} running",
-            *(pool.describe() for pool in self._pools),
-        ]
-        plots = plot_rows(rows, args.save_plots) if args.save_plots and rows else []
-        return Report("throughput", about, _COLUMNS, rows, settings, notes(rows), plots=plots)
 
     def _sides(
-        self, spec: PolicySpec, pool: PoolSize, limit: int, varies: bool
-    ) -> list[Contestant]:
+        self, spec: PolicySpec, limit: int, blocks: int | None, varies: bool
+    ) -> Iterator[Contestant]:
         """One contestant, or one for each way of running the policy that a ``--compare-...`` flag
         asks for."""
         ways: list[dict[str, str]] = [{}]
@@ -168,26 +216,98 @@ class Throughput(Benchmark):
             spec = held[0][0]
         if self.args.compare_speculation:
             ways = [way | {"speculation": side} for way in ways for side in ("off", "on")]
-        cell: dict[str, Any] = {
-            **{"pool_blocks": pool.blocks, "pool_share": pool.share, "max_num_seqs": limit}
-        }
-        return [
-            Contestant(
-                spec.label,
-                spec,
-                self._run(spec, way, pool=pool, max_num_seqs=limit),
-                {**way, **(cell if varies else {})},
-            )
-            for way in ways
-        ]
+        cell = {"pool_blocks": blocks, "pool_share": self._share(blocks), "max_num_seqs": limit}
+        for way in ways:
+            settings: dict[str, Any] = {"max_num_seqs": limit, "num_gpu_blocks_override": blocks}
+            if "prefix_caching" in way:
+                settings["enable_prefix_caching"] = way["prefix_caching"] == "on"
+            if "kv_cache_dtype" in way:
+                settings["kv_cache_dtype"] = way["kv_cache_dtype"]
+            if way.get("speculation") == "off":
+                settings["speculative_config"] = {}
+            yield Contestant(spec, way | (cell if varies else {}), settings)
 
-    def _run(self, spec: PolicySpec, way: dict[str, str], **cell: Any) -> Callable[[str], Figures]:
-        settings: dict[str, Any] = {**way, **cell}
-        if "prefix_caching" in way:
-            settings["enable_prefix_caching"] = settings.pop("prefix_caching") == "on"
-        if settings.pop("speculation", None) == "off":
-            settings["speculative_config"] = {}
-        return partial(self._traffic.run, spec, **settings)
+    def _share(self, blocks: int | None) -> float | None:
+        return None if blocks is None else blocks / self._demand
+
+    def measure(self) -> None:
+        repeat = self.args.repeat
+        for turn, cell in product(range(repeat), self._cells):
+            for each in cell:
+                facts = (f"{name} {value}" for name, value in each.facts.items())
+                title = ", ".join([each.spec.label, *facts])
+                title += f" {turn + 1}/{repeat}" if repeat > 1 else ""
+                each.runs.append(self.run_once(each.spec, title, **each.settings))
+
+    def run_once(self, spec: PolicySpec, title: str, **settings: Any) -> Figures:
+        """The figures of one run on an engine of its own, behind a warm-up of random prompts."""
+        if self._same_bytes:  # the null block's, too
+            blocks = settings.pop("num_gpu_blocks_override") + 1
+            settings["kv_cache_memory"] = blocks * self._block_bytes
+        settings |= {"block_size": self._block_size, "skip_tokenizer_init": self._tokenizer is None}
+        engine = self.engines.build(spec, **settings)
+        if len(self._warmup):
+            play(engine, self._warmup)
+        shown, clock = not self.args.disable_tqdm, CLOCKS[self.args.clock]
+        played = play(engine, self._workload, title, shown, clock)
+        return {
+            **played.figures,
+            **held_bytes(engine, played.figures),
+            **accuracy(self._workload, played.answers),
+        }
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        """Bytes of a block of the full cache in the model's dtype."""
+        engine = self.engines.build(
+            NO_COMPRESSION,
+            kv_cache_dtype="auto",
+            num_gpu_blocks_override=2,
+            block_size=self._block_size,
+            skip_tokenizer_init=True,
+        )
+        return engine.core.runner.cache.kv.nbytes // (engine.stats().blocks_total + 1)
+
+    def report(self) -> Report:
+        args = self.args
+        rows = []
+        for cell in self._cells:
+            ran = [each for each in cell if each.runs]
+            rows += [each.row(ran[0]) for each in ran]
+        settings = self.settings("pool_shares", "dataset", "num_prompts", "repeat", "clock")
+        settings |= {"max_num_seqs": args.sequence_limits, "block_size": self._block_size}
+        settings |= {"demand_blocks": self._demand, **dataset_options(args)}
+        if self._pools[0] is not None:
+            settings["num_gpu_blocks_override"] = self._pools[0]
+        demand = f"demand of {self._demand:,} blocks of {self._block_size} tokens"
+        about = [
+            f"{self._describe()} on {self.checkpoint.name}, "
+            f"at most {' or '.join(map(str, args.sequence_limits))} running",
+            *(
+                f"pool sized from memory; {demand}"
+                if blocks is None
+                else f"pool of {blocks:,} blocks, {self._share(blocks):.2f} of the {demand}"
+                for blocks in self._pools
+            ),
+        ]
+        plots = plot_rows(rows, args.save_plots) if args.save_plots and rows else []
+        return Report("throughput", about, _COLUMNS, rows, settings, notes(rows), plots=plots)
+
+    def _describe(self) -> str:
+        """The traffic in words; with the lengths of answers, unless these end by themselves."""
+        args, workload = self.args, self._workload
+        text = f"{args.num_prompts} x {args.dataset} (seed {args.seed})"
+        if args.clock == "cpu":
+            text = f"per second of CPU time, on a busy machine: {text}"
+        if not workload.ignore_eos:
+            return text
+        limits = [workload.max_tokens(index) for index in range(len(workload))]
+        low, high, mean = min(limits), max(limits), sum(limits) / len(limits)
+        spread = f"{low:,} to {high:,} tokens, {mean:,.0f} on average"
+        if low == high:
+            spread = f"{high:,} tokens"
+        prompt = len(workload.prompt(0, []) or [])
+        return f"{text}, prompts of {prompt:,} tokens, answers of {spread},"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

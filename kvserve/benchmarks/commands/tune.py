@@ -114,7 +114,12 @@ def run(args: argparse.Namespace) -> int:
     if args.frontier:
         if bounds == (None, None, None):
             args.fail("--frontier needs --kl, --bytes or --speed")
-        return _choose(args.frontier, *bounds)
+        try:
+            row, facts = chosen(args.frontier, *bounds)
+        except ConfigError as error:
+            raise ConfigError(f"--frontier: {error}") from None
+        sys.stdout.write("\n".join([*facts, "", flags(row)]) + "\n")
+        return 0
     if bounds != (None, None, None):
         args.fail("--kl, --bytes and --speed choose from --frontier FILE")
     if not (args.device and (args.model or args.shape)):
@@ -125,16 +130,6 @@ def run(args: argparse.Namespace) -> int:
             args.fail(f"--policy {spec.label}: each type has a row; choose with --kv-cache-dtype")
     check_complete(args, specs)
     return measure_and_publish(Arithmetic(args, [NO_COMPRESSION, *specs]), args)
-
-
-def _choose(file: Path, kl: float | None, most: float | None, speed: float | None) -> int:
-    """Print the measured setting within the bounds."""
-    try:
-        row, facts = chosen(file, kl, most, speed)
-    except ConfigError as error:
-        raise ConfigError(f"--frontier: {error}") from None
-    sys.stdout.write("\n".join([*facts, "", flags(row)]) + "\n")
-    return 0
 
 
 class Held(NamedTuple):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from kvserve.benchmarks.datasets.workload import Message, Source
+from kvserve.benchmarks.datasets.workload import Message, Source, Workload
 from kvserve.log import ConfigError
 
 
 @dataclass(frozen=True)
-class Conversations:
+class Conversations(Workload):
     """``asked[i]`` are the new tokens of each of conversation i's prompts, ``thinks[i]`` the
     seconds before them."""
 
@@ -24,8 +23,6 @@ class Conversations:
     thinks: Sequence[Sequence[float]]
     limit: int
     ignore_eos: bool
-    score_name = ""
-    arrivals = ()
 
     def __len__(self) -> int:
         return len(self.asked)
@@ -51,14 +48,6 @@ class Conversations:
 
     def full_lengths(self) -> list[int]:
         return [sum(map(len, asked)) + len(asked) * self.limit - 1 for asked in self.asked]
-
-    def grades(self, answers: Sequence[Sequence[str]]) -> None:
-        return None
-
-    @cached_property
-    def num_turns(self) -> int:
-        """Turns of all conversations together."""
-        return sum(map(len, self.asked))
 
 
 def conversations(source: Source) -> Conversations:

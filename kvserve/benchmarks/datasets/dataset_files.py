@@ -1,14 +1,18 @@
-"""Prompts from files: ShareGPT conversations, lines of prompts, timed traces."""
+"""Prompts from files: ShareGPT conversations, lines of prompts, timed traces, questions."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvserve.benchmarks.datasets.workload import Prompts, Source
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import Grade
+from kvserve.benchmarks.datasets.workload import Prompts, Source, TaskPrompts
 from kvserve.log import ConfigError
 
 # Conversations outside these lengths are skipped, as in vLLM, so that figures are comparable.
@@ -82,12 +86,71 @@ def timed_trace(source: Source) -> Prompts:
     )
 
 
+# ---- questions with right answers --------------------------------------------------------------
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of ``--benchmark``: what a line has, in words, and how a file becomes prompts. The
+    source's options are all flags, and ``longest``, the model's limit in tokens."""
+
+    about: str
+    read: Callable[[Source], TaskPrompts]
+
+
+def read_questions(
+    name: str,
+    path: Path,
+    count: int,
+    read: Callable[[Mapping[str, Any]], _Read],
+    flag: str = "--benchmark",
+) -> list[_Read]:
+    """What ``read`` makes of the first ``count`` lines of a file, or of all of a shorter one."""
+    found = []
+    for number, line in _lines(path, count, flag):
+        try:
+            found.append(read(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{flag}: {path}: line {number} is not of format {name} ({error!r})"
+            ) from None
+    if not found:
+        raise ConfigError(f"{flag}: {path} is empty")
+    return found
+
+
+def _ruler(source: Source) -> TaskPrompts:
+    def sample(line: Mapping[str, Any]) -> Sample:
+        finals = tuple(map(str, line["outputs"]))
+        if not finals:
+            raise ValueError("outputs is empty")
+        return Sample("ruler", (str(line["input"]).strip(),), finals[:1], finals)
+
+    samples = read_questions("ruler", source.path, source.count, sample)
+    limit = source["max_new_tokens"]
+    fits = source["longest"] if limit is None else None
+    return TaskPrompts(samples, source.tokenizer, limit or 128, _found, "score", longest=fits)
+
+
+def _found(sample: Sample, outputs: Sequence[str]) -> Grade:
+    """The share of the right answers that an answer contains, capitals or not."""
+    said = outputs[0].lower()
+    score = sum(final.lower() in said for final in sample.finals) / len(sample.finals)
+    return Grade(score == 1.0, score)
+
+
+FORMATS = {"ruler": Format("input, outputs: questions of your own, RULER", _ruler)}
+"""What ``--benchmark`` names; ``python -m bench.published`` has more."""
+
+
 # ---- reading ----------------------------------------------------------------------------------
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
     try:
-        content = json.loads(_text(path))
+        content = json.loads(_text(path, "--dataset-path"))
     except ValueError as error:
         raise ConfigError(f"--dataset-path: {path} is not JSON: {error}") from None
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
@@ -97,8 +160,8 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
 
 def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    path, filled = source.path, filter(str.strip, _text(source.path).splitlines())
-    for number, line in enumerate(itertools.islice(filled, source.count), start=1):
+    path = source.path
+    for number, line in _lines(path, source.count, "--dataset-path"):
         try:
             content = dict(json.loads(line))
         except (TypeError, ValueError) as error:
@@ -111,11 +174,17 @@ def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _text(path: Path) -> str:
+def _lines(path: Path, count: int, flag: str) -> Iterable[tuple[int, str]]:
+    """The first ``count`` lines that are not empty, numbered from 1."""
+    filled = filter(str.strip, _text(path, flag).splitlines())
+    return enumerate(itertools.islice(filled, count), start=1)
+
+
+def _text(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--dataset-path: cannot read {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
 
 
 def _check_count(source: Source, found: int) -> None:

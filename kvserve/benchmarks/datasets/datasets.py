@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,16 @@ import numpy as np
 
 from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
-from kvserve.benchmarks.datasets.published import exemplars, read_benchmark
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
-    NEEDLE_GRID,
-    NeedleGrid,
     Prompts,
     Source,
     TaskPrompts,
     Workload,
+    lognormal_lengths,
     random_prompts,
     task_prompts,
 )
-from kvserve.benchmarks.setup.lengths import lognormal_lengths
 from kvserve.benchmarks.setup.options import at_least, number
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
@@ -132,17 +129,11 @@ def read_tasks(
     args: argparse.Namespace, tokenizer: Tokenizer, longest: int, count: int
 ) -> dict[str, TaskPrompts]:
     """``count`` prompts of each of ``--tasks`` and ``--benchmark``, by name."""
-    grid = NeedleGrid(args.grid_lengths, args.grid_depths, count)
-    found = {
-        task: grid.prompts(tokenizer, args.seed)
-        if task == NEEDLE_GRID
-        else task_prompts(task, count, tokenizer, args.seed)
-        for task in args.tasks
-    }
+    options = {**vars(args), "longest": longest}
+    source = Source(count, args.seed, 0, tokenizer, None, False, options)
+    found: dict[str, TaskPrompts] = {task: args.task_builders[task](source) for task in args.tasks}
     for name, path in args.benchmark:
-        given = path, count, args.max_new_tokens
-        before = exemplars(name, args.num_fewshot, args.fewshot_file)
-        found[path.stem] = read_benchmark(name, *given, tokenizer, longest, before)
+        found[path.stem] = args.formats[name].read(replace(source, path=path))
     return found
 
 
@@ -161,30 +152,27 @@ def read_dataset(
 
 
 def _random(source: Source) -> Prompts:
+    """With a sigma or a cap, prompts of equal length; outputs log-normal as of reasoning models:
+    many short, few very long."""
     sigma, cap = source["random_output_sigma"], source["random_output_cap"]
-    if sigma or cap:
-        return _log_normal(source, sigma, cap or _NO_CAP)
-    rng, spread = random.Random(f"lengths/{source.seed}"), source["random_range_ratio"]
-
-    def about(length: int) -> int:
-        return rng.randint(max(1, round(length * (1 - spread))), round(length * (1 + spread)))
-
-    lengths = [
-        (about(source["input_len"]), about(source["output_len"])) for _ in range(source.count)
-    ]
-    return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
-
-
-def _log_normal(source: Source, sigma: float, cap: int) -> Prompts:
-    """Prompts of equal length; outputs log-normal as of reasoning models: many short, few very
-    long."""
-    if source["random_range_ratio"]:
+    prompt, output, spread = (
+        source[name] for name in ("input_len", "output_len", "random_range_ratio")
+    )
+    if (sigma or cap) and spread:
         raise ConfigError(
             "--random-range-ratio: --random-output-sigma varies lengths already; give one of them"
         )
-    rng = np.random.default_rng(source.seed)
-    outputs = lognormal_lengths(rng, source.count, source["output_len"], sigma, cap)
-    lengths = [(source["input_len"], length) for length in outputs.tolist()]
+    if sigma or cap:
+        drawn = np.random.default_rng(source.seed)
+        outputs = lognormal_lengths(drawn, source.count, output, sigma, cap or _NO_CAP)
+        lengths = [(prompt, length) for length in outputs.tolist()]
+    else:
+        rng = random.Random(f"lengths/{source.seed}")
+
+        def about(length: int) -> int:
+            return rng.randint(max(1, round(length * (1 - spread))), round(length * (1 + spread)))
+
+        lengths = [(about(prompt), about(output)) for _ in range(source.count)]
     return random_prompts(lengths, source.vocab_size, source.seed, source.ignore_eos)
 
 
@@ -206,10 +194,13 @@ def _prefix_repetition(source: Source) -> Prompts:
     return Prompts(prompts, limits, source.ignore_eos)
 
 
-def _task(name: str, source: Source) -> Workload:
+def _task(name: str, source: Source) -> TaskPrompts:
     return task_prompts(name, source.count, source.tokenizer, source.seed)
 
 
+BUILT_TASKS: dict[str, Callable[[Source], TaskPrompts]] = {
+    name: partial(_task, name) for name in TASKS
+}
 DATASETS: dict[str, Dataset] = {
     "random": Dataset(
         _random,
@@ -285,5 +276,5 @@ DATASETS: dict[str, Dataset] = {
         file=True,
         timed=True,
     ),
-    **{name: Dataset(partial(_task, name), text=True, ignore_eos=None) for name in TASKS},
+    **{name: Dataset(build, text=True, ignore_eos=None) for name, build in BUILT_TASKS.items()},
 }

@@ -85,14 +85,14 @@ def filler_sentence(rng: random.Random, units: int) -> str:
 
 def hide(rng: random.Random, sentences: list[str], units: int) -> str:
     """A text of exactly `units` tokens: the sentences, in order, among filler."""
-    filler = _filler(rng, sentences, units)
+    filler = filler_sentences(rng, sentences, units)
     slots = [True] * len(sentences) + [False] * len(filler)
     rng.shuffle(slots)
     kept, rest = iter(sentences), iter(filler)
     return "".join(next(kept) if slot else next(rest) for slot in slots).lstrip()
 
 
-def _filler(rng: random.Random, sentences: list[str], units: int) -> list[str]:
+def filler_sentences(rng: random.Random, sentences: list[str], units: int) -> list[str]:
     """Sentences that make up `units` tokens together with the given ones."""
     left = units - sum(len(UNIT.findall(s)) for s in sentences)
     filler = []
@@ -121,7 +121,7 @@ def needles(
     """
     names = draw_names(rng, count, held_out)
     values = ["".join(rng.choices(digits, k=4)) for _ in names]
-    text = hide(rng, _secrets(names, values), units)
+    text = hide(rng, secrets_of(names, values), units)
     asked = rng.sample(range(count), questions)
     if again:
         asked += rng.sample(asked, questions)
@@ -131,20 +131,7 @@ def needles(
     return Sample(task, tuple(turns), answers, answers)
 
 
-def needle_at(rng: random.Random, units: int, depth: float, others: int) -> Sample:
-    """One secret number at a depth (0 first, 1 last) of a text, and `others` anywhere in it."""
-    names = draw_names(rng, 1 + others, held_out=True)
-    values = ["".join(rng.choices(DIGITS, k=4)) for _ in names]
-    asked, *rest = _secrets(names, values)
-    text = _filler(rng, [asked, *rest], units)
-    for sentence in rest:
-        text.insert(rng.randint(0, len(text)), sentence)
-    text.insert(round(depth * len(text)), asked)
-    question = f"{''.join(text).lstrip()} What is the secret number of {names[0]}?"
-    return Sample("needle", (question,), (values[0],), (values[0],))
-
-
-def _secrets(names: list[str], values: list[str]) -> list[str]:
+def secrets_of(names: list[str], values: list[str]) -> list[str]:
     return [f" The secret number of {n} is {v}." for n, v in zip(names, values, strict=True)]
 
 

@@ -18,17 +18,6 @@ from kvserve.benchmarks.datasets.task_text import (
     redundant_chain,
 )
 
-__all__ = [
-    "TASKS",
-    "Grade",
-    "Sample",
-    "Task",
-    "default_tasks",
-    "grade",
-    "grade_finals",
-    "make_samples",
-]
-
 _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 
 
@@ -73,18 +62,6 @@ def _long_task(tokens: int, lines: int, given: int) -> Task:
     )
 
 
-def _terse_task(lines: int, given: int) -> Task:
-    return Task(
-        "terse-chain",
-        f"{lines} lines of sums modulo 10 and recaps, without checks and talk",
-        1152,
-        lambda rng: long_chain(
-            rng, lines, held_out=True, task="terse-chain", given=given, terse=True
-        ),
-        final_marker="answer",
-    )
-
-
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -111,7 +88,13 @@ TASKS: dict[str, Task] = {
         _long_task(1000, lines=22, given=6),
         _long_task(2000, lines=44, given=8),
         _long_task(4000, lines=88, given=10),
-        _terse_task(lines=88, given=8),
+        Task(
+            "terse-chain",
+            "88 lines of sums modulo 10 and recaps, without checks and talk",
+            1152,
+            lambda rng: long_chain(rng, 88, held_out=True, task="terse-chain", given=8, terse=True),
+            final_marker="answer",
+        ),
         Task(
             "recall",
             "16 names with two-digit values, all asked back in another order",
@@ -142,12 +125,6 @@ def make_samples(task: str, n: int, seed: int) -> list[Sample]:
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
     return [TASKS[task].build(random.Random(f"held-out/{task}/{seed}/{i}")) for i in range(n)]
-
-
-def grade_finals(sample: Sample, outputs: Sequence[str]) -> Grade:
-    """Grade a single-turn sample: the whole answer must match."""
-    right = outputs[0].strip() == sample.finals[0]
-    return Grade(right, float(right))
 
 
 def _final(text: str, marker: str) -> str | None:

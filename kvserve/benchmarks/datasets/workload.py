@@ -3,72 +3,57 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvserve.benchmarks.datasets.task_text import needle_at
-from kvserve.benchmarks.datasets.tasks import (
-    TASKS,
-    Grade,
-    Sample,
-    grade,
-    grade_finals,
-    make_samples,
-)
+from kvserve.benchmarks.datasets.task_text import Sample
+from kvserve.benchmarks.datasets.tasks import TASKS, Grade, grade, make_samples
 from kvserve.engine.frontend.tokenizer import Tokenizer
 
 Message = dict[str, str]
 DEFAULT_BLOCK_SIZE = 16
-NEEDLE_GRID = "needle-grid"
-_OTHERS = 7
-_MAX_NEW_TOKENS = 8
 
 
-class Workload(Protocol):
+class Workload(ABC):
     """Conversations; a plain prompt is a conversation of one turn."""
 
-    @property
-    def ignore_eos(self) -> bool: ...
+    ignore_eos: bool
+    score_name: str = ""
+    """The name of the grades' ``score`` in tables."""
+    arrivals: Sequence[float] = ()
+    """Seconds at which conversations begin; empty if a request rate sets the times."""
 
-    @property
-    def score_name(self) -> str:
-        """The name of the grades' ``score`` in tables."""
-        ...
-
-    @property
-    def arrivals(self) -> Sequence[float]:
-        """Seconds at which conversations begin; empty if a request rate sets the times."""
-        ...
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def max_tokens(self, index: int) -> int:
         """The most tokens of each answer of a conversation."""
-        ...
 
+    @abstractmethod
     def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
         """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
-        ...
 
+    @abstractmethod
     def full_lengths(self) -> list[int]:
         """Per conversation, cached tokens when it ends as expected."""
-        ...
 
+    @abstractmethod
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
         """The same prompt as a chat; random token ids have none."""
-        ...
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
         """One grade per conversation, or ``None`` where no answer is right or wrong."""
-        ...
+        return None
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(Workload):
     """Prompts of token ids, each with its output limit; with ``ignore_eos`` outputs are that long.
 
     ``texts``: those of the prompts; random ids have none.
@@ -79,7 +64,6 @@ class Prompts:
     ignore_eos: bool
     texts: Sequence[str] = ()
     arrivals: Sequence[float] = ()
-    score_name = ""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -96,12 +80,9 @@ class Prompts:
     def full_lengths(self) -> list[int]:
         return list(map(_cached, map(len, self.prompts), self.limits))
 
-    def grades(self, answers: Sequence[Sequence[str]]) -> None:
-        return None
-
 
 @dataclass(frozen=True)
-class TaskPrompts:
+class TaskPrompts(Workload):
     """Samples of a task. Each turn is a chat request that contains the engine's earlier answers.
 
     ``score_name``: the name of the grades' ``score``; ``note``: what a reader of the results has to
@@ -116,7 +97,6 @@ class TaskPrompts:
     note: str = ""
     longest: int | None = None
     ignore_eos = False
-    arrivals = ()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -154,38 +134,6 @@ class TaskPrompts:
 
 
 @dataclass(frozen=True)
-class NeedleGrid:
-    """The papers' needle heatmap: one secret number at every depth of texts of every length.
-
-    Lengths are in tokens of the shipped tokenizer, depths go from 0 (first) to 1 (last).
-    """
-
-    lengths: Sequence[int]
-    depths: Sequence[float]
-    per_cell: int
-
-    def prompts(self, tokenizer: Tokenizer, seed: int) -> TaskPrompts:
-        samples = [
-            needle_at(
-                random.Random(f"{NEEDLE_GRID}/{seed}/{length}/{depth}/{i}"), length, depth, _OTHERS
-            )
-            for length, depth in product(self.lengths, self.depths)
-            for i in range(self.per_cell)
-        ]
-        return TaskPrompts(samples, tokenizer, _MAX_NEW_TOKENS, grade_finals)
-
-    def table(self, grades: Sequence[Grade]) -> dict[str, Any]:
-        """Exact match by length and depth: ``exact_match [lengths, depths]``."""
-        cells = np.array([each.exact for each in grades], float)
-        shape = len(self.lengths), len(self.depths), -1
-        return {
-            "lengths": list(self.lengths),
-            "depths": list(self.depths),
-            "exact_match": cells.reshape(shape).mean(2).round(4).tolist(),
-        }
-
-
-@dataclass(frozen=True)
 class Source:
     """What a dataset is made of: how many prompts, from which seed, and its own flags."""
 
@@ -201,6 +149,14 @@ class Source:
 
     def __getitem__(self, option: str) -> Any:
         return self.options[option]
+
+
+def lognormal_lengths(
+    rng: np.random.Generator, count: int, mean: float, sigma: float, cap: int
+) -> NDArray[np.int32]:
+    """``count`` lengths of a log-normal distribution, cut to ``[1, cap]``; sigma 0 is constant."""
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(drawn.round(), 1, cap).astype(np.int32)
 
 
 def random_prompts(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
 from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
+from kvserve.engine.policies.base import PolicyError
+from kvserve.log import ConfigError
 
 
 class Benchmark(ABC):
@@ -45,6 +48,36 @@ class Benchmark(ABC):
         given = {name: getattr(self.args, name) for name in (*names, *common)}
         given = {name: value for name, value in given.items() if value is not None}
         return {**given, "model": self.checkpoint.name, "dtype": self.args.dtype or "auto"}
+
+
+class Comparison(Benchmark):
+    """Policies on graded answers or on texts, which ``--match-bytes`` lets hold equal bytes."""
+
+    def __init__(
+        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+    ) -> None:
+        super().__init__(args, checkpoint, policies)
+        self.tokenizer = checkpoint.tokenizer()
+        self.longest = args.max_model_len or checkpoint.spec.max_position
+        self.specs = self.as_held(policies)
+        self.target = target_of(args.match_bytes, [spec for spec, _ in self.specs])
+
+    def matched(
+        self, spec: PolicySpec, stored: str, most: int, held: Callable[[PolicySpec, str], float]
+    ) -> PolicySpec:
+        """``spec`` with the budget, at most ``most`` entries, that holds the target's bytes.
+
+        ``held`` measures what a policy holds in a type, on samples that do not count.
+        """
+        target = self.target
+        if target is None or spec == target or not can_match(spec):
+            return spec
+        if isinstance(target, PolicySpec):
+            target = held(target, next(dtype for each, dtype in self.specs if each == target))
+        try:
+            return matched(spec, target, most, lambda tried: held(tried, stored))
+        except PolicyError as error:
+            raise ConfigError(f"--match-bytes: {error}") from None
 
 
 def run_benchmark(

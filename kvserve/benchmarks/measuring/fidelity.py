@@ -82,29 +82,27 @@ class Fidelity:
         return float(self.held[text.num_text - 1])
 
 
-def full_log_probs(engine: LLMEngine, texts: Sequence[Text]) -> tuple[LogProbs, list[Fidelity]]:
-    """What the full cache says of ``texts``, and its own figures."""
-    found: LogProbs = {}
-
-    def keep(index: int, at: int, logits: Tensor) -> None:
-        if index not in found:
-            count = len(texts[index].token_ids) - texts[index].num_prompt
-            found[index] = torch.empty(count, logits.shape[1])
-        found[index][at : at + len(logits)] = logits.log_softmax(dim=-1).cpu()
-
-    held = _force(engine, texts, keep)
-    figures = [_compared(text, found[i], found[i]) for i, text in enumerate(texts)]
-    return found, [Fidelity(*each, *held[i]) for i, each in enumerate(figures)]
-
-
 def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[Fidelity]:
-    """The figures of the engine's policy on ``texts``; ``full`` is what the full cache says."""
+    """The figures of the engine's policy on ``texts``; ``full`` is what the full cache says.
+
+    If it is empty, the engine's policy is the full cache, and what it says is kept there.
+    """
     parts: dict[int, list[tuple[Tensor, ...]]] = {i: [] for i in range(len(texts))}
+    fill = not full
 
     def compare(index: int, at: int, logits: Tensor) -> None:
-        there = slice(at, at + len(logits))
-        mine = logits.log_softmax(dim=-1).cpu()
-        parts[index].append(_compared(texts[index], full[index][there], mine, at))
+        mine, text = logits.log_softmax(dim=-1).cpu(), texts[index]
+        there = slice(at, at + len(mine))
+        if fill and index not in full:
+            full[index] = torch.empty(len(text.token_ids) - text.num_prompt, mine.shape[1])
+        if fill:
+            full[index][there] = mine
+        first = text.num_prompt + at
+        ids = torch.from_numpy(text.token_ids[first : first + len(mine)].astype(np.int64))
+        theirs, likeliest = full[index][there], mine.argmax(dim=-1)
+        nll = -mine.gather(1, ids[:, None])[:, 0]
+        kl = (theirs.exp() * (theirs - mine)).sum(dim=-1)
+        parts[index].append((nll, kl, likeliest == theirs.argmax(dim=-1), likeliest == ids))
 
     held = _force(engine, texts, compare)
     figures = []
@@ -118,18 +116,6 @@ def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
     """Bytes that each text holds under the engine's policy, averaged over its second half."""
     held = _force(engine, texts, lambda index, at, logits: None)
     return [float(held[i][0][text.later].mean()) for i, text in enumerate(texts)]
-
-
-def _compared(
-    text: Text, full: Tensor, mine: Tensor, at: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``nll``, ``kl``, ``same`` and ``right`` of the forced tokens from ``at`` on, from
-    log-probabilities [T, V]."""
-    first = text.num_prompt + at
-    ids = torch.from_numpy(text.token_ids[first : first + len(mine)].astype(np.int64))
-    likeliest, nll = mine.argmax(dim=-1), -mine.gather(1, ids[:, None])[:, 0]
-    kl = (full.exp() * (full - mine)).sum(dim=-1)
-    return nll, kl, likeliest == full.argmax(dim=-1), likeliest == ids
 
 
 def _force(
@@ -152,7 +138,10 @@ def _force(
     core.runner.on_scored = scored
     try:
         for number, text in enumerate(texts):
-            core.add(_sequence(number, text))
+            ids, answered = text.token_ids.tolist(), len(text.token_ids) - text.num_prompt
+            core.add(
+                NewSequence(number, text.name, ids, 1, [], prompt_logprobs=0, num_answered=answered)
+            )
         while core.has_work:
             outputs = core.step()
             for refused in outputs.refused:
@@ -161,12 +150,6 @@ def _force(
     finally:
         core.runner.on_scored = None
     return {i: (np.concatenate(held[i]), events[i]) for i in range(len(texts))}
-
-
-def _sequence(number: int, text: Text) -> NewSequence:
-    answered = len(text.token_ids) - text.num_prompt
-    ids = text.token_ids.tolist()
-    return NewSequence(number, text.name, ids, 1, [], prompt_logprobs=0, num_answered=answered)
 
 
 class _Meter:

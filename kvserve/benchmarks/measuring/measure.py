@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvserve.benchmarks.datasets.workload import Workload
+from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.outputs import RequestOutput
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
@@ -156,6 +158,7 @@ class _Meter:
         counted = {
             name: getattr(after, total) - getattr(self.before, total) for name, total in _COUNTERS
         }
+        drafts = counted["draft_tokens"]
         p50, p99 = np.percentile(self.gaps, [50, 99]).tolist() if self.gaps else (None, None)
         return {
             "requests": len(ended),
@@ -175,8 +178,8 @@ class _Meter:
             "blocks_total": after.blocks_total,
             "mean_pool_usage": self.pool_usage / steps,
             **counted,
-            "draft_tokens": counted["draft_tokens"] or None,
-            "accepted_share": share(counted["accepted_tokens"], counted["draft_tokens"]),
+            "draft_tokens": drafts or None,
+            "accepted_share": counted["accepted_tokens"] / drafts if drafts else None,
             "itl_p50_ms": None if p50 is None else 1000 * p50,
             "itl_p99_ms": None if p99 is None else 1000 * p99,
             "finish_reasons": dict(Counter(turn.outputs[0].finish_reason for turn in ended)),
@@ -187,11 +190,6 @@ class _Meter:
             ),
             "running_over_steps": _thinned(self.running),
         }
-
-
-def share(part: int, whole: int) -> float | None:
-    """``part`` of ``whole``, if there is any."""
-    return part / whole if whole else None
 
 
 def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
@@ -206,6 +204,26 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
         "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
         / max(2 * sum(kv.coded_entries for kv in details), 1),
+    }
+
+
+def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
+    """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
+
+    The mean is all blocks in use (keys, values, logged queries) over all running
+    sequences, and what stands for dropped entries at a sequence's end. Scores are not in it,
+    because they are freed when an event ends. Nor are blocks in host memory, which are not in the
+    pool.
+    """
+    cache = engine.core.runner.cache
+    layout, pool = cache.layout, cache.kv.nbytes  # including the null block
+    lanes = layout.num_layers * layout.num_kv_heads
+    remainders = figures["remainder_entries_at_end"] * remainder_bytes(layout) / lanes
+    entry = cache.form.entry_bytes(layout.head_dim)
+    return {
+        "held_bytes_at_end": figures["held_entries_at_end"] * entry + remainders,
+        "pool_bytes": pool,
+        "mean_held_bytes": figures["mean_pool_usage"] * pool / figures["mean_running"] + remainders,
     }
 
 

@@ -50,7 +50,7 @@ class Answer:
         return self.arrivals[-1][0] if self.arrivals else self.sent
 
     @property
-    def latency(self) -> float:
+    def e2el(self) -> float:
         """Seconds from sending to the last token."""
         return self.ended - self.sent
 
@@ -58,7 +58,33 @@ class Answer:
     def tpot(self) -> float:
         """Mean seconds per token after the first; 0 where there is only one."""
         more = self.output_tokens - 1
-        return (self.latency - self.ttft) / more if more > 0 else 0.0
+        return (self.e2el - self.ttft) / more if more > 0 else 0.0
+
+    def take(self, event: Mapping[str, Any], now: float) -> None:
+        """Add one event of the stream."""
+        if event.get("error"):
+            self.error = str(event["error"].get("message", event["error"]))
+            return
+        choices, usage = event.get("choices") or (), event.get("usage") or {}
+        text = "".join(
+            choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            for choice in choices
+        )
+        counted = usage.get("completion_tokens")
+        # Without usage in every chunk, a chunk counts as one token.
+        new = bool(text) if counted is None else counted - self.output_tokens
+        self.text += text
+        self.token_ids += (token for choice in choices for token in choice.get("token_ids") or ())
+        self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self.cached
+        self.output_tokens += new
+        self.prompt_len = usage.get("prompt_tokens", self.prompt_len)
+        self.kv = usage.get("kv_cache_details") or self.kv
+        if text or (new and choices):
+            if self.arrivals:
+                self.itls.append(now - self.ended)
+            else:
+                self.ttft = now - self.sent
+            self.arrivals.append((now, int(new)))
 
 
 @dataclass(frozen=True)
@@ -71,12 +97,7 @@ class ServingClient:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every request's body: the model, the sampling settings, ``--extra-body``."""
 
-    def body(self, workload: Workload, index: int, said: Sequence[str]) -> dict[str, Any] | None:
-        """The next request of a conversation, or ``None`` at its end."""
-        prompt = workload.prompt(index, said)
-        return None if prompt is None else self.body_of(prompt, workload, index, said)
-
-    def body_of(
+    def body(
         self, prompt: list[int], workload: Workload, index: int, said: Sequence[str] = ()
     ) -> dict[str, Any]:
         """The body of a request for what follows ``prompt``."""
@@ -105,7 +126,7 @@ class ServingClient:
                     return await self._failed(answer)
                 async for line in response.aiter_lines():
                     if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                        _take(answer, json.loads(line[5:]), perf_counter())
+                        answer.take(json.loads(line[5:]), perf_counter())
         except httpx.HTTPError as error:
             answer.error = f"{type(error).__name__}: {error}"
         if not answer.error and not answer.arrivals:
@@ -138,32 +159,3 @@ class ServingClient:
             return found, response.status_code
         except (httpx.HTTPError, ValueError):
             return None, 0
-
-
-def _take(answer: Answer, event: Mapping[str, Any], now: float) -> None:
-    """Add one event of the stream."""
-    if event.get("error"):
-        answer.error = str(event["error"].get("message", event["error"]))
-        return
-    text = "".join(
-        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        for choice in event.get("choices") or ()
-    )
-    usage = event.get("usage") or {}
-    counted = usage.get("completion_tokens")
-    # Without usage in every chunk, a chunk counts as one token.
-    new = bool(text) if counted is None else counted - answer.output_tokens
-    answer.text += text
-    answer.token_ids += (
-        token for choice in event.get("choices") or () for token in choice.get("token_ids") or ()
-    )
-    answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or answer.cached
-    answer.output_tokens += new
-    answer.prompt_len = usage.get("prompt_tokens", answer.prompt_len)
-    answer.kv = usage.get("kv_cache_details") or answer.kv
-    if text or (new and event.get("choices")):
-        if answer.arrivals:
-            answer.itls.append(now - answer.ended)
-        else:
-            answer.ttft = now - answer.sent
-        answer.arrivals.append((now, int(new)))

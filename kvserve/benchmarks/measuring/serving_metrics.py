@@ -12,6 +12,7 @@ from kvserve.benchmarks.measuring.serving_client import Answer
 Result = dict[str, Any]
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+"""Attributes of an ``Answer``, in seconds."""
 TITLES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -35,6 +36,10 @@ def summary(
     good = [answer for answer in answers if not answer.error]
     outputs = sum(answer.output_tokens for answer in good)
     inputs = sum(answer.prompt_len for answer in good)
+    in_time = sum(
+        all(1000 * getattr(answer, name) <= limit for name, limit in goodput.items())
+        for answer in good
+    )
     result: Result = {
         "duration": seconds,
         "completed": len(good),
@@ -42,13 +47,18 @@ def summary(
         "total_input_tokens": inputs,
         "total_output_tokens": outputs,
         "request_throughput": len(good) / seconds,
-        "request_goodput": _within(good, goodput) / seconds if goodput else None,
+        "request_goodput": in_time / seconds if goodput else None,
         "output_throughput": outputs / seconds,
         "total_token_throughput": (inputs + outputs) / seconds,
         "max_output_tokens_per_s": _busiest_second(good),
         "max_concurrent_requests": _most_at_once(good),
     }
-    samples = _samples(good)
+    samples = {
+        "ttft": [answer.ttft for answer in good],
+        "tpot": [answer.tpot for answer in good if answer.output_tokens > 1],
+        "itl": [gap for answer in good for gap in answer.itls],
+        "e2el": [answer.e2el for answer in good],
+    }
     for name in filter(samples.get, metrics):
         values = 1000 * np.asarray(samples[name])
         result |= {
@@ -71,27 +81,6 @@ def per_request(answers: Sequence[Answer], started: float) -> Result:
         "generated_texts": [answer.text for answer in answers],
         "errors": [answer.error for answer in answers],
     }
-
-
-def _samples(good: Sequence[Answer]) -> dict[str, list[float]]:
-    """Seconds of each metric; a single token has no time per token."""
-    return {
-        "ttft": [answer.ttft for answer in good],
-        "tpot": [answer.tpot for answer in good if answer.output_tokens > 1],
-        "itl": [gap for answer in good for gap in answer.itls],
-        "e2el": [answer.latency for answer in good],
-    }
-
-
-def _within(good: Sequence[Answer], goodput: Mapping[str, float]) -> int:
-    """How many requests stayed within every limit."""
-    return sum(
-        all(
-            1000 * {"ttft": a.ttft, "tpot": a.tpot, "e2el": a.latency}[name] <= limit
-            for name, limit in goodput.items()
-        )
-        for a in good
-    )
 
 
 def _busiest_second(good: Sequence[Answer]) -> float:

@@ -68,14 +68,28 @@ def panels(
 
 
 @styled
+def plot_layers(shares: Any, title: str, xlabel: str, said: str, path: Path) -> None:
+    """Write ``shares [layers, N]``, from 0 to 1, as colours: N along x, layers along y."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (axes,) = panels([title], height=1.5 + 0.25 * len(shares))
+    axes.grid(False)
+    axes.set(xlabel=xlabel, ylabel="layer")
+    how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "lower"}
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", **how)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, label=said)
+    figure.savefig(path, dpi=150)
+
+
+@styled
 def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write accuracy against memory, a panel per task, and the needle heatmaps if there are any."""
+    """Write accuracy against memory, a panel per task."""
     by_task: dict[str, list[Row]] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row)
-    saved = _saved({"accuracy": _accuracy(by_task)}, folder, method_names(rows))
-    grids = [row for row in rows if "grid" in row]
-    return saved + _saved(_needles(grids), folder, method_names(grids))
+    return save_figures({"accuracy": _accuracy(by_task)}, folder, method_names(rows))
 
 
 @styled
@@ -85,7 +99,7 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
     graded, varied = "exact_match" in rows[0], "pool_blocks" in rows[0]
     name = "accuracy-throughput" if graded and not varied else "throughput"
     draw = _throughput if varied else _against_accuracy if graded else _bars
-    return _saved({name: draw(rows, names)}, folder, names)
+    return save_figures({name: draw(rows, names)}, folder, names)
 
 
 @styled
@@ -107,7 +121,7 @@ def plot_fidelity(rows: Sequence[Row], folder: Path) -> list[Path]:
                 panel.errorbar(*zip(*line, strict=True), label=names[method], **look)
         panel.set(xlabel="bytes held, of the full cache's", ylabel="KL, nats a token")
         panel.set(xlim=(0, None), yscale="log")
-    return _saved({"fidelity": figure}, folder, names)
+    return save_figures({"fidelity": figure}, folder, names)
 
 
 @styled
@@ -136,7 +150,7 @@ def plot_frontier(rows: Sequence[Row], folder: Path) -> list[Path]:
             place = (row["ratio_to_first"], 0.01), axes[1].get_xaxis_transform()
             said = f"{_named(row)}, exact"
             axes[1].annotate(said, place[0], xycoords=place[1], rotation=90, fontsize=7)
-    return _saved({"frontier": figure}, folder, {})
+    return save_figures({"frontier": figure}, folder, {})
 
 
 def _named(row: Row) -> str:
@@ -160,7 +174,7 @@ def _looks(labels: Iterable[str]) -> dict[str, dict[str, str]]:
     }
 
 
-def _saved(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
+def save_figures(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[Path]:
     """Save each figure under its name, with a legend above and a caption below."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
@@ -256,38 +270,4 @@ def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
             held = [row[key] / 2**10 for row in members]
             panel.errorbar(held, matches, reach, label=names[method], **look)
         panel.set(xlabel=label, ylabel="exact match", ylim=(0, 1.02))
-    return figure
-
-
-def _needles(rows: Sequence[Row]) -> dict[str, Any]:
-    """Exact match by length and depth: a figure per budget, a panel per policy; light is right."""
-    by_budget: dict[Any, list[Row]] = {}
-    for row in rows:
-        fields = row["policy_args"]
-        kept = [fields[field] for field in ("budget", "ratio") if field in fields]
-        if kept:
-            by_budget.setdefault(kept[0], []).append(row)
-    whole = [row for row in rows if not any(row in some for some in by_budget.values())]
-    return {
-        f"needles-{kept}": _needle_figure([*whole, *some], f"{kept:g} kept")
-        for kept, some in by_budget.items()
-    } or ({"needles": _needle_figure(whole, "")} if whole else {})
-
-
-def _needle_figure(rows: Sequence[Row], title: str) -> Any:
-    titles = [
-        f"{row['policy_args']['name']}{stored_as(row)}, mean {row['exact_match']:.2f}"
-        for row in rows
-    ]
-    figure, axes = panels(titles, height=3.0, columns=4)
-    figure.suptitle(title)
-    for panel, row in zip(axes, rows, strict=True):
-        grid = row["grid"]
-        depths = list(zip(*grid["exact_match"], strict=True))
-        image = panel.imshow(depths, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        panel.grid(False)
-        panel.set_xticks(range(len(grid["lengths"])), grid["lengths"], rotation=45)
-        panel.set_yticks(range(len(grid["depths"])), [f"{depth:.0%}" for depth in grid["depths"]])
-        panel.set(xlabel="tokens of text", ylabel="depth")
-    figure.colorbar(image, ax=list(axes), label="exact match")
     return figure

@@ -58,15 +58,6 @@ def method_names(rows: Sequence[Row]) -> dict[str, str]:
     return {method_label(row): short[_policy_label(row)] + stored_as(row) for row in rows}
 
 
-def methods(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows grouped by method, under the method's short name."""
-    names = method_names(rows)
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(names[method_label(row)], []).append(row)
-    return found
-
-
 def caption(names: Names) -> str:
     """The arguments that the legend leaves out; policies with equal arguments share a line."""
     same: dict[str, list[str]] = {}

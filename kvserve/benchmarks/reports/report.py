@@ -203,23 +203,18 @@ def cpu_name() -> str:
 def commit() -> str:
     """The checkout's commit (``-dirty`` if changed); "unknown" if the package is in no own
     checkout."""
-    command = ["git", "-C", str(_ROOT)]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    outputs = []
-    for question in (
-        ["rev-parse", "--show-toplevel"],
-        ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-    ):
-        try:
-            done = subprocess.run(
-                [*command, *question], capture_output=True, text=True, timeout=10, env=environment
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return "unknown"
-        if done.returncode:
-            return "unknown"
-        outputs.append(done.stdout.strip())
-    return outputs[1] if Path(outputs[0]).resolve() == _ROOT else "unknown"
+    question = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            ["git", f"--git-dir={_ROOT / '.git'}", f"--work-tree={_ROOT}", *question],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return "unknown" if done.returncode else done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

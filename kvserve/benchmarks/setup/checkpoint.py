@@ -26,13 +26,12 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 
-# Flags that are passed to the engine; for a flag that is not given, the engine's default holds.
-_ENGINE_SETTINGS = (
-    *("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "max_num_seqs"),
-    *("max_num_batched_tokens", "seed", "swap_space", "enable_prefix_caching"),
-    *("kv_cache_dtype", "continuations", "tensor_parallel_size", "trust_remote_code"),
-    "speculative_config",
+ENGINE_FLAGS = (
+    *("dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_batched_tokens"),
+    *("swap_space", "enable_prefix_caching", "speculative_config", "continuations"),
+    *("tensor_parallel_size", "trust_remote_code"),
 )
+"""Passed on to the engine; for a flag that is not given, the engine's default holds."""
 _LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
     **{"max_position_embeddings": 32_768, "tie_word_embeddings": True, "vocab_size": 4096},
@@ -119,7 +118,8 @@ class Checkpoint:
 
     def settings(self, args: argparse.Namespace) -> dict[str, Any]:
         """Settings of an engine, without the policy."""
-        given = {name: getattr(args, name, None) for name in _ENGINE_SETTINGS}
+        names = *ENGINE_FLAGS, "num_gpu_blocks_override", "max_num_seqs", "seed"
+        given = {name: getattr(args, name, None) for name in names}
         return {
             "model": str(self.path),
             "tokenizer": self.tokenizer_path,
@@ -152,14 +152,8 @@ class Engines:
 
 
 @contextmanager
-def opened_checkpoint(
-    args: argparse.Namespace, write_weights: bool = False
-) -> Iterator[Checkpoint]:
-    """The model of ``--model``, or of ``--shape`` in a temporary directory.
-
-    ``write_weights``: if there are no weights, write random ones to disk, so that other programs
-    can read them too.
-    """
+def opened_checkpoint(args: argparse.Namespace) -> Iterator[Checkpoint]:
+    """The model of ``--model``, or of ``--shape`` in a temporary directory."""
     if args.threads:
         torch.set_num_threads(args.threads)
         os.environ["OMP_NUM_THREADS"] = str(args.threads)  # the engine keeps this number
@@ -173,8 +167,6 @@ def opened_checkpoint(
             (path / "config.json").write_text(json.dumps(SHAPES[shape]))
             random_statistics(choose_spec(path, ModelConfig()), args.seed).save(path / FILE)
         spec, tokenizer = choose_spec(path, ModelConfig()), args.tokenizer or str(path)
-        if load_format == "dummy" and write_weights:
-            path, load_format = _write_random_weights(path, Path(scratch), args.seed), "auto"
         yield Checkpoint(name, path, tokenizer, load_format, spec, code)
 
 
@@ -186,12 +178,3 @@ def random_statistics(spec: ModelSpec, seed: int) -> QueryStatistics:
     magnitude = mean.unflatten(-1, (2, -1)).norm(dim=-2)
     magnitude += torch.rand(magnitude.shape, generator=generator)
     return QueryStatistics(mean, magnitude, 1, identity_of(spec))
-
-
-def _write_random_weights(config: Path, target: Path, seed: int) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    model.save_pretrained(target)
-    return target

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.setup.checkpoint import SHAPES
+from kvserve.benchmarks.setup.checkpoint import ENGINE_FLAGS, SHAPES
 from kvserve.benchmarks.setup.policy_spec import (
     DEFAULT_POLICIES,
     NO_COMPRESSION,
@@ -22,11 +22,6 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.fields import number_reader
 
 _ALL = PolicySpec("all")
-_OF_ENGINES = (
-    *("dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_batched_tokens"),
-    *("swap_space", "enable_prefix_caching", "speculative_config", "continuations"),
-    *("tensor_parallel_size", "trust_remote_code"),
-)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -87,7 +82,7 @@ def add_engine_arguments(
         + ("; all: every policy that has events while decoding" if every_policy else "")
         + (f" (default: {unless_given})" if unless_given else ""),
     )
-    add_setting_flags(parser, "policy_args", "tokenizer", *_OF_ENGINES)
+    add_setting_flags(parser, "policy_args", "tokenizer", *ENGINE_FLAGS)
     words = "seed of prompts and random weights"
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help=words)
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="torch threads")

@@ -1,4 +1,4 @@
-"""Published benchmarks, read from the user's files in their original format: one row for each.
+"""Published data sets, read from the user's files in their original format.
 
 Prompts are chats of our own: compare scores with those of the full cache in the same table, not
 with leaderboards. A text of LongBench that is too long for the model loses its middle, as in the
@@ -7,20 +7,20 @@ published protocol; ROUGE-L is over the words of the whole answer.
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from kvserve.benchmarks.datasets.exemplars import GSM8K_EXEMPLARS
+from kvserve.benchmarks.datasets.dataset_files import Format, read_questions
 from kvserve.benchmarks.datasets.task_text import Sample
 from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import TaskPrompts
+from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
 
@@ -29,11 +29,11 @@ Score = Callable[[str, str, Sequence[str]], float]
 
 
 @dataclass(frozen=True)
-class Format:
+class Kind:
     """How a line becomes a prompt and right answers, and how an answer is scored.
 
-    ``prompt`` has the line's fields in braces. Of several right answers the best score counts, or
-    with ``every`` their mean. ``first_line``: what follows the answer's first line does not count.
+    ``prompt`` has the line's fields in braces. Of several right answers the best score counts.
+    ``first_line``: what follows the answer's first line does not count.
     ``solved``: a line's question and worked answer, where lines can be exemplars.
     """
 
@@ -41,7 +41,6 @@ class Format:
     answers: Callable[[Mapping[str, Any]], Sequence[str]]
     score: Score
     max_new_tokens: int
-    every: bool = False
     first_line: bool = False
     solved: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
 
@@ -55,51 +54,32 @@ class PublishedSample(Sample):
     until: str = ""
 
 
-def can_exemplify(name: str) -> bool:
-    """Whether solved problems can stand in front of a format's problems."""
-    return name in _ROWS and _ROWS[name].solved is not None
-
-
 def exemplars(name: str, count: int, file: Path | None) -> str:
-    """``count`` solved problems as a prompt has them: a file's first lines, or our own.
+    """``count`` solved problems as a prompt has them: a file's first lines, or our own of GSM8K.
 
-    Empty where the format takes none.
+    Empty for formats that take none.
     """
-    solved = _ROWS[name].solved if name in _ROWS else None
+    solved = _KINDS[name].solved if name in _KINDS else None
     if not count or solved is None:
         return ""
-    if file is not None:
-        found = _read_lines(name, file, count, solved, "--fewshot-file")
-    else:
-        own = GSM8K_EXEMPLARS[:count] if name == "gsm8k" else ()
-        found = [solved({"question": asked, "answer": answer}) for asked, answer in own]
+    if file is None and name != "gsm8k":
+        raise ConfigError(f"--num-fewshot: {name} has no solved problems without --fewshot-file")
+    source = file or Path(__file__).with_name("gsm8k_exemplars.jsonl")
+    found = read_questions(name, source, count, solved, "--fewshot-file")
     if len(found) < count:
-        source = file or "kvserve (without --fewshot-file)"
         raise ConfigError(f"--num-fewshot: {source} has {len(found)} for {name}, not {count}")
     return "".join(f"{_ASKED}{asked}\nAnswer: {answer}\n\n" for asked, answer in found)
 
 
-def read_benchmark(
-    name: str,
-    path: Path,
-    count: int,
-    max_new_tokens: int | None,
-    tokenizer: Tokenizer,
-    longest: int,
-    before: str = "",
-) -> TaskPrompts:
-    """The first ``count`` lines of a JSON Lines file, or all of a shorter one.
-
-    ``longest``: the model's limit in tokens, for prompt and answer together. ``before``:
-    ``exemplars``, which every prompt begins with.
-    """
-    samples = _read_lines(name, path, count, lambda line: _sample(name, line, before))
-    if not samples:
-        raise ConfigError(f"--benchmark: {path} is empty")
+def read(name: str, source: Source) -> TaskPrompts:
+    """The first lines of a file of this format, behind ``--num-fewshot`` solved problems."""
+    path, tokenizer, longest = source.path, source.tokenizer, source["longest"]
+    before = exemplars(name, source["num_fewshot"], source["fewshot_file"])
+    samples = read_questions(name, path, source.count, lambda line: _sample(name, line, before))
     if len({sample.task for sample in samples}) > 1:
         raise ConfigError(f"--benchmark: {path} mixes data sets; give a file of each")
-    limit = max_new_tokens or _ROWS[samples[0].task].max_new_tokens
-    note = ""
+    most = source["max_new_tokens"]
+    limit, note = most or _KINDS[samples[0].task].max_new_tokens, ""
     if name == "longbench":
         whole, room = samples, longest - limit
         samples = [_shortened(sample, tokenizer, room) for sample in whole]
@@ -107,47 +87,21 @@ def read_benchmark(
             note = (
                 f"{path.stem}: {cut} of {len(whole)} texts lost their middle to fit {room} tokens"
             )
-    fits = longest if max_new_tokens is None else None
+    fits = longest if most is None else None
     return TaskPrompts(samples, tokenizer, limit, _grade, "score", note, fits)
-
-
-_Read = TypeVar("_Read")
-
-
-def _read_lines(
-    name: str,
-    path: Path,
-    count: int,
-    read: Callable[[Mapping[str, Any]], _Read],
-    flag: str = "--benchmark",
-) -> list[_Read]:
-    """What ``read`` makes of the first ``count`` lines of a file."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from None
-    found = []
-    for number, line in enumerate(lines[:count], start=1):
-        try:
-            found.append(read(json.loads(line)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{flag}: {path}: line {number} is not of format {name} ({error!r})"
-            ) from None
-    return found
 
 
 def _sample(name: str, line: Mapping[str, Any], before: str) -> PublishedSample:
     task = str(line["dataset"]).removesuffix("_e") if name == "longbench" else name
     if task in _CHINESE:
         raise ValueError(f"{task} is Chinese, and grading it needs a word segmenter: not built")
-    if task not in _ROWS:
-        raise ValueError(f"{task} is none of {', '.join(each for each in _ROWS if each in _LONG)}")
-    row = _ROWS[task]
+    if task not in _KINDS:
+        raise ValueError(f"{task} is none of {', '.join(_LONG)}")
+    row = _KINDS[task]
     fields = line if row.score is not _boxed else {"problem": _question(line)}
     finals = tuple(str(answer) for answer in row.answers(line))
     if not finals:
-        raise ValueError("answers is empty" if name == "longbench" else "outputs is empty")
+        raise ValueError("answers is empty")
     prompt = row.prompt.format_map(fields).strip()
     if before:
         assert row.solved is not None
@@ -158,13 +112,12 @@ def _sample(name: str, line: Mapping[str, Any], before: str) -> PublishedSample:
 
 def _grade(sample: Sample, outputs: Sequence[str]) -> Grade:
     assert isinstance(sample, PublishedSample)
-    row, said = _ROWS[sample.task], outputs[0]
+    row, said = _KINDS[sample.task], outputs[0]
     if sample.until:
         said = said.partition(sample.until)[0]
     if row.first_line:
         said = said.lstrip("\n").partition("\n")[0]
-    scores = [row.score(said, final, sample.classes) for final in sample.finals]
-    score = sum(scores) / len(scores) if row.every else max(scores)
+    score = max(row.score(said, final, sample.classes) for final in sample.finals)
     return Grade(score == 1.0, score)
 
 
@@ -205,10 +158,6 @@ def _last_number(said: str, final: str, classes: Sequence[str]) -> float:
 def _boxed(said: str, final: str, classes: Sequence[str]) -> float:
     box = last_boxed(said)
     return float(box is not None and _same(box, final))
-
-
-def _contained(said: str, final: str, classes: Sequence[str]) -> float:
-    return float(final.lower() in said.lower())
 
 
 def last_boxed(text: str) -> str | None:
@@ -332,46 +281,48 @@ _WHERE = (
 _CODE = "{context}{input}\n\nWrite the next line of this code and nothing else."
 _CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
 _LONG = {
-    "narrativeqa": Format(_QUESTION, _listed, _f1, 128),
-    "qasper": Format(_QUESTION, _listed, _f1, 128),
-    "multifieldqa_en": Format(_QUESTION, _listed, _f1, 64),
-    "hotpotqa": Format(_QUESTION, _listed, _f1, 32),
-    "2wikimqa": Format(_QUESTION, _listed, _f1, 32),
-    "musique": Format(_QUESTION, _listed, _f1, 32),
-    "gov_report": Format(_SUMMARY, _listed, _rouge_l, 512),
-    "qmsum": Format(_SUMMARY, _listed, _rouge_l, 512),
-    "multi_news": Format(_SUMMARY, _listed, _rouge_l, 512),
-    "trec": Format(_EXAMPLES, _listed, _class, 64, first_line=True),
-    "triviaqa": Format(_EXAMPLES, _listed, _f1, 32, first_line=True),
-    "samsum": Format(_EXAMPLES, _listed, _rouge_l, 128, first_line=True),
-    "passage_count": Format(_COUNT, _listed, _number, 32),
-    "passage_retrieval_en": Format(_WHERE, _listed, _number, 32),
-    "lcc": Format(_CODE, _listed, _code_line, 64),
-    "repobench-p": Format(_CODE, _listed, _code_line, 64),
+    "narrativeqa": Kind(_QUESTION, _listed, _f1, 128),
+    "qasper": Kind(_QUESTION, _listed, _f1, 128),
+    "multifieldqa_en": Kind(_QUESTION, _listed, _f1, 64),
+    "hotpotqa": Kind(_QUESTION, _listed, _f1, 32),
+    "2wikimqa": Kind(_QUESTION, _listed, _f1, 32),
+    "musique": Kind(_QUESTION, _listed, _f1, 32),
+    "gov_report": Kind(_SUMMARY, _listed, _rouge_l, 512),
+    "qmsum": Kind(_SUMMARY, _listed, _rouge_l, 512),
+    "multi_news": Kind(_SUMMARY, _listed, _rouge_l, 512),
+    "trec": Kind(_EXAMPLES, _listed, _class, 64, first_line=True),
+    "triviaqa": Kind(_EXAMPLES, _listed, _f1, 32, first_line=True),
+    "samsum": Kind(_EXAMPLES, _listed, _rouge_l, 128, first_line=True),
+    "passage_count": Kind(_COUNT, _listed, _number, 32),
+    "passage_retrieval_en": Kind(_WHERE, _listed, _number, 32),
+    "lcc": Kind(_CODE, _listed, _code_line, 64),
+    "repobench-p": Kind(_CODE, _listed, _code_line, 64),
 }
-_MATHS = Format(
+_MATHS = Kind(
     "{problem}" + _STEPS + "put the final answer into \\boxed{{}}.",
     lambda line: [line["answer"]],
     _boxed,
     16_384,
     solved=_solved_maths,
 )
-_ROWS = {
-    "gsm8k": Format(
+_KINDS = {
+    "gsm8k": Kind(
         "{question}" + _STEPS + "end with: The answer is NUMBER.",
         *(_after_hashes, _last_number, 2048),
         solved=_solved_sums,
     ),
     "math": _MATHS,
     "aime": replace(_MATHS, max_new_tokens=32_768),
-    "ruler": Format("{input}", lambda line: list(line["outputs"]), _contained, 128, every=True),
     **_LONG,
 }
 FORMATS = {
-    "gsm8k": "question, answer with ####",
-    "math": "problem, answer: MATH-500, AMC",
-    "aime": "as math, and answers of twice the length",
-    "ruler": "input, outputs: RULER and needle files",
-    "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
+    name: Format(about, partial(read, name))
+    for name, about in {
+        "gsm8k": "question, answer with ####",
+        "math": "problem, answer: MATH-500, AMC",
+        "aime": "as math, and answers of twice the length",
+        "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
+    }.items()
 }
-"""What ``--benchmark`` names, and what a line of each has."""
+SOLVED = tuple(name for name, kind in _KINDS.items() if kind.solved)
+"""Formats whose problems solved ones can stand in front of."""
