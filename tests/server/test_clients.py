@@ -13,7 +13,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
 from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.state.clients import client_of
+from kvserve.server.state.api_keys import client_of
 from tests.server.conftest import StartServer
 from tests.waiting import WAIT
 

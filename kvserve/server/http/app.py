@@ -11,10 +11,10 @@ from kvserve.server.http.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     MetricsMiddleware,
+    OriginMiddleware,
     RequestIdMiddleware,
     TurnstileMiddleware,
 )
-from kvserve.server.http.origins import OriginMiddleware
 from kvserve.server.http.schemas import ERRORS
 from kvserve.server.state.api_keys import ApiKeys
 from kvserve.server.state.errors import install_handlers

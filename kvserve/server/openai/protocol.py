@@ -40,14 +40,6 @@ IGNORED = frozenset(
 )
 """Fields that do not change the output."""
 
-_SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
-    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
-    *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "priority", "kv_trace", "cache_salt", "kv_resume"),
-    "speculation",
-)
-
 _logged: set[str] = set()
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -157,15 +149,12 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The request over the model's ``defaults``; a ``RequestError`` names the wrong field."""
-        given = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        known = GenerationRequest.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+        given = {name: value for name in known if (value := getattr(self, name)) is not None}
         given |= {
-            "stop": self.stop,
             "max_tokens": self.token_limit(),
             "logprobs": self.num_logprobs(),
             "structured_outputs": self.answer_form,
-            "kv_policy": self.kv_policy,
         }
         try:
             return SamplingParams(**{**defaults, **given, **more})

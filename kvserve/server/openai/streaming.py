@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -338,7 +338,7 @@ async def stream_response(
 ) -> EventStream:
     """Answer with a stream. A refusal in the first seconds raises and so gets its own status."""
     first = await generation.first_changes(receive, FIRST_OUTPUT_GRACE)
-    return EventStream(generation, _events(generation, writer, first, ping_interval))
+    return EventStream(_events(generation, writer, first, ping_interval), generation.close)
 
 
 async def _events(
@@ -364,20 +364,20 @@ async def _events(
 
 
 class EventStream(StreamingResponse):
-    """Closes its generation however it ends: the last chunk, a client that hung up, a shutdown.
+    """Calls ``close`` however it ends: the last event, a client that hung up, a shutdown.
 
     The iterator cannot do this: if the client stops reading, it stays suspended at a ``yield``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._generation = generation
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect):
                 await unless_disconnected(receive, self.stream_response(send))
         finally:
-            self._generation.close()
+            self._close()
