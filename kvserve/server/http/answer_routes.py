@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from kvserve.log import RequestError
+from kvserve.log import RequestError, log_once
 from kvserve.server.anthropic.answer import MessageWriter
 from kvserve.server.anthropic.request import OWN_NAMES as NAMES_OF_MESSAGES
 from kvserve.server.anthropic.request import MessagesRequest
@@ -31,7 +31,7 @@ from kvserve.server.openai.chat import ChatPlan, plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
 from kvserve.server.openai.logprobs import Echo
 from kvserve.server.openai.prompts import decode, encode, encode_chat, truncate
-from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest, log_once
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter
 from kvserve.server.openai.responses import json_response
 from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvserve import absent
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError, log_once
 from kvserve.sampling_params import SamplingParams, StructuredOutput, refused
 from kvserve.server.openai.fields import (
     DistinctIds,
@@ -40,7 +40,6 @@ IGNORED = frozenset(
 )
 """Fields that do not change the output."""
 
-_logged: set[str] = set()
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -206,12 +205,6 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: TokenIds
-
-
-def log_once(message: str) -> None:
-    if message not in _logged and len(_logged) < 1000:
-        _logged.add(message)
-        logger.warning("%s", message)
 
 
 def parse(kind: type[_Model], body: dict[str, Any]) -> _Model:
