@@ -37,9 +37,3 @@ def test_a_second_turn_goes_on(server: Server) -> None:
     assert stats["count"] and stats["blocks"]
     metrics = server.http.get("/metrics").text
     assert "kvserve:kv_resumed_total" in metrics and "kvserve:kv_continuations" in metrics
-
-
-@pytest.mark.parametrize("field", ["kv_resume", "cache_salt"])
-def test_what_is_no_answer_is_refused_by_name(server: Server, field: str) -> None:
-    answer = server.complete("Hello", max_tokens=1, **{field: []})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == field

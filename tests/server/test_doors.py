@@ -91,7 +91,9 @@ def test_no_integer_of_a_policy_is_too_large_to_refuse(server: Server, name: str
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["why"])
 def test_what_broke_something_once_is_refused(server: Server, case: dict[str, str]) -> None:
     headers = {"Content-Type": "application/json"}
-    refused(server.http.post(case["path"], content=case["body"], headers=headers))
+    error = refused(server.http.post(case["path"], content=case["body"], headers=headers))
+    assert str(error["param"]).startswith(case.get("param", ""))
+    assert case.get("says", "") in str(error)
 
 
 def test_a_body_of_ten_thousand_levels(server: Server) -> None:
@@ -123,12 +125,6 @@ def test_long_text_is_refused_by_its_length(server: Server) -> None:
         refused(server.http.post("/tokenize", json={"prompt": text}))
     messages = [{"role": "user", "content": ""}] * 5000
     refused(server.http.post("/v1/chat/completions", json={"messages": messages}))
-
-
-def test_max_tokens_beyond_the_context_says_so(server: Server) -> None:
-    error = refused(server.complete("a", max_tokens=10**12))
-    assert error["param"] == "max_tokens" and error["code"] == "context_length_exceeded"
-    assert "context" in error["message"] and "at least 1" not in error["message"]
 
 
 def test_the_default_policy_is_never_turned_away(server: Server) -> None:

@@ -258,32 +258,6 @@ def test_the_answers_form_and_fields_of_ours(server: RunningServer) -> None:
     assert params.kv_policy == "kara"
 
 
-@pytest.mark.parametrize(
-    ("body", "word"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, '"image"'),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 5}]}]},
-            "tool_result",
-        ),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
-        ({"model": "claude"}, "claude"),
-        ({"n": 2}, "n goes with"),
-        ({"stop_sequences": "a"}, "stop_sequences"),
-    ],
-)
-def test_refusals_have_their_form(server: RunningServer, body: Any, word: str) -> None:
-    answer = ask(server, "hi", **body)
-    error = answer.json()
-    assert answer.status_code in (400, 404) and error["type"] == "error"
-    kind = "not_found_error" if "model" in body else "invalid_request_error"
-    assert error["error"]["type"] == kind and word in error["error"]["message"]
-
-
 def test_a_failure_in_a_stream_has_its_form(start_server: StartServer) -> None:
     last = events_of(ask(start_server(), "DIE", stream=True).text)[-1]
     assert last["type"] == "error" and last["error"]["type"] == "api_error"

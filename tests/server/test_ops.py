@@ -54,7 +54,6 @@ def test_load_and_abort(start_server: StartServer) -> None:
     server.post("/abort_requests", request_ids=["three"])
     for thread in threads:
         thread.join()
-    assert server.post("/abort_requests").json()["error"]["param"] == "request_ids"
 
 
 def test_prefix_cache_and_tokenizer(server: RunningServer) -> None:

@@ -214,38 +214,6 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     wait_until(server.idle)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
-    [
-        ({"prompt": ""}, 400, "prompt", None),
-        ({"prompt": [3] * 100_000}, 400, "prompt", "context_length_exceeded"),
-        ({"prompt": "a", "max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
-        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", None),
-        ({"prompt": [10**6]}, 400, "prompt", None),
-        ({"prompt": [-1]}, 400, "prompt", None),
-        ({"prompt": "a", "model": "gpt-9"}, 404, "model", "model_not_found"),
-        ({"prompt": "a", "kv_policy": "krra"}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 9}}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "window": -9}}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"window": 9}}, 400, "kv_policy", None),
-        ({"prompt": "\ud800"}, 400, "None", "invalid_json"),
-    ],
-)
-def test_wrong_requests(
-    server: Server, body: dict[str, Any], status: int, param: str, code: str | None
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    for stream in (False, True):
-        content = json.dumps({**body, "stream": stream})
-        response = server.http.post("/v1/completions", content=content, headers=headers)
-        assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert str(error["param"]).partition(".")[0] == param, error
-        assert error["code"] == code or code is None
-        assert server.complete(max_tokens=1).status_code == 200
-    wait_until(server.idle)
-
-
 def test_many_at_once(server: Server) -> None:
     """More requests than the batch holds: all of them finish, with the same answer."""
     answers: list[str] = []

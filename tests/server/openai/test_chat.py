@@ -109,16 +109,6 @@ def test_a_plain_answer(model: RunningServer, stream: bool) -> None:
     assert tokenizer is not None and "tools" not in tokenizer.seen[1]
 
 
-@pytest.mark.parametrize("kind", ["string", "array", "null", ["null"], 5])
-def test_arguments_are_an_object(model: RunningServer, kind: Any) -> None:
-    """Kind: a forced call that no parser takes for one, and whose text became the content."""
-    function = {**TOOL["function"], "parameters": {"type": kind}}
-    answer = model.chat("a", tools=[{"type": "function", "function": function}])
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and "schema of an object" in error["message"]
-    assert error["param"] == "tools[0].function.parameters"
-
-
 @pytest.mark.parametrize(
     "form",
     [

@@ -13,8 +13,10 @@ import pytest
 from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.openai import logprobs
+from kvserve.server.openai.fields import _parse_prompt
 from kvserve.server.openai.responses import usage
 from kvserve.server.state import beside
+from tests.counting import lines_run
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine, FakeTokenizer
 
@@ -397,3 +399,15 @@ def test_without_a_tokenizer(start_server: StartServer) -> None:
     for response in (server.complete("text"), server.chat("text")):
         assert response.status_code == 400
         assert "--skip-tokenizer-init" in response.json()["error"]["message"]
+
+
+def test_millions_of_ids_are_not_looked_at_one_by_one() -> None:
+    """/health waits for as long: three million took .3 s of one core in a loop of Python's."""
+    few, many = [1] * 3, [1] * 30_000
+    assert _parse_prompt(many) == [many]
+    assert lines_run(lambda: _parse_prompt(many)) == lines_run(lambda: _parse_prompt(few))
+    lists = (
+        lines_run(lambda: _parse_prompt([many, many])),
+        lines_run(lambda: _parse_prompt([few, few])),
+    )
+    assert lists[0] == lists[1]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import RunningServer, StartServer
-from tests.server.test_errors import check
+from tests.server.test_refusals import check
 
 
 @pytest.fixture
