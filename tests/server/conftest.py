@@ -16,10 +16,11 @@ import pytest
 import uvicorn
 
 from kvserve.config import EngineConfig
+from kvserve.sampling_params import SamplingParams
 from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
@@ -52,6 +53,22 @@ class RunningServer:
     def chat(self, content: Any = "hi", **body: Any) -> httpx.Response:
         messages = [{"role": "user", "content": content}]
         return self.post("/v1/chat/completions", model=MODEL, messages=messages, **body)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Texts of what the engine was asked, the newest last."""
+        return [FakeTokenizer().decode(ids) for ids, _, _ in self.engine.seen]
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the newest request."""
+        return self.engine.seen[-1][1]
+
+    @property
+    def rendered(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What the chat template got last: messages, and arguments."""
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.seen
 
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns on the server's loop."""
@@ -157,6 +174,14 @@ def server(shared_server: RunningServer) -> RunningServer:
     shared_server.engine.aborted.clear()
     shared_server.engine.seen.clear()
     return shared_server
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[RunningServer]:
+    """One whose model reasons and calls tools as Qwen3's do."""
+    options: Any = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    options["enable_auto_tool_choice"] = True
+    yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 
 @pytest.fixture

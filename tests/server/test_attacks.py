@@ -146,14 +146,6 @@ def test_a_grammar_that_nothing_matches_says_so(server: Server) -> None:
         assert "Bias" not in answer.text
 
 
-def test_a_head_of_70_000_bytes_at_once(server: Server) -> None:
-    where = urlsplit(server.url)
-    with socket.create_connection((str(where.hostname), int(where.port or 80)), WAIT) as each:
-        filler = b"X-Filler: " + b"a" * 69_900
-        each.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + filler + b"\r\n\r\n")
-        assert each.recv(100).startswith(b"HTTP/1.1 431")
-
-
 def beside(server: Server) -> Bystander:
     return Bystander(server.url, (server.process.pid, server.engine))
 

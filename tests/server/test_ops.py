@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from kvserve.server.http import info_routes
@@ -35,25 +34,19 @@ def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPa
 
 def test_load_and_abort(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
-    answers: list[httpx.Response] = []
-
-    def ask(name: str) -> None:
-        body = {"prompt": "HALF", "request_id": name}
-        answers.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT))
-
-    threads = [threading.Thread(target=ask, args=(name,)) for name in ("one", "two", "three")]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: server.http.get("/load").json()["server_load"] == 3)
-    assert server.http.get("/load").json()["num_requests_running"] == 3
-    aborted = server.post("/abort_requests", request_ids=["one", "cmpl-two", "nobody"]).json()
-    assert sorted(aborted["aborted"]) == ["cmpl-one", "cmpl-two"]
-    wait_until(lambda: len(answers) == 2)
-    assert {answer.json()["error"]["code"] for answer in answers} == {"aborted"}
-    wait_until(lambda: len(server.engine.aborted) == 2)
-    server.post("/abort_requests", request_ids=["three"])
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as clients:
+        one, two, three = (
+            clients.submit(server.complete, "HALF", request_id=name)
+            for name in ("one", "two", "three")
+        )
+        wait_until(lambda: server.http.get("/load").json()["server_load"] == 3)
+        assert server.http.get("/load").json()["num_requests_running"] == 3
+        aborted = server.post("/abort_requests", request_ids=["one", "cmpl-two", "nobody"]).json()
+        assert sorted(aborted["aborted"]) == ["cmpl-one", "cmpl-two"]
+        codes = {each.result(WAIT).json()["error"]["code"] for each in (one, two)}
+        assert codes == {"aborted"} and not three.done()
+        wait_until(lambda: len(server.engine.aborted) == 2)
+        server.post("/abort_requests", request_ids=["three"])
 
 
 def test_prefix_cache_and_tokenizer(server: RunningServer) -> None:

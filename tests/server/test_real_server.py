@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -216,39 +215,24 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
 
 def test_many_at_once(server: Server) -> None:
     """More requests than the batch holds: all of them finish, with the same answer."""
-    answers: list[str] = []
-
-    def ask() -> None:
-        body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 4}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT).json()
-        answers.extend(choice["text"] for choice in answer["choices"])
-
-    threads = [threading.Thread(target=ask) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 80 and len(set(answers)) == 1
+    body = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 4}
+    with ThreadPoolExecutor(20) as clients:
+        asked = [clients.submit(server.complete, **body) for _ in range(20)]
+    texts = [choice["text"] for each in asked for choice in each.result().json()["choices"]]
+    assert len(texts) == 80 and len(set(texts)) == 1
     wait_until(server.idle)
 
 
 @pytest.mark.slow
 def test_sigterm_drains() -> None:
     server = Server()
-    answers: list[httpx.Response] = []
-    body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    thread = threading.Thread(
-        target=lambda: answers.append(
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
-        )
-    )
-    thread.start()
-    wait_until(lambda: bool(server.stats()["requests"]))
-    server.process.send_signal(signal.SIGTERM)
-    thread.join()
-    assert '"finish_reason":"length"' in answers[0].text
-    assert answers[0].text.endswith("data: [DONE]\n\n")
-    assert server.process.wait(WAIT) == 0
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(server.complete, max_tokens=300, ignore_eos=True, stream=True)
+        wait_until(lambda: bool(server.stats()["requests"]))
+        server.process.send_signal(signal.SIGTERM)
+    text = asked.result().text
+    assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
+    assert server.wait() == 0
     assert "Traceback" not in server.text
     server.stop()
 

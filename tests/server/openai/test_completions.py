@@ -43,8 +43,7 @@ def test_chat_with_the_openai_client(server: RunningServer) -> None:
     assert choice.message.role == "assistant"
     assert choice.message.content == "0 1 "
     assert answer.model == "alias"
-    assert server.engine.tokenizer is not None
-    assert server.engine.tokenizer.decode(server.engine.seen[-1][0]) == "<user>hi<assistant>"
+    assert server.prompts[-1] == "<user>hi<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,9 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
     }
     seen = {**fields, "client": "127.0.0.1"}
     assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x"], logprobs=1)
+    assert server.params == SamplingParams(**seen, stop=["x"], logprobs=1)
     assert server.chat("a", stop=["x", "y"], logprobs=True, top_logprobs=4, **fields).is_success
-    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x", "y"], logprobs=4)
+    assert server.params == SamplingParams(**seen, stop=["x", "y"], logprobs=4)
 
 
 def test_null_means_not_given(server: RunningServer) -> None:
@@ -110,7 +109,7 @@ def test_null_means_not_given(server: RunningServer) -> None:
     assert server.chat("a", max_tokens=1, **absent, **chat).status_code == 200
     response = server.complete("a", max_tokens=1, add_special_tokens=None, **absent)
     assert response.status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[], client="127.0.0.1")
+    assert server.params == SamplingParams(max_tokens=1, stop=[], client="127.0.0.1")
 
 
 def test_max_tokens_when_absent_and_when_null(server: RunningServer) -> None:
@@ -307,18 +306,14 @@ def test_content_parts_and_roles(server: RunningServer) -> None:
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1)
     assert answer.status_code == 200
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<system>be brief<user>one\ntwo<assistant>"
+    assert server.prompts[-1] == "<system>be brief<user>one\ntwo<assistant>"
 
 
 def test_continue_the_final_message(server: RunningServer) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]
     body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
     assert server.post("/v1/chat/completions", **body).status_code == 200
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<user>q<assistant>so"
+    assert server.prompts[-1] == "<user>q<assistant>so"
 
 
 def test_harmless_fields_are_accepted(server: RunningServer) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.server.conftest import MODEL, RunningServer
 from tests.server.fake_engine import FakeEngine
 
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -18,19 +17,9 @@ SAYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    options: Any = {
-        "reasoning_parser": "qwen3",
-        "tool_call_parser": "hermes",
-        "enable_auto_tool_choice": True,
-    }
-    yield from run_server(FakeEngine(max_model_len=2000), **options)
-
-
-def prompt_of(server: RunningServer) -> str:
-    assert server.engine.tokenizer is not None
-    return server.engine.tokenizer.decode(server.engine.seen[-1][0])
+@pytest.fixture
+def server(thinking: RunningServer) -> RunningServer:
+    return thinking
 
 
 def test_a_text(server: RunningServer) -> None:
@@ -42,7 +31,7 @@ def test_a_text(server: RunningServer) -> None:
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage is not None and response.usage.output_tokens == 3
-    assert prompt_of(server) == "<system>be brief<user>hi<assistant>"
+    assert server.prompts[-1] == "<system>be brief<user>hi<assistant>"
     assert server.openai().responses.create(model=MODEL, input="SAY[x]").status == "completed"
 
 
@@ -86,8 +75,7 @@ def test_a_history(server: RunningServer) -> None:
         {"role": "user", "content": "sure?"},
     ]
     server.openai().responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=1)
-    assert server.engine.tokenizer is not None
-    messages, kwargs = server.engine.tokenizer.seen
+    messages, kwargs = server.rendered
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
     assert messages[1]["reasoning"] == "hm"
@@ -102,7 +90,7 @@ def test_parse(server: RunningServer) -> None:
         model=MODEL, input='SAY[{"name": "Bern"}]', text_format=City
     )
     assert response.output_parsed == City(name="Bern")
-    wanted = server.engine.seen[-1][1].structured_output
+    wanted = server.params.structured_output
     assert wanted is not None and wanted.kind == "json" and '"name"' in wanted.value
 
 
@@ -161,8 +149,7 @@ def test_what_is_left_of_other_servers_in_a_history(server: RunningServer) -> No
     assert answer.headers["X-Kvserve-Skipped"] == (
         "input[1] (web_search_call), input[5] (input_image)"
     )
-    assert server.engine.tokenizer is not None
-    messages, _ = server.engine.tokenizer.seen
+    messages, _ = server.rendered
     patch, done, view, image, refusal = messages[1:6]
     function = patch["tool_calls"][0]["function"]
     assert function == {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
