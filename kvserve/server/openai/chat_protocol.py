@@ -133,13 +133,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     include_reasoning: bool | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> ChatCompletionRequest:
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:

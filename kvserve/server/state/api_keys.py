@@ -95,10 +95,7 @@ def client_of(request: Request) -> str:
     key: int | None = request.scope.get("state", {}).get("api_key")
     if key is not None:
         return f"key {key}"
-    return _network(request.client.host) if request.client is not None else ""
-
-
-def _network(host: str) -> str:
+    host = "" if request.client is None else request.client.host
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
