@@ -87,8 +87,9 @@ def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     url = httpx.URL(base_url)
-    client = socket.create_connection((url.host, url.port or 80))
+    client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((url.host, url.port or 80))
     client.sendall((head + content).encode())
     return client
 

@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,13 +38,6 @@ def plain() -> Iterator[Server]:
     server = Server("--served-model-name", "a", "b", code=CODE)
     yield server
     server.stop()
-
-
-def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
 
 
 def complete(url: str, body: dict[str, Any]) -> httpx.Response:
@@ -109,15 +101,13 @@ def until_running(url: str, number: int) -> None:
 def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
     def client(url: str) -> tuple[httpx.Response, httpx.Response]:
         until_healthy(url, 200)
-        body = {"prompt": "STUCK", "max_tokens": 40}
-        thread, results = in_thread(lambda: complete(url, body))
+        stuck = {"prompt": "STUCK", "max_tokens": 40}
         stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
-        streaming, streamed = in_thread(lambda: complete(url, stream))
-        until_running(url, 2)
-        os.kill(os.getpid(), signal.SIGINT)
-        thread.join()
-        streaming.join()
-        return results[0], streamed[0]
+        with ThreadPoolExecutor(2) as others:
+            asked = [others.submit(complete, url, body) for body in (stuck, stream)]
+            until_running(url, 2)
+            os.kill(os.getpid(), signal.SIGINT)
+        return asked[0].result(), asked[1].result()
 
     status, (answer, streamed), said = serve(client, "--shutdown-timeout", "0.2")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
@@ -128,13 +118,13 @@ def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
 def test_a_second_signal_stops_at_once(serve: Serve) -> None:
     def client(url: str) -> httpx.Response:
         until_healthy(url, 200)
-        thread, results = in_thread(lambda: complete(url, {"prompt": "STUCK", "max_tokens": 40}))
-        until_running(url, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        until_healthy(url, 503)
-        os.kill(os.getpid(), signal.SIGTERM)
-        thread.join()
-        return results[0]
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(complete, url, {"prompt": "STUCK", "max_tokens": 40})
+            until_running(url, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            until_healthy(url, 503)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return asked.result()
 
     status, answer, said = serve(client, "--shutdown-timeout", "3600")
     assert (status, answer.status_code) == (0, 503) and "again to stop at once" in said
@@ -231,18 +221,18 @@ def test_it_drains(plain: Server, tmp_path: Path) -> None:
     assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
 
     body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
-    thread, results = in_thread(lambda: complete(url, body))
-    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
-    until_running(url, 2)
-    server.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
-    refused = complete(url, body)
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-    (tmp_path / "go").touch()
-    thread.join()
-    streaming.join()
-    assert results[0].json()["usage"]["completion_tokens"] == 150
-    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
+    with ThreadPoolExecutor(2) as others:
+        whole = others.submit(complete, url, body)
+        stream = others.submit(complete, url, {**body, "stream": True})
+        until_running(url, 2)
+        server.process.send_signal(signal.SIGTERM)
+        until_healthy(url, 503)
+        refused = complete(url, body)
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        (tmp_path / "go").touch()
+    assert whole.result().json()["usage"]["completion_tokens"] == 150
+    text = stream.result().text
+    assert text.endswith("data: [DONE]\n\n") and '"149 "' in text
     assert server.wait() == 0
     assert "Traceback" not in server.text
     assert '"POST /v1/completions HTTP/1.1" 200' in server.text
