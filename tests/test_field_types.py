@@ -29,6 +29,7 @@ from kvserve.log import RequestError
         ("logit_bias", "x"),
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {1: "b"}),
+        ("client", 7),
     ],
 )
 def test_the_field_is_named(field: str, value: Any) -> None:

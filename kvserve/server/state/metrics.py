@@ -59,6 +59,7 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 Engines = Mapping[str, EngineStats]
 Read = Callable[[EngineStats], float]
 Counts = Mapping[tuple[str, ...], float]
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -170,7 +171,7 @@ class Metrics:
         """The series that fields of ``EngineStats`` declare, those of vLLM's or the others."""
         for name, stat in STATS.items():
             if stat.metric and stat.vllm == vllm:
-                kind = CounterMetricFamily if stat.counts else GaugeMetricFamily
+                kind: Kind = CounterMetricFamily if stat.counts else GaugeMetricFamily
                 counts: Counts = {(e,): getattr(stats, name) for e, stats in engines.items()}
                 yield self._family(kind, stat.metric, stat.help, counts)
 
@@ -263,9 +264,9 @@ class Metrics:
         counts: Counts = {(engine,): read(stats) for engine, stats in engines.items()}
         return self._family(GaugeMetricFamily, name, help, counts)
 
-    def _family(self, kind: Any, name: str, help: str, counts: Counts, *labels: str) -> Metric:
+    def _family(self, kind: Kind, name: str, help: str, counts: Counts, *labels: str) -> Metric:
         """``counts`` by engine and the further ``labels``."""
-        family: Metric = kind(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
+        family = kind(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
         for key, value in counts.items():
             family.add_metric((self._model, *key), value)
         return family

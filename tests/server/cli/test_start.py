@@ -17,6 +17,8 @@ import pytest
 from kvserve.config import EngineConfig
 from kvserve.engine.runner import memory
 from kvserve.log import ConfigError
+from kvserve.server.cli.listening import listen, warn_if_open
+from kvserve.server.settings.serve_settings import ServeSettings
 from tests.server.real_server import MODEL, Server, start
 from tests.waiting import WAIT
 
@@ -126,3 +128,43 @@ def test_sigterm_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
                 assert mine not in (folder / "cmdline").read_bytes()
             except OSError:
                 continue
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (ServeSettings(), False),
+        (ServeSettings(host="0.0.0.0"), True),
+        (ServeSettings(host="0.0.0.0", api_key=("secret",)), False),
+        (ServeSettings(host="0.0.0.0", uds="/tmp/a"), False),
+    ],
+)
+def test_an_open_door_is_named(
+    settings: ServeSettings, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(settings)
+    assert ("--api-key" in caplog.text) == warned
+
+
+def test_a_sockets_file_goes_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an address has room for a hundred characters
+    path = Path("socket")
+    with listen(ServeSettings(uds=str(path))):
+        assert path.exists()
+    assert not path.exists()
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+def test_what_is_said_to_a_full_disk_ends_nothing() -> None:
+    """The start-up table and errors go to stderr; a server must not end over them."""
+    code = "from kvserve.log import say; say('a table\\n'); print('goes on')"
+    with FULL.open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, check=False
+        )
+    assert (ended.returncode, ended.stdout) == (0, b"goes on\n")
