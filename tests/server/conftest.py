@@ -79,6 +79,12 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
 
 
+def payloads(answer: httpx.Response) -> list[dict[str, Any]]:
+    """What the events of a stream hold, or the whole answer."""
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines] or [answer.json()]
+
+
 def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
     """A connection with little room for its answer, whose request for a completion is sent."""
     content = json.dumps(body)

@@ -27,7 +27,7 @@ import pytest
 from bench.soak.bombs import CHAINS, grammar_bombs
 from bench.soak.bystander import Bystander
 from kvserve.engine.policies.registry import policy_class, policy_names
-from tests.server.conftest import sent
+from tests.server.conftest import payloads, sent
 from tests.server.real_server import Server
 from tests.thinning import slow
 from tests.waiting import WAIT, wait_until
@@ -250,8 +250,7 @@ def test_a_long_list_of_log_probabilities_beside_a_stream(server: Server, stream
     with beside(server) as other:
         answer = server.complete(prompts, **body)
     assert answer.status_code == 200
-    choices = [line.removeprefix("data: ") for line in answer.text.splitlines() if "{" in line]
-    found = [choice for text in choices for choice in json.loads(text)["choices"]]
+    found = [choice for part in payloads(answer) for choice in part["choices"]]
     for choice in sorted(found, key=lambda choice: choice["index"]):
         scored = choice["logprobs"]
         assert scored["token_logprobs"][0] is None and len(scored["text_offset"]) == 4001

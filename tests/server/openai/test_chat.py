@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from kvserve.log import ConfigError
-from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.server.conftest import MODEL, RunningServer, StartServer, payloads
 from tests.server.fake_engine import END, FakeEngine, FakeTokenizer
 
 TOOL: Any = {
@@ -78,8 +78,8 @@ def test_reasoning_tokens_are_counted(
     answer = thinking.chat(f"SAY[{says}]", **body).json()
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
     options = {"include_usage": True}
-    lines = thinking.chat(f"SAY[{says}]", stream=True, stream_options=options, **body).text
-    usage = json.loads(lines.split("data: ")[-2])["usage"]
+    answer = thinking.chat(f"SAY[{says}]", stream=True, stream_options=options, **body)
+    usage = payloads(answer)[-1]["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
     if not body:
         whole = thinking.post("/v1/responses", input=f"SAY[{says}]").json()

@@ -23,6 +23,7 @@ from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.server.conftest import payloads
 from tests.server.openai import templates
 from tests.server.openai.test_templates import TOOL
 
@@ -456,7 +457,7 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
     for echo in (False, True):
         for stream in (False, True):
             answer = served.post("/v1/completions", {**body, "echo": echo, "stream": stream})
-            found = scored(answer, stream)
+            found = scored(answer)
             offsets = [0] + [1] * 4 + [2] * 4 + [3, 4]
             if echo:
                 offsets = [0, 0, *[1] * 4, *(2 + at for at in offsets)]
@@ -464,14 +465,8 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
             assert all(len(names) >= 5 for names in found["top_logprobs"] if names)
 
 
-def scored(answer: httpx.Response, stream: bool) -> dict[str, list[Any]]:
-    if not stream:
-        found: dict[str, list[Any]] = answer.json()["choices"][0]["logprobs"]
-        return found
-    chunks = [
-        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
-    ]
-    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+def scored(answer: httpx.Response) -> dict[str, list[Any]]:
+    parts = [choice["logprobs"] for part in payloads(answer) for choice in part["choices"]]
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [item for part in parts if part for item in part[name]] for name in names}
 
@@ -485,7 +480,7 @@ def test_no_token_is_generated_where_only_scores_are_asked(served: Served, strea
     options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = served.post("/v1/completions", {**body, "stream": stream, **options})
     assert answer.status_code == 200, answer.text
-    found = scored(answer, stream)
+    found = scored(answer)
     assert "".join(found["tokens"]) == "hello world"
     assert found["token_logprobs"][0] is None and len(found["token_logprobs"]) == 11
     longer = served.post("/v1/completions", {**body, "max_tokens": 1}).json()["choices"][0]

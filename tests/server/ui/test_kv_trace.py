@@ -6,10 +6,9 @@ import json
 import threading
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.server.conftest import RunningServer, StartServer
+from tests.server.conftest import RunningServer, StartServer, payloads
 from tests.server.real_server import Server
 from tests.server.test_refusals import check
 from tests.waiting import wait_until
@@ -18,11 +17,6 @@ from tests.waiting import wait_until
 @pytest.fixture
 def traced(start_server: StartServer) -> RunningServer:
     return start_server(allow_kv_trace=True)
-
-
-def chunks(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def events(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -38,7 +32,7 @@ def test_a_stream_and_a_whole_answer_trace_alike(traced: RunningServer, path: st
     assert whole[0]["dropped"] == [[[]], [[]]]
     assert whole[1]["dropped"] == [[[whole[1]["seen"] - 4, whole[1]["seen"] - 2]], [[]]]
     assert (whole[1]["blocks_released"], whole[1]["queries"]) == (1, 8)
-    streamed = chunks(ask(kv_trace=True, max_tokens=20, stream=True))
+    streamed = payloads(ask(kv_trace=True, max_tokens=20, stream=True))
     told = events([choice for chunk in streamed for choice in chunk["choices"]])
     assert [{**event, "time": 0} for event in told] == [{**event, "time": 0} for event in whole]
 
@@ -46,7 +40,7 @@ def test_a_stream_and_a_whole_answer_trace_alike(traced: RunningServer, path: st
 def test_choices_are_traced_apart(traced: RunningServer) -> None:
     choices = traced.complete(kv_trace=True, n=2, max_tokens=10).json()["choices"]
     assert [len(choice["kv_trace"]) for choice in choices] == [2, 2]
-    streamed = chunks(traced.complete(kv_trace=True, n=2, max_tokens=10, stream=True))
+    streamed = payloads(traced.complete(kv_trace=True, n=2, max_tokens=10, stream=True))
     for index in range(2):
         parts = [c for chunk in streamed for c in chunk["choices"] if c["index"] == index]
         assert [event["reason"] for event in events(parts)] == ["start", "due"]
