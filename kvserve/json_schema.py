@@ -41,7 +41,7 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     """
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
-        deep = too_deep(schema)
+        deep = _is_too_deep(schema)
         text = "" if deep else json.dumps(_each(schema, partial(_as_read, name=name, field=field)))
     except RecursionError:
         deep = True
@@ -120,39 +120,34 @@ def _each(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> An
     return made
 
 
-def too_deep(schema: Any) -> bool:
+def _is_too_deep(schema: Any) -> bool:
     """Whether the schema has more than ``MAX_DEPTH`` levels, those that a ``$ref`` adds included.
 
     A schema may refer to itself: a reference to a place that is being read adds no level.
     """
-    return _Levels(schema).of(schema, MAX_DEPTH) > MAX_DEPTH
+    known: dict[int, int] = {}
 
-
-class _Levels:
-    def __init__(self, root: Any) -> None:
-        self._root = root
-        self._known: dict[int, int] = {}
-
-    def of(self, node: Any, left: int) -> int:
+    def levels(node: Any, left: int) -> int:
         """Levels of ``node``; below more than ``left`` of them nothing is read."""
         if not isinstance(node, dict | list):
             return 0
         if left < 0:
             return 1
-        if (known := self._known.get(id(node))) is not None:
-            return known
-        self._known[id(node)] = 0  # while it is being read
-        below = list(node.values()) if isinstance(node, dict) else list(node)
-        if isinstance(node, dict) and isinstance(node.get("$ref"), str):
-            below.append(self._named(node["$ref"]))
-        depth = 1 + max((self.of(child, left - 1) for child in below), default=0)
-        self._known[id(node)] = depth
-        return depth
+        if id(node) not in known:
+            known[id(node)] = 0  # while it is being read
+            below = list(node.values()) if isinstance(node, dict) else list(node)
+            if isinstance(node, dict) and isinstance(node.get("$ref"), str):
+                below.append(_named(schema, node["$ref"]))
+            known[id(node)] = 1 + max((levels(each, left - 1) for each in below), default=0)
+        return known[id(node)]
 
-    def _named(self, reference: str) -> Any:
-        """What ``#/...`` points to; ``None`` if it is nothing in this schema."""
-        node = self._root
-        for part in reference.lstrip("#").strip("/").split("/") if reference != "#" else ():
-            key = part.replace("~1", "/").replace("~0", "~")
-            node = node.get(key) if isinstance(node, dict) else None
-        return node if reference.startswith("#") else None
+    return levels(schema, MAX_DEPTH) > MAX_DEPTH
+
+
+def _named(schema: Any, reference: str) -> Any:
+    """What ``#/...`` points to; ``None`` if it is nothing in this schema."""
+    node = schema
+    for part in reference.lstrip("#").strip("/").split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if reference.startswith("#") else None

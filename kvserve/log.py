@@ -38,6 +38,16 @@ def say(text: str) -> None:
             data = data[os.write(sys.stderr.fileno(), data) :]
 
 
+_logged: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    """Warn of what may come with every request; of a thousand such things at most."""
+    if message not in _logged and len(_logged) < 1000:
+        _logged.add(message)
+        logger.warning("%s", message)
+
+
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 200
 

@@ -67,6 +67,12 @@ def test_a_wrong_value_names_the_setting_and_its_flag(name: str, value: Any, sai
         ("dtype", "fp64", "--dtype: 'fp64' is not one of auto, float32, bfloat16, float16"),
         ("device", "tpu", "--device: 'tpu' is not one of auto, cuda, cpu"),
         ("max_num_seqs", 0, "--max-num-seqs must be an integer of at least 1, got 0"),
+        ("max_prefill_tokens", 0, "--max-prefill-tokens must be an integer of at least 1, got 0"),
+        (
+            "max_num_seqs_per_client",
+            0,
+            "--max-num-seqs-per-client must be an integer of at least 1, got 0",
+        ),
         ("swap_space", float("nan"), "--swap-space must be a number of at least 0, got nan"),
         ("gpu_memory_utilization", 2, "--gpu-memory-utilization must be a number in (0, 1], got 2"),
     ],
@@ -75,6 +81,11 @@ def test_a_value_beyond_its_limits_names_the_flag(name: str, value: Any, said: s
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_flat(**{name: value})
     assert str(refused.value) == said
+
+
+def test_a_limit_of_prefills_needs_chunks() -> None:
+    with pytest.raises(ConfigError, match="--max-prefill-tokens needs --enable-chunked-prefill"):
+        EngineConfig.from_flat(max_prefill_tokens=8, enable_chunked_prefill=False)
 
 
 def test_an_unknown_setting_suggests_another() -> None:
@@ -104,6 +115,7 @@ def test_an_unknown_setting_suggests_another() -> None:
         ("logit_bias", "x"),
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {1: "b"}),
+        ("client", 7),
     ],
 )
 def test_the_field_is_named(field: str, value: Any) -> None:

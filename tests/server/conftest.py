@@ -16,10 +16,11 @@ import pytest
 import uvicorn
 
 from kvserve.config import EngineConfig
+from kvserve.sampling_params import SamplingParams
 from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
@@ -53,6 +54,22 @@ class RunningServer:
         messages = [{"role": "user", "content": content}]
         return self.post("/v1/chat/completions", model=MODEL, messages=messages, **body)
 
+    @property
+    def prompts(self) -> list[str]:
+        """Texts of what the engine was asked, the newest last."""
+        return [FakeTokenizer().decode(ids) for ids, _, _ in self.engine.seen]
+
+    @property
+    def params(self) -> SamplingParams:
+        """Of the newest request."""
+        return self.engine.seen[-1][1]
+
+    @property
+    def rendered(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What the chat template got last: messages, and arguments."""
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.seen
+
     def call(self, function: Callable[[], Any]) -> Any:
         """What ``function`` returns on the server's loop."""
 
@@ -60,6 +77,12 @@ class RunningServer:
             return function()
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT)
+
+
+def payloads(answer: httpx.Response) -> list[dict[str, Any]]:
+    """What the events of a stream hold, or the whole answer."""
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines] or [answer.json()]
 
 
 def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
@@ -70,8 +93,9 @@ def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
         f"Content-Length: {len(content)}\r\n\r\n"
     )
     url = httpx.URL(base_url)
-    client = socket.create_connection((url.host, url.port or 80))
+    client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((url.host, url.port or 80))
     client.sendall((head + content).encode())
     return client
 
@@ -157,6 +181,14 @@ def server(shared_server: RunningServer) -> RunningServer:
     shared_server.engine.aborted.clear()
     shared_server.engine.seen.clear()
     return shared_server
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[RunningServer]:
+    """One whose model reasons and calls tools as Qwen3's do."""
+    options: Any = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+    options["enable_auto_tool_choice"] = True
+    yield from run_server(FakeEngine(max_model_len=2000), **options)
 
 
 @pytest.fixture

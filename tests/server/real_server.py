@@ -18,24 +18,26 @@ from tests.waiting import WAIT, wait_until
 MODEL = "kvserve/tiny"
 
 
-def start(*argv: str) -> subprocess.Popen[str]:
+def start(*argv: str, code: str = "", **environment: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, or a program that stands for it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "kvserve", *argv],
+        [sys.executable, *(("-c", code) if code else ("-m", "kvserve")), *argv],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
     )
 
 
 class Server:
     """A running server; its stderr is collected line by line."""
 
-    def __init__(self, *argv: str) -> None:
-        self.process = start("--model", MODEL, "--port", "0", *argv)
+    def __init__(self, *argv: str, code: str = "", **environment: str) -> None:
+        self.process = start("--model", MODEL, "--port", "0", *argv, code=code, **environment)
         self.lines: list[str] = []
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
-        threading.Thread(target=self.lines.extend, args=(lines,), daemon=True).start()
+        self._reader = threading.Thread(target=self.lines.extend, args=(lines,), daemon=True)
+        self._reader.start()
         wait_until(lambda: "http://" in self.text or self.process.poll() is not None)
         match = re.search(r"http://\S+", self.text)
         assert match, self.text
@@ -68,6 +70,12 @@ class Server:
         stats = self.stats()
         back = stats["blocks_free"] + stats["blocks_cached"] == stats["blocks_total"]
         return back and not stats["requests"]
+
+    def wait(self) -> int:
+        """The exit status, once all is read that was said."""
+        status = self.process.wait(WAIT)
+        self._reader.join(WAIT)
+        return status
 
     def stop(self) -> None:
         self.http.close()

@@ -1,16 +1,70 @@
-"""Keys of ``--api-key-file``: they come and go while the server runs."""
+"""Keys: what they guard, and those of ``--api-key-file``, which come and go as the server runs."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from kvserve.log import ConfigError
+from kvserve.server.http import answer_routes, info_routes
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.api_keys import ApiKeys
-from tests.server.conftest import StartServer
+from kvserve.server.ui.routes import make_router
+from tests.server.conftest import RunningServer, StartServer
+from tests.server.test_refusals import check
+
+PAGES = ("/", "/docs", "/redoc")
+"""They show nothing of the server: they ask for the key, and then for the rest."""
+
+
+@pytest.fixture
+def keyed(start_server: StartServer) -> RunningServer:
+    return start_server(api_key=("first", "zweiter Schlüssel"), allowed_origins=("http://a",))
+
+
+def test_every_route_but_pages_and_probes_wants_a_key(keyed: RunningServer) -> None:
+    routers = (
+        *(answer_routes.router, answer_routes.anthropic, info_routes.router),
+        *(info_routes.operations, make_router(keyed.state)),
+    )
+    routes: list[Any] = [route for router in routers for route in router.routes]
+    found = [(method, route.path) for route in routes for method in route.methods]
+    app: Any = keyed.uvicorn.config.app
+    known = {path.replace(":path", "") for _, path in found}
+    assert app.openapi()["paths"].keys() <= known
+    found += [("GET", path) for path in ("/nowhere", "/health/", "//health", "/openapi.json")]
+    guarded = set()
+    for method, path in found:
+        answer = keyed.http.request(method, keyed.url + re.sub(r"\{.*\}", "x", path))
+        if path in ("/health", "/ping", "/version", *PAGES) or path.startswith("/ui/"):
+            assert answer.status_code == 200
+            # Nothing but reading.
+            assert keyed.http.request("POST", path, json={}).status_code == 405
+            continue
+        guarded.add(path)
+        assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+        if method != "HEAD":
+            check(answer, 401, None, "invalid_api_key")
+    assert {"/metrics", "/openapi.json", "/v1/kv/events", "/v1/messages", "/flush_cache"} <= guarded
+
+
+def test_keys(keyed: RunningServer) -> None:
+    assert keyed.openai("first").models.list().data
+    with pytest.raises(openai.AuthenticationError):
+        keyed.openai("wrong").models.list()
+    for value in ("Basic first", "Bearer", "Bearer x", "first", "Bearer first x"):
+        check(keyed.http.get("/v1/models", headers={"Authorization": value}), 401)
+    umlaut = "Bearer zweiter Schlüssel".encode()
+    assert keyed.http.get("/v1/models", headers={b"Authorization": umlaut}).is_success
+    # As Anthropic's clients send them.
+    for key, status in (("first", 200), ("wrong", 401)):
+        answer = keyed.http.get("/v1/models", headers={"x-api-key": key})
+        assert answer.status_code == status
 
 
 def replace(file: Path, text: str) -> None:
@@ -75,3 +129,28 @@ def test_a_server_does_not_start_without_its_keys(
 
 def test_a_file_alone_asks_for_keys() -> None:
     assert ServeSettings(api_key_file="keys").has_keys and not ServeSettings().has_keys
+
+
+def test_a_preflight_needs_no_key(keyed: RunningServer) -> None:
+    headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+    response = keyed.http.options("/v1/completions", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "http://a"
+    response = keyed.http.get("/v1/models", headers={"Origin": "http://a"})
+    assert response.status_code == 401
+    assert response.headers["access-control-allow-origin"] == "http://a"
+
+
+def test_what_pages_may_do_can_be_narrowed(start_server: StartServer) -> None:
+    settings = {"allowed_methods": ("GET",), "allow_credentials": True}
+    server = start_server(allowed_origins=("http://a",), **settings)
+    headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
+    response = server.http.options("/v1/completions", headers=headers)
+    assert response.status_code == 400
+    assert response.headers["access-control-allow-credentials"] == "true"
+
+
+def test_metrics_may_be_open(start_server: StartServer) -> None:
+    server = start_server(api_key=("k",), open_metrics=True)
+    assert server.http.get("/metrics").status_code == 200
+    check(server.http.get("/server_info"), 401)

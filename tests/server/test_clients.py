@@ -11,9 +11,8 @@ from starlette.requests import Request
 
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
-from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import SamplingParams
-from kvserve.server.state.clients import client_of
+from kvserve.server.state.api_keys import client_of
 from tests.server.conftest import StartServer
 from tests.waiting import WAIT
 
@@ -88,17 +87,6 @@ def test_a_network_is_a_client(host: str | None, client: str) -> None:
         "client": None if host is None else (host, 1),
     }
     assert client_of(Request(scope)) == client
-
-
-def test_settings_are_checked_by_name() -> None:
-    wrong = {"max_prefill_tokens": 0, "max_num_seqs_per_client": 0}
-    for name, value in wrong.items():
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be an integer"):
-            EngineConfig.from_flat(**{name: value})
-    with pytest.raises(ConfigError, match="--max-prefill-tokens needs --enable-chunked-prefill"):
-        EngineConfig.from_flat(max_prefill_tokens=8, enable_chunked_prefill=False)
-    with pytest.raises(RequestError, match="client must be a string"):
-        SamplingParams(client=7)  # type: ignore[arg-type]
 
 
 async def test_one_request_passes_the_flood_of_another_client() -> None:

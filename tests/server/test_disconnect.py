@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-import httpx
 import pytest
 
-from tests.server.conftest import MODEL, RunningServer, StartServer, sent
+from tests.server.conftest import RunningServer, StartServer, sent
 from tests.server.fake_engine import FakeEngine
-from tests.waiting import WAIT, wait_until
+from tests.waiting import wait_until
 
 
 def idle(server: RunningServer) -> bool:
@@ -41,16 +41,8 @@ def test_nothing_of_who_left_waits_for_a_collection(server: RunningServer, strea
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_leaving_a_stream(server: RunningServer, path: str) -> None:
-    body = {
-        "model": MODEL,
-        "stream": True,
-        "max_tokens": 400,
-        **(
-            {"prompt": "HALF"}
-            if path == "/v1/completions"
-            else {"messages": [{"role": "user", "content": "HALF"}]}
-        ),
-    }
+    asked = {"prompt": "HALF"}, {"messages": [{"role": "user", "content": "HALF"}]}
+    body = {"stream": True, "max_tokens": 400, **asked["chat" in path]}
     with server.http.stream("POST", path, json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -80,42 +72,18 @@ def test_a_client_that_stops_reading(start_server: StartServer) -> None:
 
 
 def test_others_go_on(server: RunningServer) -> None:
-    answers: list[str] = []
-    others = [
-        threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(
-                    f"{server.url}/v1/completions",
-                    json={"prompt": "SLOW", "max_tokens": 20},
-                    timeout=WAIT,
-                ).json()["choices"][0]["text"]
-            )
-        )
-        for _ in range(4)
-    ]
-    for thread in others:
-        thread.start()
-    with sent(server.url, {"prompt": "STUCK"}):
-        wait_until(lambda: len(server.engine.seen) == 5)
-    for thread in others:
-        thread.join()
-    assert answers == ["".join(f"{i} " for i in range(20))] * 4
+    with ThreadPoolExecutor(4) as others:
+        asked = [others.submit(server.complete, "SLOW", max_tokens=20) for _ in range(4)]
+        with sent(server.url, {"prompt": "STUCK"}):
+            wait_until(lambda: len(server.engine.seen) == 5)
+    texts = [each.result().json()["choices"][0]["text"] for each in asked]
+    assert texts == ["".join(f"{i} " for i in range(20))] * 4
     wait_until(lambda: len(server.engine.aborted) == 1)
 
 
 def test_one_id_twice_at_the_same_time(server: RunningServer) -> None:
-    headers = {"X-Request-Id": "same"}
-    body = {"prompt": "SLOW", "max_tokens": 5}
-    answers: list[int] = []
-
-    def ask() -> None:
-        url = f"{server.url}/v1/completions"
-        answers.append(httpx.post(url, json=body, headers=headers, timeout=WAIT).status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [200, 200, 200]
+    ask = partial(server.complete, "SLOW", max_tokens=5, request_id="same")
+    with ThreadPoolExecutor(3) as clients:
+        asked = [clients.submit(ask) for _ in range(3)]
+    assert [each.result().status_code for each in asked] == [200, 200, 200]
     assert len({request_id for _, _, request_id in server.engine.seen}) == 3

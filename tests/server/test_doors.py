@@ -1,17 +1,21 @@
 """What a client sends may hurt nobody else: bounds, refusals and time-outs.
 
-A real server with the shipped model. After everything the fixed request has the same tokens. What
-it costs in seconds and memory is measured by `python -m bench.soak.attacks`.
+A real server with the shipped model. After everything the fixed request has the same tokens, and
+some of it comes beside a stream. What it costs in seconds and memory, and how long others wait, is
+measured by `python -m bench.soak.attacks`, alone on a machine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from bench.soak.bombs import CHAINS, grammar_bombs
+from bench.soak.bystander import Bystander
 from kvserve.engine.policies.registry import policy_class, policy_names
+from tests.server.conftest import payloads, sent
 from tests.server.real_server import Server
+from tests.thinning import slow
 from tests.waiting import WAIT, wait_until
 
 CORPUS = [
@@ -91,7 +99,9 @@ def test_no_integer_of_a_policy_is_too_large_to_refuse(server: Server, name: str
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case["why"])
 def test_what_broke_something_once_is_refused(server: Server, case: dict[str, str]) -> None:
     headers = {"Content-Type": "application/json"}
-    refused(server.http.post(case["path"], content=case["body"], headers=headers))
+    error = refused(server.http.post(case["path"], content=case["body"], headers=headers))
+    assert str(error["param"]).startswith(case.get("param", ""))
+    assert case.get("says", "") in str(error)
 
 
 def test_a_body_of_ten_thousand_levels(server: Server) -> None:
@@ -125,42 +135,24 @@ def test_long_text_is_refused_by_its_length(server: Server) -> None:
     refused(server.http.post("/v1/chat/completions", json={"messages": messages}))
 
 
-def test_max_tokens_beyond_the_context_says_so(server: Server) -> None:
-    error = refused(server.complete("a", max_tokens=10**12))
-    assert error["param"] == "max_tokens" and error["code"] == "context_length_exceeded"
-    assert "context" in error["message"] and "at least 1" not in error["message"]
-
-
 def test_the_default_policy_is_never_turned_away(server: Server) -> None:
     """32 requests with policies of their own locked every other client out. What the 33rd gets:
     tests/engine/test_policy_numbers.py."""
-    stop, started = threading.Event(), []
-
-    def hold(budget: int) -> None:
-        body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        spec = {"name": "streaming_llm", "budget": budget}
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json={**body, "kv_policy": spec}, timeout=WAIT) as answer:
+    body = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    url = f"{server.url}/v1/completions"
+    begun: list[Iterator[str]] = []
+    with ExitStack() as streams:
+        for i in range(32):
+            spec = {"name": "streaming_llm", "budget": 20 + i}
+            asked = httpx.stream("POST", url, json={**body, "kv_policy": spec}, timeout=WAIT)
+            answer = streams.enter_context(asked)
             assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line:
-                    started.append(budget)
-                    break
-            stop.wait(WAIT)
-
-    threads = [threading.Thread(target=hold, args=(20 + i,)) for i in range(32)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_until(lambda: len(started) == 32)
+            begun.append(answer.iter_lines())  # which would close the stream, were it dropped
+            next(begun[-1])
         assert server.complete("Hello", max_tokens=2).status_code == 200
         assert server.complete("Hello", max_tokens=2, kv_policy="none").status_code == 200
         same = {"name": "streaming_llm", "budget": 21}
         assert server.complete("Hello", max_tokens=2, kv_policy=same).status_code == 200
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_grammars_that_explode(server: Server) -> None:
@@ -221,6 +213,113 @@ def test_a_crowd_of_connections_keeps_nobody_out(server: Server) -> None:
     wait_until(lambda: len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) < 400)
     for each in sockets:
         each.close()
+
+
+def test_grammars_that_overflow_a_stack(server: Server) -> None:
+    """Ten of ten ended the server."""
+    bombs = grammar_bombs()
+    server.complete(max_tokens=2, guided_choice=["a", "b"])  # starts the helper
+    with beside(server) as other, ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda bomb: server.complete(**bomb), bombs))
+        assert server.complete(max_tokens=2, guided_choice=["yes", "no"]).status_code == 200
+    for answer, bomb in zip(answers, bombs, strict=True):
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] == next(iter(bomb))
+    assert sum(answer.status_code == 400 for answer in answers) >= len(CHAINS)
+    assert not other.failures
+
+
+def test_log_probabilities_of_many_prompts(server: Server) -> None:
+    """An answer of 580 MB took 4.9 GiB."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(100)]
+    for body in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}):
+        answer = server.complete(prompts, max_tokens=1, **body)
+        assert answer.status_code == 400, answer.text[:300]
+        error = answer.json()["error"]
+        assert error["param"] in body and "at most 524288" in error["message"]
+    assert server.complete("a", n=128, max_tokens=4000, logprobs=20).status_code == 400
+    assert server.complete("a", max_tokens=2, logprobs=20).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, *slow(False)])
+def test_a_long_list_of_log_probabilities_beside_a_stream(server: Server, stream: bool) -> None:
+    """The largest answer that is allowed. That others go on meanwhile: test_completions.py."""
+    prompts = [[(7 * i + j) % 400 + 3 for j in range(4000)] for i in range(3)]
+    body = {"echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
+    with beside(server) as other:
+        answer = server.complete(prompts, **body)
+    assert answer.status_code == 200
+    found = [choice for part in payloads(answer) for choice in part["choices"]]
+    for choice in sorted(found, key=lambda choice: choice["index"]):
+        scored = choice["logprobs"]
+        assert scored["token_logprobs"][0] is None and len(scored["text_offset"]) == 4001
+        assert all(len(lists) == 4001 for lists in scored.values())
+        offsets = scored["text_offset"]
+        assert offsets == sorted(offsets) and 4001 < offsets[-1] <= len(choice["text"])
+    assert len(found) == 3
+    assert not other.failures
+
+
+@pytest.mark.slow
+def test_streams_that_nobody_reads(server: Server) -> None:
+    """They stayed for ever, with all that they had to say."""
+    body = {"prompt": "a", "stream": True, "max_tokens": 4000, "logprobs": 20, "ignore_eos": True}
+    with beside(server) as other:
+        sockets = [sent(server.url, body) for _ in range(24)]
+        wait_until(lambda: len(server.stats()["requests"]) > 20)
+        wait_until(lambda: len(server.stats()["requests"]) <= 1)
+    assert "did not read its answer" in server.text
+    for each in sockets:
+        each.settimeout(WAIT)
+        with suppress(ConnectionError):
+            while piece := each.recv(2**20):
+                assert b"[DONE]" not in piece
+        each.close()
+    assert not other.failures
+
+
+def test_who_reads_slowly_gets_everything(server: Server) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 1000, "logprobs": 20, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        pieces = []
+        for piece in answer.iter_bytes(2**16):
+            pieces.append(piece)
+            time.sleep(0.05)  # the server's buffers are full all the time
+    assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+
+
+def test_an_engine_that_is_stopped_is_not_healthy(server: Server) -> None:
+    """``/health`` said 200 while nobody could be answered."""
+    assert server.http.get("/health").status_code == 200
+    os.kill(server.engine, signal.SIGSTOP)
+    try:
+        wait_until(lambda: server.http.get("/health").status_code == 503)
+        error = server.http.get("/health").json()["error"]
+        assert error["code"] == "engine_suspended" and "SIGCONT" in error["message"]
+        assert server.http.get("/version").status_code == 200
+    finally:
+        os.kill(server.engine, signal.SIGCONT)
+    wait_until(lambda: server.http.get("/health").status_code == 200)
+    assert server.complete(max_tokens=2).status_code == 200
+
+
+def test_a_grammar_that_nothing_matches_says_so(server: Server) -> None:
+    """The answer was ``NoExtensionBias``."""
+    empty = r"[^\s\S]"
+    for body in (
+        {"guided_regex": empty},
+        {"structured_outputs": {"grammar": f'start: "a" B\nB: /{empty}/'}},
+    ):
+        answer = server.complete(**body)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == next(iter(body)) and "no text matches it" in error["message"]
+        assert "Bias" not in answer.text
+
+
+def beside(server: Server) -> Bystander:
+    return Bystander(server.url, (server.process.pid, server.engine))
 
 
 def connect(server: Server) -> socket.socket:

@@ -1,9 +1,8 @@
-"""Every refusal: its status, the field it names, its body, and that the next request works."""
+"""Errors that are no field's fault: their status and body, and that the next request works."""
 
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,25 +18,8 @@ from kvserve.server.state.errors import ApiError
 from kvserve.server.state.server_state import check_request_policies
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
+from tests.server.test_refusals import check
 from tests.waiting import WAIT, wait_until
-
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-def check(response: httpx.Response, status: int, param: str | None = None, code: str = "") -> str:
-    """The error's message; the body has the one shape that clients know."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["X-Request-Id"]
-    [(key, error)] = response.json().items()
-    assert key == "error"
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert error["param"] == param
-    assert error["code"] and error["type"]
-    assert error["code"] == code or not code
-    assert "Traceback" not in error["message"]
-    message: str = error["message"]
-    return message
 
 
 def test_refusals_are_freed_at_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,129 +57,6 @@ def test_refusals_are_freed_at_once(server: RunningServer, monkeypatch: pytest.M
         gc.enable()
 
 
-WRONG: dict[str, tuple[Any, ...]] = {
-    "prompt": ("", [], ["a", ""], [[1], []], ["a", [1]], [1, "a"], [True], 5, None, [2**70]),
-    "max_tokens": (-1, 0, "many", 600),
-    "max_completion_tokens": (-1, 600, 2**63),
-    "min_tokens": (20,),
-    "temperature": (-1, "hot"),
-    "top_p": (0, 1.5),
-    "top_k": (-5, 2**70),
-    "min_p": (2,),
-    "n": (0,),
-    "seed": (2**70,),
-    "stop": (5, [""], ["x" * 1001]),
-    "logprobs": (21,),
-    "kv_policy": (7,),
-    "stream_options": ({"include_usage": True},),
-    "request_id": ("a\r\nb",),
-    "suffix": ("b",),
-    "best_of": (3,),
-    "logprob_token_ids": ([3],),
-    "prompt_embeds": ("AAAA",),
-    "repetition_detection": ({"min_count": 3},),
-    "truncation_side": ("middle",),
-    "include_reasoning": (False,),
-    "use_beam_search": (True,),
-    "guided_regex": ("",),
-    "structured_outputs": ({"xml": "a"}, {}, {"regex": "a", "json": {}}, {"choice": []}),
-    "response_format": ({"type": "xml"},),
-    "prompt_logprobs": (21,),
-    "truncate_prompt_tokens": (0,),
-    "tools": ([{"type": "function"}],),
-    "thinking_token_budget": (5,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([""],),
-    "stop_token_ids": ([*range(129)], [2**61]),
-    "logit_bias": ({str(2**70): 1}, {"5": 101}),
-    "priority": (2**70,),
-    "presence_penalty": (3,),
-    "frequency_penalty": (-2.5,),
-    "repetition_penalty": (0.0,),
-}
-"""Values of a field, of which each is refused under its name."""
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        *(
-            ({"prompt": "a", name: value}, name)
-            for name, values in WRONG.items()
-            for value in values
-        ),
-        ({}, "prompt"),
-        ({"prompt": "a", "stop_token_ids": ["x"]}, "stop_token_ids[0]"),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 3}}, "kv_policy.windw"),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "window": 513}}, "kv_policy.window"),
-        (
-            {"prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}},
-            "guided_regex",
-        ),
-        ({"prompt": "a", "structured_outputs": {"json": {}}, "min_tokens": 1}, "min_tokens"),
-        ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"prompt": "a", "allowed_token_ids": [2**70]}, "allowed_token_ids[0]"),
-        ({"prompt": "a", "min_tokens": 2**70, "max_tokens": None}, "min_tokens"),
-    ],
-)
-def test_completion_fields(server: RunningServer, body: dict[str, Any], param: str) -> None:
-    message = check(
-        server.http.post(
-            "/v1/completions",
-            content=json.dumps(body),
-            headers={"Content-Type": "application/json"},
-        ),
-        400,
-        param,
-    )
-    assert param.partition("[")[0].rpartition(".")[2] in message or param == "kv_policy"
-    assert server.complete("next", max_tokens=1).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({}, "messages"),
-        ({"messages": [{"content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content",
-        ),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"echo": True}, "echo"),
-        ({"chat_template": "{{ x }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"refuse": True}}, "messages"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        (
-            {"add_generation_prompt": True, "continue_final_message": True},
-            "continue_final_message",
-        ),
-        ({"max_tokens": -1}, "max_tokens"),
-    ],
-)
-def test_chat_fields(server: RunningServer, body: dict[str, Any], param: str) -> None:
-    default = {} if body == {} else {"messages": [{"role": "user", "content": "a"}]}
-    check(server.post("/v1/chat/completions", **{**default, **body}), 400, param)
-    assert server.chat("next", max_tokens=1).status_code == 200
-
-
 def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
     for response in (server.complete("x" * 600), server.complete(["a", "x" * 600])):
         check(response, 400, "prompt", "context_length_exceeded")
@@ -212,21 +71,6 @@ def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
         server.openai().completions.create(model=MODEL, prompt="x" * 600)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "prompt"
-
-
-def test_an_unknown_model(server: RunningServer) -> None:
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": "a"},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
-        "/tokenize": {"prompt": "a"},
-        "/detokenize": {"tokens": [97]},
-    }
-    for path, body in bodies.items():
-        response = server.post(path, model="gpt-9", **body)
-        assert "gpt-9" in check(response, 404, "model", "model_not_found")
-    check(server.http.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
-    with pytest.raises(openai.NotFoundError):
-        server.openai().models.retrieve("gpt-9")
 
 
 @pytest.mark.parametrize(
@@ -370,61 +214,3 @@ def test_policies_of_requests_may_be_listed(start_server: StartServer) -> None:
         EngineConfig.from_flat(allow_request_policy="listed")
     with pytest.raises(ConfigError, match="unknown policy 'krra'"):
         check_request_policies(("krra",))
-
-
-class TestApiKeys:
-    # Pages show nothing of the server: they ask for the key, and then for the rest.
-    OPEN = ("/health", "/ping", "/version", "/", "/ui/app.js", "/docs", "/redoc")
-    GUARDED = (
-        *("/v1/models", "/v1/models/x", "/metrics", "/server_info", "/v1/kv/policies"),
-        *("/v1/kv/stats", "/v1/kv/events", "/openapi.json", "/nowhere", "/health/", "//health"),
-        *("/health_generate", "/load", "/tokenizer_info"),
-    )
-
-    @pytest.fixture
-    def keyed(self, start_server: StartServer) -> RunningServer:
-        return start_server(api_key=("first", "zweiter Schlüssel"), allowed_origins=("http://a",))
-
-    def test_guarded_and_open_routes(self, keyed: RunningServer) -> None:
-        for path in self.OPEN:
-            assert keyed.http.get(path).status_code == 200
-        for path in self.GUARDED:
-            response = keyed.http.get(keyed.url + path)  # httpx reads //health as a host
-            check(response, 401, None, "invalid_api_key")
-            assert response.headers["WWW-Authenticate"] == "Bearer"
-        for path in (
-            *("/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/detokenize"),
-            *("/v1/responses", "/abort_requests", "/reset_prefix_cache", "/flush_cache"),
-        ):
-            check(keyed.post(path, prompt="a"), 401)
-
-    def test_keys(self, keyed: RunningServer) -> None:
-        assert keyed.openai("first").models.list().data
-        with pytest.raises(openai.AuthenticationError):
-            keyed.openai("wrong").models.list()
-        for value in ("Basic first", "Bearer", "Bearer x", "first", "Bearer first x"):
-            check(keyed.http.get("/v1/models", headers={"Authorization": value}), 401)
-        umlaut = "Bearer zweiter Schlüssel".encode()
-        assert keyed.http.get("/v1/models", headers={b"Authorization": umlaut}).is_success
-
-    def test_a_preflight_needs_no_key(self, keyed: RunningServer) -> None:
-        headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
-        response = keyed.http.options("/v1/completions", headers=headers)
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == "http://a"
-        response = keyed.http.get("/v1/models", headers={"Origin": "http://a"})
-        assert response.status_code == 401
-        assert response.headers["access-control-allow-origin"] == "http://a"
-
-    def test_what_pages_may_do_can_be_narrowed(self, start_server: StartServer) -> None:
-        settings = {"allowed_methods": ("GET",), "allow_credentials": True}
-        server = start_server(allowed_origins=("http://a",), **settings)
-        headers = {"Origin": "http://a", "Access-Control-Request-Method": "POST"}
-        response = server.http.options("/v1/completions", headers=headers)
-        assert response.status_code == 400
-        assert response.headers["access-control-allow-credentials"] == "true"
-
-    def test_metrics_may_be_open(self, start_server: StartServer) -> None:
-        server = start_server(api_key=("k",), open_metrics=True)
-        assert server.http.get("/metrics").status_code == 200
-        check(server.http.get("/server_info"), 401)

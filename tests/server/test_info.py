@@ -1,15 +1,23 @@
-"""Routes about the server: health, models, tokenizer, metrics, KV cache, and the log line."""
+"""Routes about the server and for those who operate it: health, models, tokenizer, metrics, the KV
+cache, aborts; and that the dashboard and the alerts in ``deploy`` name series that there are."""
 
 from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.config import EngineConfig
+from kvserve.server.http import info_routes
 from kvserve.stats import CompactionCounts, EngineStats, RequestStats
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
-from tests.waiting import wait_until
+from tests.waiting import WAIT, wait_until
 
 STATS = EngineStats(
     num_running=2,
@@ -93,9 +101,6 @@ def test_tokenize_and_detokenize(server: RunningServer) -> None:
     messages = [{"role": "user", "content": "a"}]
     answer = server.post("/tokenize", messages=messages, add_generation_prompt=False).json()
     assert answer["count"] == len("<user>a")
-    response = server.post("/detokenize", tokens=[-1])
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tokens"
 
 
 def test_metrics_of_the_engine(start_server: StartServer) -> None:
@@ -242,3 +247,85 @@ def test_root_path(start_server: StartServer) -> None:
     assert server.http.get("/health").status_code == 200
     assert server.http.get("/llm/health").status_code == 200
     assert server.http.get("/llm/v1/models").status_code == 401
+
+
+def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server(FakeEngine())
+    assert server.http.get("/health_generate").json() == {"status": "ok"}
+    [(ids, params, _)] = server.engine.seen
+    assert (len(ids), params.max_tokens) == (1, 1)
+
+    async def hang(*args: Any, **kwargs: Any) -> Any:
+        import asyncio
+
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(info_routes, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(info_routes.Generation, "_settled", hang)
+    response = server.http.get("/health_generate")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_stuck"
+    wait_until(lambda: not server.state.generations)
+
+
+def test_load_and_abort(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+    with ThreadPoolExecutor(3) as clients:
+        one, two, three = (
+            clients.submit(server.complete, "HALF", request_id=name)
+            for name in ("one", "two", "three")
+        )
+        wait_until(lambda: server.http.get("/load").json()["server_load"] == 3)
+        assert server.http.get("/load").json()["num_requests_running"] == 3
+        aborted = server.post("/abort_requests", request_ids=["one", "cmpl-two", "nobody"]).json()
+        assert sorted(aborted["aborted"]) == ["cmpl-one", "cmpl-two"]
+        codes = {each.result(WAIT).json()["error"]["code"] for each in (one, two)}
+        assert codes == {"aborted"} and not three.done()
+        wait_until(lambda: len(server.engine.aborted) == 2)
+        server.post("/abort_requests", request_ids=["three"])
+
+
+def test_prefix_cache_and_tokenizer(server: RunningServer) -> None:
+    before = server.engine.resets
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        assert server.post(path).json() == {"status": "ok"}
+    assert server.engine.resets == before + 2
+    assert server.http.get("/tokenizer_info").json()["chat_template"] == "fake"
+
+
+def test_fingerprints(start_server: StartServer) -> None:
+    server = start_server(FakeEngine())
+
+    def fingerprint(**body: Any) -> str:
+        found: str = server.complete("a", max_tokens=1, **body).json()["system_fingerprint"]
+        return found
+
+    assert fingerprint() == fingerprint(kv_policy="none") == fingerprint(seed=3)
+    assert fingerprint() != fingerprint(kv_policy="kara")
+    assert fingerprint(kv_policy={"name": "kara", "window": 64}) != fingerprint(kv_policy="kara")
+    chunk = next(iter(server.openai().completions.create(model=MODEL, prompt="a", stream=True)))
+    assert chunk.system_fingerprint == fingerprint()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARDS = ROOT / "deploy" / "grafana" / "dashboards"
+SERIES = r"kvserve:\w+|http_requests_total|process_\w+"
+
+
+def test_every_series_exists(server: RunningServer) -> None:
+    server.complete("a", max_tokens=3)
+    text = server.http.get("/metrics").text
+    served = {re.split("[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
+    dashboard = json.loads((DASHBOARDS / "kvserve.json").read_text())
+    alerts = (ROOT / "deploy" / "helm" / "files" / "alerts.yaml").read_text()
+    assert len(found := set(re.findall(SERIES, alerts))) > 3 and found <= served
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 15
+    for panel in panels:
+        for target in panel["targets"]:
+            for name in re.findall(SERIES, target["expr"]):
+                assert name in served, (panel["title"], name)
+            # Of two servers one sees which is which, unless their sum is what is shown.
+            summed = "sum by" in target["expr"] and "by (instance)" not in target["expr"]
+            assert summed or "{{instance}}" in target["legendFormat"], panel["title"]
+            assert 'instance=~"$instance"' in target["expr"], panel["title"]

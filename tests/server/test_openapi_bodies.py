@@ -1,6 +1,8 @@
 """Every body that ``/openapi.json`` describes, or nearly does: 2xx, or a 4xx that names a field.
 
-Bodies are drawn from the document itself, so a field that is added is tested from then on.
+Bodies are drawn from the document itself, so a field that is added is tested from then on. Others,
+and bytes that are no HTTP, are made without it. The fake engine is quick: faults of reading have
+nothing to do with a model. `tests/server/corpus.jsonl` keeps what ever broke something.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.soak.fields import bodies as large
+from bench.soak.malformed import answer_to, malformed, raw
 from tests.server.conftest import MODEL, RunningServer, run_server
 from tests.server.fake_engine import FakeEngine
+from tests.thinning import slow
 
 # The same bodies each time; `make test-long` draws others.
 QUICK = settings(
@@ -78,6 +82,27 @@ def test_a_body_is_answered_or_its_field_named(
     judge(path, served, document, data)
 
 
+@pytest.mark.parametrize("seeds", [range(400), *slow(range(400, 20_000))], ids=str)
+def test_malformed_bodies(served: RunningServer, seeds: range) -> None:
+    """No 5xx, one shape of errors, no word of what is inside."""
+    for seed in seeds:
+        wrong = malformed(seed)
+        headers = {"Content-Type": wrong.content_type}
+        answer = served.http.post(wrong.path, content=wrong.body, headers=headers)
+        assert answer.status_code < 500, (seed, answer.text)
+        if not answer.is_success:
+            error = answer.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert not any(word in error["message"] for word in ("Traceback", "panick", ".rs:"))
+            assert answer.headers["X-Request-Id"]
+
+
+def test_bytes_that_are_no_http(served: RunningServer) -> None:
+    for seed in range(300):
+        assert not answer_to(served.url, raw(seed)).startswith("5"), raw(seed)
+    assert served.http.get("/health").status_code == 200
+
+
 def test_every_field_may_be_large(served: RunningServer, document: dict[str, Any]) -> None:
     """``python -m bench.soak.fields`` measures what each costs; here each is answered."""
     sent = list(large(document, 20_000))
@@ -91,28 +116,6 @@ def test_every_field_may_be_large(served: RunningServer, document: dict[str, Any
     for body in sent:
         answer = served.http.post(body.path, content=body.text, headers=headers)
         assert answer.status_code < 500, (body.path, body.field, body.fill, answer.text[:300])
-
-
-def test_a_limit_is_named_as_it_was_sent(served: RunningServer) -> None:
-    """Drawn now and then."""
-    answer = served.http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2**63})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_output_tokens"
-    assert answer.json()["error"]["message"].startswith("max_output_tokens must be")
-
-
-@pytest.mark.parametrize("prompt", [[-1], [[-1, 3]], [0x110000]])
-def test_a_token_that_is_not_there(served: RunningServer, prompt: Any) -> None:
-    """Drawn now and then: the fake engine has to refuse it as the real one does."""
-    answer = served.http.post("/v1/completions", json={"prompt": prompt})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
-
-
-def test_responses_name_their_own_fields(served: RunningServer) -> None:
-    """A refusal named the field of the chat request that was made of it."""
-    answer = served.http.post("/v1/responses", json={"input": "a", "text": {"format": {}}})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == "text"
-    assert error["message"].startswith("text.type must be") and "response_format" not in answer.text
 
 
 @pytest.mark.slow

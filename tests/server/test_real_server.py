@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -214,73 +213,26 @@ def test_a_client_that_leaves(server: Server, stream: bool) -> None:
     wait_until(server.idle)
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
-    [
-        ({"prompt": ""}, 400, "prompt", None),
-        ({"prompt": [3] * 100_000}, 400, "prompt", "context_length_exceeded"),
-        ({"prompt": "a", "max_tokens": 100_000}, 400, "max_tokens", "context_length_exceeded"),
-        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens", None),
-        ({"prompt": [10**6]}, 400, "prompt", None),
-        ({"prompt": [-1]}, 400, "prompt", None),
-        ({"prompt": "a", "model": "gpt-9"}, 404, "model", "model_not_found"),
-        ({"prompt": "a", "kv_policy": "krra"}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "windw": 9}}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"name": "kara", "window": -9}}, 400, "kv_policy", None),
-        ({"prompt": "a", "kv_policy": {"window": 9}}, 400, "kv_policy", None),
-        ({"prompt": "\ud800"}, 400, "None", "invalid_json"),
-    ],
-)
-def test_wrong_requests(
-    server: Server, body: dict[str, Any], status: int, param: str, code: str | None
-) -> None:
-    headers = {"Content-Type": "application/json"}
-    for stream in (False, True):
-        content = json.dumps({**body, "stream": stream})
-        response = server.http.post("/v1/completions", content=content, headers=headers)
-        assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert str(error["param"]).partition(".")[0] == param, error
-        assert error["code"] == code or code is None
-        assert server.complete(max_tokens=1).status_code == 200
-    wait_until(server.idle)
-
-
 def test_many_at_once(server: Server) -> None:
     """More requests than the batch holds: all of them finish, with the same answer."""
-    answers: list[str] = []
-
-    def ask() -> None:
-        body = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 4}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT).json()
-        answers.extend(choice["text"] for choice in answer["choices"])
-
-    threads = [threading.Thread(target=ask) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 80 and len(set(answers)) == 1
+    body = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "n": 4}
+    with ThreadPoolExecutor(20) as clients:
+        asked = [clients.submit(server.complete, **body) for _ in range(20)]
+    texts = [choice["text"] for each in asked for choice in each.result().json()["choices"]]
+    assert len(texts) == 80 and len(set(texts)) == 1
     wait_until(server.idle)
 
 
 @pytest.mark.slow
 def test_sigterm_drains() -> None:
     server = Server()
-    answers: list[httpx.Response] = []
-    body = {"prompt": "Hello", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    thread = threading.Thread(
-        target=lambda: answers.append(
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT)
-        )
-    )
-    thread.start()
-    wait_until(lambda: bool(server.stats()["requests"]))
-    server.process.send_signal(signal.SIGTERM)
-    thread.join()
-    assert '"finish_reason":"length"' in answers[0].text
-    assert answers[0].text.endswith("data: [DONE]\n\n")
-    assert server.process.wait(WAIT) == 0
+    with ThreadPoolExecutor(1) as client:
+        asked = client.submit(server.complete, max_tokens=300, ignore_eos=True, stream=True)
+        wait_until(lambda: bool(server.stats()["requests"]))
+        server.process.send_signal(signal.SIGTERM)
+    text = asked.result().text
+    assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
+    assert server.wait() == 0
     assert "Traceback" not in server.text
     server.stop()
 
@@ -327,3 +279,28 @@ def test_what_cannot_start(tmp_path: Path) -> None:
         *_, line, status = text.strip().splitlines()
         assert status == "1" and line.startswith("kvserve serve: error: "), text
         assert named in line and "--tokenizer" not in line, text
+
+
+def say(server: Server, prompt: list[int], **body: Any) -> tuple[list[int], dict[str, Any]]:
+    """All tokens so far, and the usage."""
+    settings = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = server.complete(prompt, **settings, **body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return [*prompt, *found["choices"][0]["token_ids"]], found["usage"]
+
+
+def test_a_second_turn_goes_on(server: Server) -> None:
+    said, first = say(server, list(range(10, 60)))
+    assert first["kv_cache_details"]["resumed_tokens"] == 0
+    told, second = say(server, [*said, *range(20, 40)])
+    details = second["kv_cache_details"]
+    # All but the newest token of the first answer, whose entry was never computed.
+    assert details["resumed_tokens"] == len(said) - 1
+    assert second["prompt_tokens_details"]["cached_tokens"] == len(said) - 1
+    assert details["compactions"] > first["kv_cache_details"]["compactions"] > 0
+    assert details["held_tokens"] < details["logical_tokens"] == len(told) - 1
+    stats = server.stats()["continuations"]
+    assert stats["count"] and stats["blocks"]
+    metrics = server.http.get("/metrics").text
+    assert "kvserve:kv_resumed_total" in metrics and "kvserve:kv_continuations" in metrics

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import MODEL, RunningServer, run_server
-from tests.server.fake_engine import FakeEngine
+from tests.server.conftest import MODEL, RunningServer
 
 ABSENT = object()
 VALUES: list[Any] = [
@@ -90,10 +89,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    options: Any = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-    yield from run_server(FakeEngine(max_model_len=2000), **options)
+@pytest.fixture
+def server(thinking: RunningServer) -> RunningServer:
+    return thinking
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

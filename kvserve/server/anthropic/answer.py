@@ -11,14 +11,14 @@ from pydantic_core import from_json
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
-from kvserve.server.openai.streaming import ChoiceWriter
+from kvserve.server.openai.streaming import ChoiceWriter, named_event
 from kvserve.server.parsers.json_text import read_json, write_json
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
 
 class MessageWriter(ChoiceWriter):
-    """Turns one request's outputs into events, and into the finished message (``body``).
+    """Turns one request's outputs into events, and into the finished message.
 
     ``most``: the tokens that the client allows; fewer may fit the context.
     """
@@ -36,7 +36,7 @@ class MessageWriter(ChoiceWriter):
             self._begun = True
             begun = self._message([], None, None, _usage(output, 0))
             events = [{"type": "message_start", "message": begun}]
-        return [_event(event) for event in (*events, *self.advance(output))]
+        return [named_event(event) for event in (*events, *self.advance(output))]
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         [choice] = outputs[0].outputs
@@ -44,13 +44,12 @@ class MessageWriter(ChoiceWriter):
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         counts = _usage(outputs[0], len(choice.token_ids))
         ended = {"type": "message_delta", "delta": delta, "usage": counts}
-        return _event(ended) + _event({"type": "message_stop"})
+        return named_event(ended) + named_event({"type": "message_stop"})
 
     def failure(self, exc: Exception) -> bytes:
-        return _event(as_api_error(exc).body(messages=True))
+        return named_event(as_api_error(exc).body(messages=True))
 
-    def body(self, output: RequestOutput) -> Json:
-        """The finished message."""
+    def _finished(self, output: RequestOutput) -> Json:
         [choice] = output.outputs
         blocks = [
             {**block, "input": _arguments(block["input"])} if block["type"] == "tool_use" else block
@@ -143,7 +142,3 @@ def _usage(output: RequestOutput, generated: int) -> Json:
         "cache_read_input_tokens": cached,
         "output_tokens": generated,
     }
-
-
-def _event(event: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), orjson.dumps(event))

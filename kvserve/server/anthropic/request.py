@@ -119,7 +119,9 @@ class MessagesRequest(BaseModel):
             schema = {"name": "answer", "schema": config.format.get("schema")}
             given["response_format"] = {"type": config.format.get("type"), "json_schema": schema}
         last = self.messages[-1] if self.messages else None
-        if last is not None and last.role == "assistant" and not _has(last, "tool_use"):
+        blocks = last.content if last is not None and isinstance(last.content, list) else ()
+        called = any(block.get("type") == "tool_use" for block in blocks)
+        if last is not None and last.role == "assistant" and not called:
             given |= {"continue_final_message": True, "add_generation_prompt": False}
         return parse_chat(given, OWN_NAMES)
 
@@ -165,11 +167,6 @@ def _tool_choice(choice: ToolChoice) -> Any:
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name or ""}}
     return "required" if choice.type == "any" else choice.type
-
-
-def _has(message: MessageParam, kind: str) -> bool:
-    blocks = message.content if isinstance(message.content, list) else ()
-    return any(block.get("type") == kind for block in blocks)
 
 
 def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:

@@ -105,7 +105,8 @@ def run(argv: Sequence[str]) -> int:
     name = "kvserve"
     try:
         name, rest = _split(words)
-        return _run(name, rest)
+        args = parser_of(name).parse(rest)
+        return importlib.import_module(COMMANDS[name].module).run(args) or 0
     except UsageError as exc:
         return _fail(name, exc, 2)
     except (ConfigError, RequestError, EngineDeadError) as exc:
@@ -136,11 +137,6 @@ def parser_of(name: str) -> Parser:
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
     parser.set_defaults(**COMMANDS[name].defaults)
     return parser
-
-
-def _run(name: str, rest: list[str]) -> int:
-    args = parser_of(name).parse(rest)
-    return importlib.import_module(COMMANDS[name].module).run(args) or 0
 
 
 def _help() -> str:

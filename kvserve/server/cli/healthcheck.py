@@ -6,12 +6,11 @@ flags, the environment or its file name.
 
 from __future__ import annotations
 
-import http.client
-import socket
-import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import httpx
 
 from kvserve.server.cli.serve import add_arguments
 from kvserve.server.settings.args import Parser, UsageError
@@ -29,15 +28,19 @@ def main(pid: str = "1") -> int:
     except UsageError as error:
         print(error)
         return 1
-    connection = _connect(settings)
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    scheme = "http" if settings.ssl_certfile is None or settings.uds is not None else "https"
+    url = httpx.URL(
+        scheme=scheme, host=host, port=settings.port, path=f"{settings.root_path}/health"
+    )
+    # The certificate is for the names that clients use, not for this address.
+    transport = httpx.HTTPTransport(uds=settings.uds, verify=False)
     try:
-        connection.request("GET", f"{settings.root_path}/health")
-        return int(connection.getresponse().status != 200)
-    except (OSError, http.client.HTTPException) as error:
+        with httpx.Client(transport=transport, timeout=_SECONDS) as client:
+            return int(client.get(url).status_code != 200)
+    except httpx.HTTPError as error:
         print(f"{settings.uds or settings.port}: {error}")
         return 1
-    finally:
-        connection.close()
 
 
 def settings_of(words: Sequence[str]) -> ServeSettings:
@@ -51,29 +54,6 @@ def settings_of(words: Sequence[str]) -> ServeSettings:
     parser = Parser(prog="kvserve serve")
     add_arguments(parser)
     return read_settings(parser.parse(flags))[1]
-
-
-def _connect(settings: ServeSettings) -> http.client.HTTPConnection:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    if settings.uds is not None:
-        return _UnixConnection(settings.uds)
-    if settings.ssl_certfile is None:
-        return http.client.HTTPConnection(host, settings.port, timeout=_SECONDS)
-    # The certificate is for the names that clients use, not for this address.
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return http.client.HTTPSConnection(host, settings.port, timeout=_SECONDS, context=context)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=_SECONDS)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(_SECONDS)
-        self.sock.connect(self._path)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import kvserve
-from kvserve.server.http import anthropic_routes, info_routes, openai_routes
+from kvserve.server.http import answer_routes, info_routes
 from kvserve.server.http.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     MetricsMiddleware,
+    OriginMiddleware,
     RequestIdMiddleware,
     TurnstileMiddleware,
 )
-from kvserve.server.http.origins import OriginMiddleware
 from kvserve.server.http.schemas import ERRORS
 from kvserve.server.state.api_keys import ApiKeys
 from kvserve.server.state.errors import install_handlers
@@ -37,8 +37,8 @@ def create_app(state: ServerState) -> FastAPI:
     )
     app.root_path = settings.root_path
     app.state.server = state
-    app.include_router(openai_routes.router)
-    app.include_router(anthropic_routes.router)
+    app.include_router(answer_routes.router)
+    app.include_router(answer_routes.anthropic)
     app.include_router(info_routes.router)
     app.include_router(info_routes.operations)
     app.include_router(ui_routes.make_router(state))

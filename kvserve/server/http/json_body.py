@@ -21,8 +21,8 @@ from pydantic import BaseModel
 
 from kvserve.server.openai.fields import check_size
 from kvserve.server.openai.protocol import parse
+from kvserve.server.state.api_keys import client_of
 from kvserve.server.state.beside import CLIENT, LARGE, beside
-from kvserve.server.state.clients import client_of
 from kvserve.server.state.errors import ApiError
 from kvserve.server.state.server_state import ServerState
 

@@ -28,11 +28,11 @@ _PROMPT_END = 16
 
 @dataclass(frozen=True)
 class ChatPlan:
-    """``parser`` makes a parser for each choice, or ``None`` if the whole text is the content."""
+    """``parser`` makes a parser for each choice."""
 
     prompt: list[int]
     params: SamplingParams
-    parser: Callable[[], DeltaParser | None]
+    parser: Callable[[], DeltaParser]
     count: Callable[[CompletionOutput], int]
     """Tokens of a choice that are reasoning."""
     token_bytes: TokenBytes
@@ -65,11 +65,9 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
     more["structured_outputs"] = await beside(lambda: _structured(state, body))
     params = body.sampling_params(state.default_sampling, client=CLIENT.get(), **more)
 
-    def parser() -> DeltaParser | None:
+    def parser() -> DeltaParser:
         made = _parser(state, body, inside)
-        return (
-            made if made is None or body.include_reasoning is not False else WithoutReasoning(made)
-        )
+        return WithoutReasoning(made) if body.include_reasoning is False else made
 
     def count(choice: CompletionOutput) -> int:
         if form.harmony:
@@ -110,9 +108,7 @@ def _structured(state: ServerState, body: ChatCompletionRequest) -> StructuredOu
     return answer_or_calls(form, answer, functions, parallel=parallel)
 
 
-def _parser(
-    state: ServerState, body: ChatCompletionRequest, inside: bool | None
-) -> DeltaParser | None:
+def _parser(state: ServerState, body: ChatCompletionRequest, inside: bool | None) -> DeltaParser:
     form = state.chat
     tools = {function["name"]: function.get("parameters") or {} for function in body.functions}
     tools = tools if body.calls_tools else {}
@@ -120,7 +116,7 @@ def _parser(
         return HarmonyParser(tools)
     split = None if form.reasoning is None else ReasoningSplit(inside)
     if not tools:
-        return None if split is None else MessageParser(split, None)
+        return MessageParser(split, None)
     if isinstance(body.tool_choice, NamedTool):
         return MessageParser(split, NamedCall(body.tool_choice.function.name))
     parallel = body.parallel_tool_calls is not False

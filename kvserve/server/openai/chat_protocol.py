@@ -16,6 +16,12 @@ from kvserve.server.openai.protocol import GenerationRequest, parse
 from kvserve.server.openai.structured import GUIDED
 
 
+def _given(model: BaseModel, **changes: Any) -> dict[str, Any]:
+    """What was given of a model's fields, and further ones, with ``changes``."""
+    fields = {**model.__dict__, **(model.model_extra or {}), **changes}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 class FunctionCall(BaseModel):
     """``arguments`` are JSON text; some clients send the object itself."""
 
@@ -54,8 +60,7 @@ class Function(BaseModel):
         return self
 
     def fields(self) -> dict[str, Any]:
-        given = {**self.__dict__, **(self.model_extra or {})}
-        return {name: value for name, value in given.items() if value is not None}
+        return _given(self)
 
 
 class Tool(BaseModel):
@@ -87,14 +92,10 @@ class ChatMessage(BaseModel):
 
     def fields(self) -> dict[str, Any]:
         """What was given; the chat template gets it in the form that it wants."""
-        calls = None if self.tool_calls is None else [_call(call) for call in self.tool_calls]
-        given = {**self.__dict__, **(self.model_extra or {}), "tool_calls": calls}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    given = {**call.__dict__, **(call.model_extra or {}), "function": dict(call.function.__dict__)}
-    return {name: value for name, value in given.items() if value is not None}
+        if self.tool_calls is None:
+            return _given(self)
+        calls = [_given(call, function=dict(call.function.__dict__)) for call in self.tool_calls]
+        return _given(self, tool_calls=calls)
 
 
 class ChatPrompt(BaseModel):
@@ -132,13 +133,9 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     include_reasoning: bool | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatCompletionRequest:
+    def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> ChatCompletionRequest:
         names = [tool.function.name for tool in self.tools or ()]
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:

@@ -6,7 +6,7 @@ the memory, and the event loop would wait for one long call of the encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -36,20 +36,24 @@ class _Columns(NamedTuple):
 
 @dataclass
 class Echo:
-    """A prompt that stands before its completions; ``first`` is the text of its first token."""
+    """A prompt that stands before its completions."""
 
+    tokenizer: Tokenizer
     text: str
-    first: str = ""
+    as_ids: bool
     columns: list[bytes] = field(default_factory=list)
     """The prompt's part of each list of ``_Columns``, as JSON without brackets."""
-    as_ids: bool = False
 
-    def encode(self, prompt: RequestOutput, top: int, tokenizer: Tokenizer) -> None:
+    def encode(self, prompt: RequestOutput, top: int) -> None:
         """Encode the prompt's logprobs, once for all choices; the first token has none."""
         if prompt.prompt_logprobs is None or self.columns:
             return
-        offsets = self._offsets(prompt.prompt_token_ids, tokenizer)
-        first = _as_id(prompt.prompt_token_ids[0]) if self.as_ids else self.first
+        # Where each token begins in the text, which may lack the special tokens before it.
+        ends = self.tokenizer.offsets(prompt.prompt_token_ids)
+        missing = ends[-1] - len(self.text)
+        offsets = iter([max(end - missing, 0) for end in ends[:-1]])
+        token = prompt.prompt_token_ids[0]
+        first = _as_id(token) if self.as_ids else self.tokenizer.token_text(token)
         start = _Columns([first], [None], [None], [next(offsets)])
         encoded = [[_inner(column)] for column in start]
         entries = (entry or {} for entry in islice(prompt.prompt_logprobs, 1, None))
@@ -58,12 +62,6 @@ class Echo:
             for parts, column in zip(encoded, _columns(some, top, self.as_ids), strict=True):
                 parts.append(_inner(column))
         self.columns = [b",".join(parts) for parts in encoded]
-
-    def _offsets(self, token_ids: Sequence[int], tokenizer: Tokenizer) -> Iterator[int]:
-        """Where each token begins in the text, which may lack the special tokens before it."""
-        ends = tokenizer.offsets(token_ids)
-        missing = ends[-1] - len(self.text)
-        return iter([max(end - missing, 0) for end in ends[:-1]])
 
 
 def leave_prompt_only(output: RequestOutput) -> None:

@@ -97,7 +97,16 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     """Token ids of the conversation under the chat template."""
     tokenizer = state.require_tokenizer("messages")
-    check_messages(state, request)
+    context, size = state.engine.info.max_model_len, len(request.messages)
+    if size > context:
+        raise RequestError(
+            f"messages: {size} messages do not fit this model's context of {context} tokens",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    characters = sum(len(message.content) for message in request.messages)
+    whole = getattr(request, "truncate_prompt_tokens", None) is not None
+    check_characters(state, characters, "messages", whole=whole)
     if request.chat_template is not None and not state.settings.trust_request_chat_template:
         raise RequestError(
             "chat_template: this server accepts none from requests (start it with "
@@ -124,16 +133,12 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         check_characters(state, len(text), "messages", whole=whole)
         return _encode_text(state, text, special=False, whole=whole, param="messages")
 
-    whole = getattr(request, "truncate_prompt_tokens", None) is not None
     own = request.chat_template_kwargs or request.tools or request.chat_template
-    plain = not (own or LARGE.get())
-    short = sum(len(message.content) for message in request.messages) <= _INLINE
     calls = any(message.tool_calls or message.model_extra for message in request.messages)
+    plain = not (own or calls or LARGE.get())
     try:
-        if plain and short and not calls and len(request.messages) <= _FEW:
-            ids = apply()
-        else:
-            ids = await in_thread(apply)
+        quick = plain and characters <= _INLINE and size <= _FEW
+        ids = apply() if quick else await in_thread(apply)
     except RequestError:
         raise
     except Exception as exc:  # templates may raise anything: jinja errors, ValueError, TypeError
@@ -141,21 +146,6 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
             f"messages: the chat template refuses them: {exc}", param="messages"
         ) from exc
     return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
-
-
-def check_messages(state: ServerState, request: ChatPrompt) -> None:
-    """Refuse a conversation that cannot fit, before a template runs over it."""
-    context = state.engine.info.max_model_len
-    if len(request.messages) > context:
-        raise RequestError(
-            f"messages: {len(request.messages)} messages do not fit this model's context of "
-            f"{context} tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    count = sum(len(message.content) for message in request.messages)
-    cut = getattr(request, "truncate_prompt_tokens", None) is not None
-    check_characters(state, count, "messages", whole=cut)
 
 
 def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:

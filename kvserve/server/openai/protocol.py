@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvserve import absent
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError, log_once
 from kvserve.sampling_params import SamplingParams, StructuredOutput, refused
 from kvserve.server.openai.fields import (
     DistinctIds,
@@ -40,15 +40,6 @@ IGNORED = frozenset(
 )
 """Fields that do not change the output."""
 
-_SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "seed", "logit_bias"),
-    *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
-    *("prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "priority", "kv_trace", "cache_salt", "kv_resume"),
-    "speculation",
-)
-
-_logged: set[str] = set()
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -157,15 +148,12 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
         """The request over the model's ``defaults``; a ``RequestError`` names the wrong field."""
-        given = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        known = GenerationRequest.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+        given = {name: value for name in known if (value := getattr(self, name)) is not None}
         given |= {
-            "stop": self.stop,
             "max_tokens": self.token_limit(),
             "logprobs": self.num_logprobs(),
             "structured_outputs": self.answer_form,
-            "kv_policy": self.kv_policy,
         }
         try:
             return SamplingParams(**{**defaults, **given, **more})
@@ -217,12 +205,6 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: TokenIds
-
-
-def log_once(message: str) -> None:
-    if message not in _logged and len(_logged) < 1000:
-        _logged.add(message)
-        logger.warning("%s", message)
 
 
 def parse(kind: type[_Model], body: dict[str, Any]) -> _Model:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
 from kvserve.outputs import RequestOutput
 from kvserve.server.openai.chat import ChatPlan
 from kvserve.server.openai.responses import usage
-from kvserve.server.openai.streaming import ChoiceWriter
+from kvserve.server.openai.responses_protocol import ResponsesRequest
+from kvserve.server.openai.streaming import ChoiceWriter, named_event
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
@@ -21,9 +22,33 @@ _ITEM_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class ResponseWriter(ChoiceWriter):
     """Its items are reasoning, message and calls, in the order in which they came."""
 
-    def __init__(self, head: Json, plan: ChatPlan) -> None:
+    def __init__(
+        self, request: ResponsesRequest, response_id: str, model: str, plan: ChatPlan
+    ) -> None:
         super().__init__(plan)
-        self._head = head
+        reasoning, text = request.reasoning, request.text
+        self._head: Json = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": (text and text.format) or {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+        }
+        """What every state of a response has, most of it copied from its request."""
         self._output: list[Json] = []
         self._open: str | None = None
         self._sequence = 0
@@ -36,7 +61,7 @@ class ResponseWriter(ChoiceWriter):
         return events + [self._event(event) for event in self.advance(output)]
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        body = self.body(outputs[0])
+        body = self._finished(outputs[0])
         return self._event({"type": f"response.{body['status']}", "response": body})
 
     def failure(self, exc: Exception) -> bytes:
@@ -47,8 +72,7 @@ class ResponseWriter(ChoiceWriter):
         }
         return self._event({"type": "response.failed", "response": failed})
 
-    def body(self, output: RequestOutput) -> Json:
-        """The finished response."""
+    def _finished(self, output: RequestOutput) -> Json:
         cut = output.outputs[0].finish_reason == "length"
         body = self._body("incomplete" if cut else "completed")
         if cut:
@@ -72,7 +96,7 @@ class ResponseWriter(ChoiceWriter):
     def _event(self, event: Json) -> bytes:
         event["sequence_number"] = self._sequence
         self._sequence += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event))
+        return named_event(event)
 
     # ---- items ----------------------------------------------------------------------------------
 
@@ -150,28 +174,3 @@ class ResponseWriter(ChoiceWriter):
 
     def _where(self) -> Json:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-
-
-def response_head(request: Any, response_id: str, created: int, model: str) -> Json:
-    """Fields that every state of a response has, most of them copied from its request."""
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": created,
-        "model": model,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": {},
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
-        "store": False,
-        "temperature": request.temperature,
-        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
-        "top_p": request.top_p,
-        "truncation": "disabled",
-    }

@@ -1,4 +1,4 @@
-"""What clients get back, as plain dictionaries for speed: a stream builds one per token."""
+"""JSON answers, and the counts in them, as plain dictionaries for speed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
-from kvserve.server.openai.logprobs import Echo, completion_logprobs
+from kvserve.outputs import KVCacheDetails, RequestOutput
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.stats import STATS, EngineStats
 
@@ -47,57 +46,6 @@ def _summed(details: Sequence[KVCacheDetails]) -> Json:
             if name != "policy":
                 first[name] += value
     return first
-
-
-# ---- whole answers ----------------------------------------------------------------------------
-
-
-def completion(head: Json, outputs: Sequence[RequestOutput], choices: list[Json]) -> Json:
-    return {**head, "object": "text_completion", "choices": choices, "usage": usage(outputs)}
-
-
-def completion_choice(
-    index: int, choice: CompletionOutput, top: int, echo: Echo | None, as_ids: bool
-) -> Json:
-    return {
-        "index": index,
-        "text": ("" if echo is None else echo.text) + choice.text,
-        "logprobs": completion_logprobs(choice, top, echo=echo, as_ids=as_ids),
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
-
-
-def chat_completion(
-    head: Json, output: RequestOutput, choices: list[Json], reasoning_tokens: int
-) -> Json:
-    counts = usage([output], reasoning_tokens)
-    return {**head, "object": "chat.completion", "choices": choices, "usage": counts}
-
-
-def chat_choice(
-    choice: CompletionOutput, logprobs: Json | None, message: Json, reason: str | None
-) -> Json:
-    return {
-        "index": choice.index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": choice.stop_reason,
-    }
-
-
-def model_card(name: str, root: str, created: int, max_model_len: int) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "kvserve",
-        "root": root,
-        "parent": None,
-        "max_model_len": max_model_len,
-        "permission": [],
-    }
 
 
 def kv_stats(stats: EngineStats, *, for_page: bool = False) -> Json:

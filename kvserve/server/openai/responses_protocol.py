@@ -113,18 +113,29 @@ class ResponsesRequest(BaseModel):
                 why = "log-probabilities go with /v1/chat/completions"
                 raise refused(absent.refusal(name, why), name)
         extra = {name: value for name, value in extra.items() if name not in IGNORED}
+        tools = [
+            {"type": "function", "function": t.model_dump(exclude_none=True, exclude={"type"})}
+            for t in self.tools or ()
+            if t.type == "function"
+        ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        form = self.text.format if self.text is not None else None
+        if form is not None and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
         given = {
             **extra,
             "model": self.model,
             "messages": self._messages(),
-            "tools": [_chat_tool(t) for t in self.tools or () if t.type == "function"] or None,
-            "tool_choice": self._tool_choice(),
+            "tools": tools or None,
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "response_format": self._response_format(),
+            "response_format": form,
             "stream": self.stream,
         }
         return parse_chat(given, OWN_NAMES)
@@ -172,22 +183,6 @@ class ResponsesRequest(BaseModel):
             if thought and messages and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning"], thought = thought, None
         return messages
-
-    def _tool_choice(self) -> Any:
-        if isinstance(self.tool_choice, dict):
-            return {"type": "function", "function": {"name": self.tool_choice.get("name")}}
-        return self.tool_choice
-
-    def _response_format(self) -> dict[str, Any] | None:
-        form = self.text.format if self.text is not None else None
-        if form is None or form.get("type") != "json_schema":
-            return form
-        return {"type": "json_schema", "json_schema": form}
-
-
-def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
-    function = tool.model_dump(exclude_none=True, exclude={"type"})
-    return {"type": "function", "function": function}
 
 
 def _unread(item: Mapping[str, Any]) -> list[str]:

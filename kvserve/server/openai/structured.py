@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvserve.json_schema import COMPACT, schema_text, within
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError, log_once
 from kvserve.sampling_params import COMPOSED, MAX_GRAMMAR, StructuredOutput
 from kvserve.server.parsers.chat_format import CallWriting, ChatFormat
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 """vLLM's older names for the kinds of ``structured_outputs``."""
-
-_warned: set[str] = set()
 
 
 def structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None:
@@ -27,8 +25,8 @@ def structured_output(fields: Mapping[str, Any]) -> StructuredOutput | None:
         wanted.append(StructuredOutput.parse(fields["structured_outputs"]))
     for name in GUIDED:
         if fields.get(name) is not None:
-            _warn_once(name)
             kind = name.removeprefix("guided_")
+            log_once(f"{name} is an old name; send structured_outputs: {{{kind!r}: ...}}")
             wanted.append(StructuredOutput.parse({kind: fields[name]}, name))
     found = [one for one in wanted if one is not None]
     if len(found) > 1:
@@ -54,13 +52,6 @@ def _response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     if not isinstance(schema, dict):
         raise RequestError("response_format.json_schema.schema must be an object", param=name)
     return StructuredOutput.parse({"json": schema}, name)
-
-
-def _warn_once(name: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        kind = name.removeprefix("guided_")
-        logger.warning("%s is an old name; send structured_outputs: {%r: ...}", name, kind)
 
 
 # ---- tools ------------------------------------------------------------------------------------

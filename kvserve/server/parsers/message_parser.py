@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvserve.outputs import CompletionOutput
 from kvserve.server.parsers.chat_format import DeltaParser
 from kvserve.server.parsers.reasoning import ReasoningSplit
 from kvserve.server.parsers.tool_parsers import Json, ToolSplit, call_delta, new_call
@@ -62,16 +61,7 @@ class WithoutReasoning:
         return [delta for delta in self._parser.push(text, final) if "reasoning" not in delta]
 
 
-def read_message(choice: CompletionOutput, parser: DeltaParser | None) -> tuple[Json, str | None]:
-    """The message of a finished choice, and why it finished."""
-    if parser is None:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return message, choice.finish_reason
-    deltas = parser.push(choice.text, True)
-    return _folded(deltas), parser.finish_reason(choice.finish_reason)
-
-
-def _folded(deltas: Sequence[Json]) -> Json:
+def folded(deltas: Sequence[Json]) -> Json:
     """The message that the deltas add up to."""
     message: Json = {"role": "assistant", "content": None, "refusal": None}
     calls: list[Json] = []

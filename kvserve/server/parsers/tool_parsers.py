@@ -256,16 +256,11 @@ class ToolSplit:
                 return False
             yield None
 
-    def _function(self, at: int) -> _Found:
-        """``<function=name>`` around ``<parameter=key>`` elements."""
-        return (yield from self._element(at, _FUNCTION, "</function>", _PARAMETER))
-
-    def _keys(self, at: int) -> _Found:
-        """A name before ``<arg_key>`` and ``<arg_value>`` elements."""
-        return (yield from self._element(at, _KEYED, "</tool_call>", _PAIR))
-
     def _element(self, at: int, head: re.Pattern[str], close: str, pair: re.Pattern[str]) -> _Found:
-        """A call in XML, all of it at once: its arguments must become JSON."""
+        """A call in XML, all of it at once: its arguments must become JSON.
+
+        ``<function=name>`` around ``<parameter=key>``, or a name before ``<arg_key>``.
+        """
         seen, found = at, None
         while True:
             text = self._text
@@ -343,8 +338,8 @@ class ToolSplit:
 _READERS: dict[str, Callable[[ToolSplit, int], _Found]] = {
     "object": ToolSplit._object,
     "named": ToolSplit._name_first,
-    "function": ToolSplit._function,
-    "keys": ToolSplit._keys,
+    "function": lambda self, at: self._element(at, _FUNCTION, "</function>", _PARAMETER),
+    "keys": lambda self, at: self._element(at, _KEYED, "</tool_call>", _PAIR),
     "python": ToolSplit._python,
 }
 

@@ -6,11 +6,16 @@ Also adds up the statistics of several engines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
-from kvserve.outputs import CompletionOutput, RequestOutput
+from kvserve.outputs import RequestOutput
 from kvserve.stats import EngineStats
+
+_OF_REQUEST = ("prompt_logprobs", "compactions")
+_OF_CHOICE = ("text", "token_ids", "logprobs", "text_offsets", "kv_trace")
+"""What grows from one output to the next."""
 
 
 class OutputWriter:
@@ -18,41 +23,26 @@ class OutputWriter:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._tokens: dict[int, int] = {}
-        self._chars: dict[int, int] = {}
-        self._traced: dict[int, int] = {}
-        self._prompt_logprobs = 0
-        self._compactions = 0
+        self._sent = Counter[tuple[int, str]]()
+        """How much has been sent of what grows, by the choice (-1: the request) and name."""
 
     def cut(self, output: RequestOutput) -> RequestOutput:
         """What came since the last piece, without the prompt."""
-        scored = output.prompt_logprobs
-        piece = replace(
-            output,
-            prompt=None,
-            prompt_token_ids=[],
-            outputs=[self._tail(choice) for choice in output.outputs],
-            prompt_logprobs=None if scored is None else scored[self._prompt_logprobs :],
-            compactions=output.compactions[self._compactions :],
-            engine=self._engine,
-        )
-        self._prompt_logprobs = len(scored or ())
-        self._compactions = len(output.compactions)
-        return piece
+        choices = [
+            replace(choice, **self._new(choice, _OF_CHOICE, choice.index))
+            for choice in output.outputs
+        ]
+        new = self._new(output, _OF_REQUEST, -1)
+        about: dict[str, Any] = {"prompt": None, "prompt_token_ids": [], "engine": self._engine}
+        return replace(output, outputs=choices, **about, **new)
 
-    def _tail(self, choice: CompletionOutput) -> CompletionOutput:
-        i = choice.index
-        tokens, chars = self._tokens.get(i, 0), self._chars.get(i, 0)
-        self._tokens[i], self._chars[i] = len(choice.token_ids), len(choice.text)
-        traced, self._traced[i] = self._traced.get(i, 0), len(choice.kv_trace or ())
-        return replace(
-            choice,
-            text=choice.text[chars:],
-            token_ids=choice.token_ids[tokens:],
-            logprobs=None if choice.logprobs is None else choice.logprobs[tokens:],
-            text_offsets=None if choice.text_offsets is None else choice.text_offsets[tokens:],
-            kv_trace=None if choice.kv_trace is None else choice.kv_trace[traced:],
-        )
+    def _new(self, grown: Any, names: Sequence[str], index: int) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            if (value := getattr(grown, name)) is not None:
+                found[name] = value[self._sent[index, name] :]
+                self._sent[index, name] = len(value)
+        return found
 
 
 class OutputReader:
@@ -66,24 +56,18 @@ class OutputReader:
         whole, self._output = self._output, piece
         piece.prompt_token_ids = self._prompt
         if whole is not None:
-            piece.compactions = whole.compactions + piece.compactions
-            if whole.prompt_logprobs is not None and piece.prompt_logprobs is not None:
-                piece.prompt_logprobs = [*whole.prompt_logprobs, *piece.prompt_logprobs]
+            _prepend(whole, piece, _OF_REQUEST)
             for before, choice in zip(whole.outputs, piece.outputs, strict=True):
-                _prepend(before, choice)
+                _prepend(before, choice, _OF_CHOICE)
         return piece
 
 
-def _prepend(before: CompletionOutput, choice: CompletionOutput) -> None:
-    """Extend lists in place: a long answer comes in thousands of pieces."""
-    before.token_ids += choice.token_ids
-    choice.token_ids = before.token_ids
-    choice.text = before.text + choice.text
-    for name in ("logprobs", "text_offsets", "kv_trace"):
-        known, more = getattr(before, name), getattr(choice, name)
+def _prepend(before: Any, piece: Any, names: Sequence[str]) -> None:
+    for name in names:
+        known, more = getattr(before, name), getattr(piece, name)
         if known is not None and more is not None:
-            known += more
-            setattr(choice, name, known)
+            known += more  # extends a list in place: a long answer comes in thousands of pieces
+            setattr(piece, name, known)
 
 
 def held_tokens(output: RequestOutput) -> int:

@@ -60,7 +60,7 @@ class ReplicatedEngine:
         """Serve asks each replica for its health, and replaces one that does not answer."""
         self.stats_by_engine: Mapping[str, EngineStats] = {}
         self._router = HeldTokenRouter()
-        self._handle: DeploymentHandle | None = None
+        self._handle: DeploymentHandle
         self._info: EngineInfo | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._reset: asyncio.Task[None] | None = None
@@ -102,7 +102,7 @@ class ReplicatedEngine:
         reader = OutputReader(token_ids)
         self._router.add(request_id, token_ids)
         ticket = Ticket(request_id, token_ids, params, self._router)
-        pieces = self._connected.options(stream=True).generate.remote(ticket)
+        pieces = self._handle.options(stream=True).generate.remote(ticket)
         try:
             async for piece in pieces:
                 output = reader.join(piece)
@@ -128,19 +128,13 @@ class ReplicatedEngine:
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache of every replica. Later requests wait until that is done."""
         self._router.forget_prefixes()
-        done = self._connected.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
+        done = self._handle.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
         self._reset = asyncio.ensure_future(done)
 
     async def shutdown(self) -> None:
         for task in (self._watcher, self._reset):
             if task is not None:
                 task.cancel()
-
-    @property
-    def _connected(self) -> DeploymentHandle:
-        if self._handle is None:
-            raise RuntimeError("no replica has been connected")
-        return self._handle
 
     async def _watch(self) -> None:
         while True:
@@ -151,7 +145,7 @@ class ReplicatedEngine:
                 logger.warning("no statistics: %s", _first_line(error))
 
     async def _read_stats(self) -> None:
-        answers = await self._connected.broadcast("stats").results_async(return_exceptions=True)
+        answers = await self._handle.broadcast("stats").results_async(return_exceptions=True)
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         self.stats_by_engine = dict(sorted(told))
 

@@ -1,12 +1,16 @@
-"""The keys that clients must send: of ``--api-key``, and of a file that is read as it changes."""
+"""Who sends a request: clients take turns. The keys that they must send are of ``--api-key``, and
+of a file that is read as it changes."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+
+from starlette.requests import Request
 
 from kvserve.log import ConfigError, logger
 
@@ -77,3 +81,27 @@ class ApiKeys:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+_NETWORK_BITS = 64
+"""Of an IPv6 address: a client has all addresses of its network."""
+
+
+def client_of(request: Request) -> str:
+    """The same text for requests of one client: its API key's number, else its address.
+
+    A header that nobody checks is not believed.
+    """
+    key: int | None = request.scope.get("state", {}).get("api_key")
+    if key is not None:
+        return f"key {key}"
+    host = "" if request.client is None else request.client.host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), _NETWORK_BITS), strict=False))

@@ -90,7 +90,13 @@ def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):
-        return _refusal(exc)
+        # The client can fix most: some codes mean that the request is not at fault.
+        if exc.code == "out_of_memory":
+            return unavailable(str(exc), exc.code)
+        if exc.code in ("too_many_policies", "too_many_traces"):
+            return too_many(str(exc), exc.code, exc.param)
+        status = 500 if exc.code == "internal_error" else 400
+        return ApiError(status, str(exc), param=exc.param, code=exc.code or "invalid_value")
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())
     if isinstance(exc, ClientDisconnect):  # only the access log shows it
@@ -101,16 +107,6 @@ def as_api_error(exc: Exception, request_id: str | None = None) -> ApiError:
     logger.error("unexpected error while serving a request%s", name, exc_info=exc)
     message = f"internal error; the server's log has the details{name}"
     return ApiError(500, message, code="internal_error")
-
-
-def _refusal(exc: RequestError) -> ApiError:
-    """400 for most: the client can fix them. Some codes mean that the request is not at fault."""
-    if exc.code == "out_of_memory":
-        return unavailable(str(exc), exc.code)
-    if exc.code in ("too_many_policies", "too_many_traces"):
-        return too_many(str(exc), exc.code, exc.param)
-    status = 500 if exc.code == "internal_error" else 400
-    return ApiError(status, str(exc), param=exc.param, code=exc.code or "invalid_value")
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -198,7 +194,9 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == "int_parsing_size":
         first = {**first, "msg": "Input should be an integer of at most 64 bits"}
     what = re.sub("^Input should be", "must be", str(first["msg"]))
-    message = f"{param} {what}, got {_shortened(first['input'])}"
+    given = shown(first["input"])
+    given = given if len(given) <= 80 else f"{given[:77]}..."
+    message = f"{param} {what}, got {given}"
     return ApiError(400, message, param=param, code="invalid_value")
 
 
@@ -213,8 +211,3 @@ def _param(loc: Sequence[str | int]) -> str | None:
         else:
             break
     return path.removeprefix(".") or None
-
-
-def _shortened(value: Any) -> str:
-    text = shown(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

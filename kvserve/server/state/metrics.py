@@ -10,8 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from operator import attrgetter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client import Counter as CounterMetric
@@ -60,6 +59,7 @@ Phase = Literal["loading", "ready", "draining", "dead"]
 Engines = Mapping[str, EngineStats]
 Read = Callable[[EngineStats], float]
 Counts = Mapping[tuple[str, ...], float]
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -171,8 +171,9 @@ class Metrics:
         """The series that fields of ``EngineStats`` declare, those of vLLM's or the others."""
         for name, stat in STATS.items():
             if stat.metric and stat.vllm == vllm:
-                make = self._counter if stat.counts else self._gauge
-                yield make(engines, stat.metric, stat.help, attrgetter(name))
+                kind: Kind = CounterMetricFamily if stat.counts else GaugeMetricFamily
+                counts: Counts = {(e,): getattr(stats, name) for e, stats in engines.items()}
+                yield self._family(kind, stat.metric, stat.help, counts)
 
     def _scheduler_families(self, engines: Engines) -> Iterator[Metric]:
         yield from self._declared(engines, vllm=True)
@@ -183,27 +184,25 @@ class Metrics:
             ("hits", "Prompt tokens found in the prefix cache"),
         ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
-            yield self._counter_by(f"prefix_cache_{key}", help, (), found)
+            yield self._family(CounterMetricFamily, f"prefix_cache_{key}", help, found)
         yield self._iterations(engines)
         yield self._cache_info(engines)
 
     def _cache_info(self, engines: Engines) -> Metric:
-        info = {
-            "block_size": self._config.cache.block_size or "auto",
+        cache, compression = self._config.cache, self._config.compression
+        info: dict[str, Any] = {
+            "block_size": cache.block_size or "auto",
             "num_gpu_blocks": 0,
-            "cache_dtype": self._config.cache.kv_cache_dtype,
-            "policy": self._config.compression.policy,
-            "policy_args": json.dumps(dict(self._config.compression.policy_args)),
+            "cache_dtype": cache.kv_cache_dtype,
+            "policy": compression.policy,
+            "policy_args": json.dumps(dict(compression.policy_args)),
         }
-        family = GaugeMetricFamily(
-            "kvserve:cache_config_info",
-            "Always 1; the labels are settings",
-            labels=(*_LABELS, *info),
-        )
-        for engine, stats in engines.items():
-            info["num_gpu_blocks"] = stats.blocks_total
-            family.add_metric([self._model, engine, *map(str, info.values())], 1)
-        return family
+        counts: Counts = {
+            (engine, *map(str, {**info, "num_gpu_blocks": stats.blocks_total}.values())): 1
+            for engine, stats in engines.items()
+        }
+        help = "Always 1; the labels are settings"
+        return self._family(GaugeMetricFamily, "cache_config_info", help, counts, *info)
 
     def _iterations(self, engines: Engines) -> Metric:
         family = HistogramMetricFamily(
@@ -222,9 +221,8 @@ class Metrics:
             for engine, counts in self._finished.items()
             for reason, count in counts.items()
         }
-        yield self._counter_by(
-            "request_success", "Finished requests by how they ended", ("finished_reason",), ended
-        )
+        help = "Finished requests by how they ended"
+        yield self._family(CounterMetricFamily, "request_success", help, ended, "finished_reason")
         for histogram in self._histograms.values():
             yield from _without_created(histogram.collect())
 
@@ -246,7 +244,8 @@ class Metrics:
             for cause, count in stats.continuation_misses
         }
         help = "Sequences that resumed no continuation, by cause"
-        yield self._counter_by("kv_continuation_misses", help, ("cause",), missed)
+        name = "kv_continuation_misses"
+        yield self._family(CounterMetricFamily, name, help, missed, "cause")
         policy = self._config.compression.policy
         events: Counter[tuple[str, ...]] = Counter()
         released: Counter[tuple[str, ...]] = Counter()
@@ -256,35 +255,18 @@ class Metrics:
             for counts in stats.compaction_counts:
                 events[engine, counts.policy, counts.reason] += counts.events
                 released[engine, counts.policy] += counts.blocks_released
-        yield self._counter_by(
-            "kv_compactions",
-            "Compactions; reason is due, or pressure where one came early because blocks ran out",
-            ("policy", "reason"),
-            events,
-        )
-        yield self._counter_by(
-            "kv_blocks_released", "Blocks that compactions freed", ("policy",), released
-        )
+        help = "Compactions; reason is due, or pressure where one came early because blocks ran out"
+        yield self._family(CounterMetricFamily, "kv_compactions", help, events, "policy", "reason")
+        help = "Blocks that compactions freed"
+        yield self._family(CounterMetricFamily, "kv_blocks_released", help, released, "policy")
 
     def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
-        family = GaugeMetricFamily(f"kvserve:{name}", help, labels=_LABELS)
-        for engine, stats in engines.items():
-            family.add_metric((self._model, engine), read(stats))
-        return family
-
-    def _counter(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
         counts: Counts = {(engine,): read(stats) for engine, stats in engines.items()}
-        return self._counter_by(name, help, (), counts)
+        return self._family(GaugeMetricFamily, name, help, counts)
 
-    def _counter_by(
-        self,
-        name: str,
-        help: str,
-        labels: tuple[str, ...],
-        counts: Counts,
-    ) -> Metric:
+    def _family(self, kind: Kind, name: str, help: str, counts: Counts, *labels: str) -> Metric:
         """``counts`` by engine and the further ``labels``."""
-        family = CounterMetricFamily(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
+        family = kind(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
         for key, value in counts.items():
             family.add_metric((self._model, *key), value)
         return family

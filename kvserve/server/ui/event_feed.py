@@ -14,8 +14,6 @@ from dataclasses import fields
 from typing import Any
 
 import orjson
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from kvserve.server.openai.responses import kv_stats
 from kvserve.server.state.errors import too_many
@@ -40,13 +38,10 @@ class EventFeed:
         self._task: asyncio.Task[None] | None = None
         self._newest: tuple[int, bytes] = 0, b""
 
-    def check(self, client: str) -> None:
-        """429 if the client has too many readers."""
+    def enter(self, client: str) -> None:
+        """Add a reader; 429 if the client has too many. The first one starts the pool's views."""
         if self._readers[client] >= MOST_READERS:
             raise too_many(f"a client may read the events {MOST_READERS} times at once")
-
-    def enter(self, client: str) -> None:
-        """Add a reader. The first one starts the views of the pool."""
         self._readers[client] += 1
         if self._task is None:
             self._state.engine.watch_pool(True)
@@ -90,24 +85,6 @@ class EventFeed:
     @property
     def _over(self) -> bool:
         return self._state.draining or self._state.engine.dead_error is not None
-
-
-class FeedResponse(StreamingResponse):
-    """A stream that leaves the feed however it ends, even if the client never reads."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, feed: EventFeed, client: str) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(feed.events(), headers=headers)
-        self._feed, self._client = feed, client
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._feed.enter(self._client)
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._feed.leave(self._client)
 
 
 def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:

@@ -7,10 +7,11 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from kvserve.server.openai.streaming import EventStream
 from kvserve.server.settings.serve_settings import ServeSettings
-from kvserve.server.state.clients import client_of
+from kvserve.server.state.api_keys import client_of
 from kvserve.server.state.server_state import ServerState
-from kvserve.server.ui.event_feed import EventFeed, FeedResponse
+from kvserve.server.ui.event_feed import EventFeed
 
 _PAGE = Path(__file__).parent / "page"
 _TYPES = {
@@ -54,8 +55,8 @@ def make_router(state: ServerState) -> APIRouter:
     async def events(request: Request) -> Response:
         state.check_health()
         client = client_of(request)
-        feed.check(client)
-        return FeedResponse(feed, client)
+        feed.enter(client)
+        return EventStream(feed.events(), lambda: feed.leave(client))
 
     router.add_api_route("/v1/kv/events", events, include_in_schema=False)
     for path, file in page_files(state.settings).items():

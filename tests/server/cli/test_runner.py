@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +20,7 @@ from kvserve.server.cli.commands import run as run_command
 from kvserve.server.http.http_protocol import MAX_HEAD
 from kvserve.server.settings.serve_settings import ServeSettings
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
+from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
 CODE = """
@@ -36,50 +33,11 @@ commands.main(sys.argv[1:])
 """
 
 
-class Process:
-    """The command in a process of its own; its stderr is read as it comes."""
-
-    def __init__(self, *argv: str) -> None:
-        command = [sys.executable, "-c", CODE, *argv]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        self.lines.extend(iter(self.popen.stderr.readline, ""))
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
-
-    @property
-    def url(self) -> str:
-        wait_until(lambda: "http://" in self.text or self.popen.poll() is not None)
-        match = re.search(r"http://\S+", self.text)
-        assert match, self.text
-        return match[0]
-
-    def wait(self) -> int:
-        status = self.popen.wait(WAIT)
-        self._reader.join(WAIT)
-        return status
-
-
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Process]:
-    process = Process("--model", "m", "--port", "0", "--served-model-name", "a", "b")
-    yield process
-    process.popen.kill()
-    process.popen.wait()
-
-
-def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
+def plain() -> Iterator[Server]:
+    server = Server("--served-model-name", "a", "b", code=CODE)
+    yield server
+    server.stop()
 
 
 def complete(url: str, body: dict[str, Any]) -> httpx.Response:
@@ -143,15 +101,13 @@ def until_running(url: str, number: int) -> None:
 def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
     def client(url: str) -> tuple[httpx.Response, httpx.Response]:
         until_healthy(url, 200)
-        body = {"prompt": "STUCK", "max_tokens": 40}
-        thread, results = in_thread(lambda: complete(url, body))
+        stuck = {"prompt": "STUCK", "max_tokens": 40}
         stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
-        streaming, streamed = in_thread(lambda: complete(url, stream))
-        until_running(url, 2)
-        os.kill(os.getpid(), signal.SIGINT)
-        thread.join()
-        streaming.join()
-        return results[0], streamed[0]
+        with ThreadPoolExecutor(2) as others:
+            asked = [others.submit(complete, url, body) for body in (stuck, stream)]
+            until_running(url, 2)
+            os.kill(os.getpid(), signal.SIGINT)
+        return asked[0].result(), asked[1].result()
 
     status, (answer, streamed), said = serve(client, "--shutdown-timeout", "0.2")
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
@@ -162,13 +118,13 @@ def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
 def test_a_second_signal_stops_at_once(serve: Serve) -> None:
     def client(url: str) -> httpx.Response:
         until_healthy(url, 200)
-        thread, results = in_thread(lambda: complete(url, {"prompt": "STUCK", "max_tokens": 40}))
-        until_running(url, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        until_healthy(url, 503)
-        os.kill(os.getpid(), signal.SIGTERM)
-        thread.join()
-        return results[0]
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(complete, url, {"prompt": "STUCK", "max_tokens": 40})
+            until_running(url, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            until_healthy(url, 503)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return asked.result()
 
     status, answer, said = serve(client, "--shutdown-timeout", "3600")
     assert (status, answer.status_code) == (0, 503) and "again to stop at once" in said
@@ -242,11 +198,13 @@ def test_flags_are_read_before_a_model_is_loaded(
         ((b"GET /health HTTP/1.1\r\n" + b"X-Filler: a\r\n" * MAX_HEAD)[: MAX_HEAD + 1], 431),
         ((b"GET /health HTTP/1.1\r\nX-Filler: " + b"a" * MAX_HEAD)[: MAX_HEAD + 1], 431),
         ((b"GET /" + b"a" * MAX_HEAD)[: MAX_HEAD + 1], 431),
+        # A whole head that comes at once is incomplete at no time.
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nX-Filler: " + b"a" * 69_900 + b"\r\n\r\n", 431),
         (b"HALLO\r\n\r\n", 400),
         (b"POST /health HTTP/1.1\r\nContent-Length: 90000\r\n\r\n" + b"a" * 90_000, 405),
     ],
 )
-def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
+def test_heads_have_a_limit(plain: Server, data: bytes, status: int) -> None:
     address = plain.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1])), timeout=WAIT) as client:
         client.sendall(data)
@@ -257,28 +215,28 @@ def test_heads_have_a_limit(plain: Process, data: bytes, status: int) -> None:
     assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
 
 
-def test_it_drains(plain: Process, tmp_path: Path) -> None:
+def test_it_drains(plain: Server, tmp_path: Path) -> None:
     """The last test of this process."""
-    process, url = plain, plain.url
+    server, url = plain, plain.url
     assert httpx.get(f"{url}/health", timeout=WAIT).status_code == 200
 
     body = {"prompt": f"UNTIL[{tmp_path / 'go'}]", "max_tokens": 150}
-    thread, results = in_thread(lambda: complete(url, body))
-    streaming, streamed = in_thread(lambda: complete(url, {**body, "stream": True}))
-    until_running(url, 2)
-    process.popen.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health", timeout=WAIT).status_code == 503)
-    refused = complete(url, body)
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-    (tmp_path / "go").touch()
-    thread.join()
-    streaming.join()
-    assert results[0].json()["usage"]["completion_tokens"] == 150
-    assert streamed[0].text.endswith("data: [DONE]\n\n") and '"149 "' in streamed[0].text
-    assert process.wait() == 0
-    assert "Traceback" not in process.text
-    assert '"POST /v1/completions HTTP/1.1" 200' in process.text
-    assert "/health" not in process.text
+    with ThreadPoolExecutor(2) as others:
+        whole = others.submit(complete, url, body)
+        stream = others.submit(complete, url, {**body, "stream": True})
+        until_running(url, 2)
+        server.process.send_signal(signal.SIGTERM)
+        until_healthy(url, 503)
+        refused = complete(url, body)
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        (tmp_path / "go").touch()
+    assert whole.result().json()["usage"]["completion_tokens"] == 150
+    text = stream.result().text
+    assert text.endswith("data: [DONE]\n\n") and '"149 "' in text
+    assert server.wait() == 0
+    assert "Traceback" not in server.text
+    assert '"POST /v1/completions HTTP/1.1" 200' in server.text
+    assert "/health" not in server.text
 
 
 def test_a_dead_engine_ends_the_server(serve: Serve) -> None:

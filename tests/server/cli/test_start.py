@@ -12,24 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvserve.config import EngineConfig
 from kvserve.engine.runner import memory
 from kvserve.log import ConfigError
+from kvserve.server.cli.listening import listen, warn_if_open
+from kvserve.server.settings.serve_settings import ServeSettings
+from tests.server.real_server import MODEL, Server, start
 from tests.waiting import WAIT
 
-SMALL = ("--model", "kvserve/tiny", "--port", "0", "--num-gpu-blocks-override", "200")
-
-
-def start(*argv: str, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvserve", *argv],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
-    )
+SMALL = ("--num-gpu-blocks-override", "200")
 
 
 def test_the_first_line_comes_before_anything_is_loaded() -> None:
@@ -108,28 +101,18 @@ def test_it_starts_and_says_what_it_does(
     environment: Callable[[Path], dict[str, str]], said: str, tmp_path: Path
 ) -> None:
     assert shutil.which("g++"), "the machine of the tests has a compiler"
-    process = start(*SMALL, **environment(tmp_path))
-    lines: list[str] = []
+    server = Server(*SMALL, **environment(tmp_path))
     try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"http://[^\s]+", line):
-                break
-        text = "".join(lines)
-        assert found, text
-        assert re.search(said, text), text
-        body = {"prompt": "Hello", "max_tokens": 3}
-        assert httpx.post(f"{found[0]}/v1/completions", json=body, timeout=WAIT).status_code == 200
+        assert re.search(said, server.text), server.text
+        assert server.complete(max_tokens=3).status_code == 200
     finally:
-        process.kill()
-        process.wait()
+        server.stop()
 
 
 @pytest.mark.slow
 def test_sigterm_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
     """No process, no unfinished file."""
-    process = start(*SMALL, **_cold(tmp_path))
+    process = start("--model", MODEL, "--port", "0", *SMALL, **_cold(tmp_path))
     assert process.stderr is not None
     for line in process.stderr:
         if "compiling" in line:
@@ -145,3 +128,43 @@ def test_sigterm_while_it_compiles_leaves_nothing(tmp_path: Path) -> None:
                 assert mine not in (folder / "cmdline").read_bytes()
             except OSError:
                 continue
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (ServeSettings(), False),
+        (ServeSettings(host="0.0.0.0"), True),
+        (ServeSettings(host="0.0.0.0", api_key=("secret",)), False),
+        (ServeSettings(host="0.0.0.0", uds="/tmp/a"), False),
+    ],
+)
+def test_an_open_door_is_named(
+    settings: ServeSettings, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_open(settings)
+    assert ("--api-key" in caplog.text) == warned
+
+
+def test_a_sockets_file_goes_with_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # an address has room for a hundred characters
+    path = Path("socket")
+    with listen(ServeSettings(uds=str(path))):
+        assert path.exists()
+    assert not path.exists()
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+def test_what_is_said_to_a_full_disk_ends_nothing() -> None:
+    """The start-up table and errors go to stderr; a server must not end over them."""
+    code = "from kvserve.log import say; say('a table\\n'); print('goes on')"
+    with FULL.open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, check=False
+        )
+    assert (ended.returncode, ended.stdout) == (0, b"goes on\n")

@@ -26,7 +26,7 @@ def test_one_answer(server: RunningServer, capsys: pytest.CaptureFixture[str]) -
     out, err = capsys.readouterr()
     assert out == "0 1 2 \n"
     assert "policy kara" in err and "3 + 3 tokens" in err
-    assert server.engine.seen[-1][1].kv_policy == {"name": "kara", "window": 64}
+    assert server.params.kv_policy == {"name": "kara", "window": 64}
 
 
 def test_a_conversation(
@@ -38,9 +38,7 @@ def test_a_conversation(
     out, err = capsys.readouterr()
     assert out == "0 1 \n0 1 \n"
     assert err.startswith("error: ") and "context" in err
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<system>be brief<user>one<assistant>0 1 <user>two<assistant>"
+    assert server.prompts[-1] == "<system>be brief<user>one<assistant>0 1 <user>two<assistant>"
 
 
 def test_an_answer_that_is_stopped(
@@ -64,9 +62,7 @@ def test_an_answer_that_is_stopped(
     assert "stopped" in err and out.endswith("99 \n")
     wait_until(lambda: not server.state.generations)
     assert len(server.engine.aborted) == 1
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<user>two<assistant>"
+    assert server.prompts[-1] == "<user>two<assistant>"
 
 
 def test_errors(
@@ -101,14 +97,12 @@ def test_commands_of_a_conversation(
     err = capsys.readouterr().err
     assert "no command /nonsense" in err and "/policy" in err and "not JSON" in err
     assert err.count("policy kara") == 1, "statistics of the last answer alone"
-    assert server.engine.tokenizer is not None
-    texts = [server.engine.tokenizer.decode(ids) for ids, _, _ in server.engine.seen]
-    assert texts == [
+    assert server.prompts == [
         "<user>one<assistant>",
         "<user>one<assistant>0 1 <user>/slash<assistant>",
         "<system>be brief<user>two<assistant>",
     ]
-    assert server.engine.seen[-1][1].kv_policy == "kara"
+    assert server.params.kv_policy == "kara"
 
 
 def test_slashes_mean_nothing_to_complete(

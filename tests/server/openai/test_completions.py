@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 from typing import Any
@@ -13,9 +12,11 @@ import pytest
 from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.openai import logprobs
+from kvserve.server.openai.fields import _parse_prompt
 from kvserve.server.openai.responses import usage
 from kvserve.server.state import beside
-from tests.server.conftest import MODEL, RunningServer, StartServer
+from tests.counting import lines_run
+from tests.server.conftest import MODEL, RunningServer, StartServer, payloads
 from tests.server.fake_engine import BOS, FakeEngine, FakeTokenizer
 
 
@@ -41,8 +42,7 @@ def test_chat_with_the_openai_client(server: RunningServer) -> None:
     assert choice.message.role == "assistant"
     assert choice.message.content == "0 1 "
     assert answer.model == "alias"
-    assert server.engine.tokenizer is not None
-    assert server.engine.tokenizer.decode(server.engine.seen[-1][0]) == "<user>hi<assistant>"
+    assert server.prompts[-1] == "<user>hi<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -57,17 +57,13 @@ def test_chat_with_the_openai_client(server: RunningServer) -> None:
 def test_the_four_forms_of_a_prompt(
     server: RunningServer, prompt: object, expected: list[list[int]]
 ) -> None:
-    answer = server.complete(prompt, max_tokens=2).json()
-    assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
-    assert sorted(ids for ids, _, _ in server.engine.seen) == sorted(expected)
-    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
-    assert answer["usage"]["completion_tokens"] == 2 * len(expected)
-
-
-def test_n_choices_of_each_prompt(server: RunningServer) -> None:
-    answer = server.complete(["a", "b"], n=3, max_tokens=1).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
-    assert answer["usage"]["completion_tokens"] == 6
+    for n in (1, 3):
+        server.engine.seen.clear()
+        answer = server.complete(prompt, max_tokens=2, n=n).json()
+        assert [choice["index"] for choice in answer["choices"]] == list(range(n * len(expected)))
+        assert sorted(ids for ids, _, _ in server.engine.seen) == sorted(expected)
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+        assert answer["usage"]["completion_tokens"] == 2 * n * len(expected)
 
 
 def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
@@ -95,9 +91,9 @@ def test_sampling_fields_reach_the_engine(server: RunningServer) -> None:
     }
     seen = {**fields, "client": "127.0.0.1"}
     assert server.complete("a", stop="x", logprobs=1, **fields).status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x"], logprobs=1)
+    assert server.params == SamplingParams(**seen, stop=["x"], logprobs=1)
     assert server.chat("a", stop=["x", "y"], logprobs=True, top_logprobs=4, **fields).is_success
-    assert server.engine.seen[-1][1] == SamplingParams(**seen, stop=["x", "y"], logprobs=4)
+    assert server.params == SamplingParams(**seen, stop=["x", "y"], logprobs=4)
 
 
 def test_null_means_not_given(server: RunningServer) -> None:
@@ -108,7 +104,7 @@ def test_null_means_not_given(server: RunningServer) -> None:
     assert server.chat("a", max_tokens=1, **absent, **chat).status_code == 200
     response = server.complete("a", max_tokens=1, add_special_tokens=None, **absent)
     assert response.status_code == 200
-    assert server.engine.seen[-1][1] == SamplingParams(max_tokens=1, stop=[], client="127.0.0.1")
+    assert server.params == SamplingParams(max_tokens=1, stop=[], client="127.0.0.1")
 
 
 def test_max_tokens_when_absent_and_when_null(server: RunningServer) -> None:
@@ -199,9 +195,8 @@ def test_tokens_are_named_by_their_ids(server: RunningServer, stream: bool) -> N
     ids: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 2, "stream": stream}
 
     def logprobs(answer: httpx.Response) -> list[Any]:
-        lines = answer.text.removesuffix("data: [DONE]\n\n").split("data: ")
-        parts = [json.loads(line) for line in lines if line]
-        return [part["choices"][0]["logprobs"] for part in parts if part["choices"][0]["logprobs"]]
+        choices = [part["choices"][0] for part in payloads(answer)]
+        return [choice["logprobs"] for choice in choices if choice["logprobs"]]
 
     found = logprobs(server.complete([97, 98], echo=True, logprobs=2, **ids))
     tokens = [token for part in found for token in part["tokens"]]
@@ -300,23 +295,26 @@ def test_token_ids(server: RunningServer) -> None:
     assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
-def test_content_parts_and_roles(server: RunningServer) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
-    answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1)
-    assert answer.status_code == 200
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<system>be brief<user>one\ntwo<assistant>"
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+SAID = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]
 
 
-def test_continue_the_final_message(server: RunningServer) -> None:
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]
-    body = {"messages": messages, "max_tokens": 1, "continue_final_message": True}
-    assert server.post("/v1/chat/completions", **body).status_code == 200
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text == "<user>q<assistant>so"
+@pytest.mark.parametrize(
+    ("messages", "more", "prompt"),
+    [
+        (
+            [{"role": "developer", "content": "be brief"}, {"role": "user", "content": PARTS}],
+            {},
+            "<system>be brief<user>one\ntwo<assistant>",
+        ),
+        (SAID, {"continue_final_message": True}, "<user>q<assistant>so"),
+    ],
+)
+def test_what_messages_become(
+    server: RunningServer, messages: Any, more: dict[str, Any], prompt: str
+) -> None:
+    answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1, **more)
+    assert answer.status_code == 200 and server.prompts[-1] == prompt
 
 
 def test_harmless_fields_are_accepted(server: RunningServer) -> None:
@@ -397,3 +395,15 @@ def test_without_a_tokenizer(start_server: StartServer) -> None:
     for response in (server.complete("text"), server.chat("text")):
         assert response.status_code == 400
         assert "--skip-tokenizer-init" in response.json()["error"]["message"]
+
+
+def test_millions_of_ids_are_not_looked_at_one_by_one() -> None:
+    """/health waits for as long: three million took .3 s of one core in a loop of Python's."""
+    few, many = [1] * 3, [1] * 30_000
+    assert _parse_prompt(many) == [many]
+    assert lines_run(lambda: _parse_prompt(many)) == lines_run(lambda: _parse_prompt(few))
+    lists = (
+        lines_run(lambda: _parse_prompt([many, many])),
+        lines_run(lambda: _parse_prompt([few, few])),
+    )
+    assert lists[0] == lists[1]

@@ -23,6 +23,7 @@ from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.server.conftest import payloads
 from tests.server.openai import templates
 from tests.server.openai.test_templates import TOOL
 
@@ -37,7 +38,13 @@ SCHEMA = {
     "required": ["answer"],
     "additionalProperties": False,
 }
-ANSWER = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+
+
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+ANSWER = form(SCHEMA)
 SHORT: Any = {
     "type": "function",
     "function": {
@@ -92,10 +99,12 @@ class Served:
         return response
 
     def chat(self, template: str = "QWEN", options: Any = None, **body: Any) -> dict[str, Any]:
-        """The only choice of a chat answer."""
+        """The only choice of a chat answer, or the error."""
         body = {"messages": [{"role": "user", "content": "a"}], "temperature": 0, **body}
         response = self.post("/v1/chat/completions", body, template, **(options or {}))
-        assert response.status_code == 200, response.text
+        assert response.status_code in (200, 400), response.text
+        if response.status_code == 400:
+            return dict(response.json()["error"])
         [choice] = response.json()["choices"]
         return dict(choice)
 
@@ -164,13 +173,9 @@ def test_a_pattern_beside_tools_is_the_same_pattern(
 
 
 def test_a_format_that_is_not_known_says_so(served: Served) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "tools": [SHORT]}
     options = {"tool_call_parser": "hermes"}
-    response = served.post(
-        "/v1/chat/completions", {**body, "response_format": ANSWER}, "PLAIN", **options
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "response_format"
+    error = served.chat("PLAIN", options, tools=[SHORT], response_format=ANSWER)
+    assert error["param"] == "response_format"
 
 
 @pytest.mark.parametrize(
@@ -358,8 +363,8 @@ ANNOTATED = [
 @pytest.mark.parametrize("schema", ANNOTATED)
 def test_annotations_are_no_reason_to_refuse(served: Served, schema: Any) -> None:
     whole = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": whole}}
-    answer = served.chat(response_format=form, max_tokens=60, logit_bias=bias(served, '"', "}"))
+    marks = bias(served, '"', "}")
+    answer = served.chat(response_format=form(whole), max_tokens=60, logit_bias=marks)
     if answer["finish_reason"] == "stop":
         found = json.loads(answer["message"]["content"])
         assert not isinstance(schema.get("const"), dict) or found["v"] == schema["const"]
@@ -368,13 +373,10 @@ def test_annotations_are_no_reason_to_refuse(served: Served, schema: Any) -> Non
 def test_bounds_are_those_that_were_asked_for(served: Served) -> None:
     """Kind: accepted and not enforced. Draft 4 and OpenAPI 3.0 write exclusive bounds as flags."""
     schema = {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 4}
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    answer = served.chat(response_format=form, max_tokens=9, logit_bias=bias(served, "3"))
+    answer = served.chat(response_format=form(schema), max_tokens=9, logit_bias=bias(served, "3"))
     assert answer["message"]["content"] == "4"
     for beyond in ({"minimum": 2**64}, {"exclusiveMaximum": -(2**64)}):
-        form["json_schema"]["schema"] = {"type": "integer", **beyond}  # type: ignore[index]
-        body = {"messages": [{"role": "user", "content": "a"}], "response_format": form}
-        error = served.post("/v1/chat/completions", body).json()["error"]
+        error = served.chat(response_format=form({"type": "integer", **beyond}))
         assert "64 bits" in error["message"] and error["param"] == "response_format"
 
 
@@ -387,9 +389,7 @@ def test_bounds_are_those_that_were_asked_for(served: Served) -> None:
     ],
 )
 def test_what_cannot_be_enforced_is_named(served: Served, schema: Any, word: str) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    body = {"messages": [{"role": "user", "content": "a"}], "response_format": form}
-    error = served.post("/v1/chat/completions", body).json()["error"]
+    error = served.chat(response_format=form(schema))
     assert (
         f'"{word}" cannot be enforced' in error["message"] and error["param"] == "response_format"
     )
@@ -402,8 +402,7 @@ def test_gbnf_is_a_grammar_too(served: Served) -> None:
         answer = served.chat("QWEN", guided_grammar=gbnf, max_tokens=9, **more)
         text = answer["message"]["content"]
         assert len(text) == 4 and text[0] in "ab" and text[1] == "-"
-    wrong = {"messages": [{"role": "user", "content": "a"}], "guided_grammar": "root ::= [a"}
-    assert served.post("/v1/chat/completions", wrong).json()["error"]["param"] == "guided_grammar"
+    assert served.chat(guided_grammar="root ::= [a")["param"] == "guided_grammar"
 
 
 # ---- stop strings that are special tokens (CASES F20) -------------------------------------------
@@ -458,7 +457,7 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
     for echo in (False, True):
         for stream in (False, True):
             answer = served.post("/v1/completions", {**body, "echo": echo, "stream": stream})
-            found = scored(answer, stream)
+            found = scored(answer)
             offsets = [0] + [1] * 4 + [2] * 4 + [3, 4]
             if echo:
                 offsets = [0, 0, *[1] * 4, *(2 + at for at in offsets)]
@@ -466,14 +465,8 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
             assert all(len(names) >= 5 for names in found["top_logprobs"] if names)
 
 
-def scored(answer: httpx.Response, stream: bool) -> dict[str, list[Any]]:
-    if not stream:
-        found: dict[str, list[Any]] = answer.json()["choices"][0]["logprobs"]
-        return found
-    chunks = [
-        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
-    ]
-    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+def scored(answer: httpx.Response) -> dict[str, list[Any]]:
+    parts = [choice["logprobs"] for part in payloads(answer) for choice in part["choices"]]
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [item for part in parts if part for item in part[name]] for name in names}
 
@@ -487,7 +480,7 @@ def test_no_token_is_generated_where_only_scores_are_asked(served: Served, strea
     options = {"stream_options": {"include_usage": True}} if stream else {}
     answer = served.post("/v1/completions", {**body, "stream": stream, **options})
     assert answer.status_code == 200, answer.text
-    found = scored(answer, stream)
+    found = scored(answer)
     assert "".join(found["tokens"]) == "hello world"
     assert found["token_logprobs"][0] is None and len(found["token_logprobs"]) == 11
     longer = served.post("/v1/completions", {**body, "max_tokens": 1}).json()["choices"][0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.conftest import MODEL, RunningServer, run_server
+from tests.server.conftest import MODEL, RunningServer
 from tests.server.fake_engine import FakeEngine
 
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -19,19 +17,9 @@ SAYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    options: Any = {
-        "reasoning_parser": "qwen3",
-        "tool_call_parser": "hermes",
-        "enable_auto_tool_choice": True,
-    }
-    yield from run_server(FakeEngine(max_model_len=2000), **options)
-
-
-def prompt_of(server: RunningServer) -> str:
-    assert server.engine.tokenizer is not None
-    return server.engine.tokenizer.decode(server.engine.seen[-1][0])
+@pytest.fixture
+def server(thinking: RunningServer) -> RunningServer:
+    return thinking
 
 
 def test_a_text(server: RunningServer) -> None:
@@ -43,7 +31,7 @@ def test_a_text(server: RunningServer) -> None:
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
     assert response.usage is not None and response.usage.output_tokens == 3
-    assert prompt_of(server) == "<system>be brief<user>hi<assistant>"
+    assert server.prompts[-1] == "<system>be brief<user>hi<assistant>"
     assert server.openai().responses.create(model=MODEL, input="SAY[x]").status == "completed"
 
 
@@ -87,8 +75,7 @@ def test_a_history(server: RunningServer) -> None:
         {"role": "user", "content": "sure?"},
     ]
     server.openai().responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=1)
-    assert server.engine.tokenizer is not None
-    messages, kwargs = server.engine.tokenizer.seen
+    messages, kwargs = server.rendered
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
     assert messages[1]["reasoning"] == "hm"
@@ -103,42 +90,8 @@ def test_parse(server: RunningServer) -> None:
         model=MODEL, input='SAY[{"name": "Bern"}]', text_format=City
     )
     assert response.output_parsed == City(name="Bern")
-    wanted = server.engine.seen[-1][1].structured_output
+    wanted = server.params.structured_output
     assert wanted is not None and wanted.kind == "json" and '"name"' in wanted.value
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
-        ({"reasoning": {"effort": "lots"}}, "reasoning"),
-        ({"input": []}, "input"),
-        ({"input": 5}, "input"),
-        ({"input": [5]}, "input"),
-        ({"input": [{"type": "function_call_output", "output": [{"type": "x"}]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"type": ["x"]}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": ["x"]}]}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"include": 5}, "include"),
-        ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 100_000}, "max_output_tokens"),
-        ({"temperature": 200}, "temperature"),
-        ({"n": 2}, "n"),
-        ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
-    ],
-)
-def test_refusals(server: RunningServer, fields: dict[str, Any], param: str) -> None:
-    for stream in (False, True):
-        response = server.post("/v1/responses", **{"input": "a", "stream": stream, **fields})
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == param
-    with pytest.raises(openai.NotFoundError):
-        server.openai().responses.retrieve("resp_1")
 
 
 def test_a_failure_in_the_stream(start_server: Any) -> None:
@@ -196,8 +149,7 @@ def test_what_is_left_of_other_servers_in_a_history(server: RunningServer) -> No
     assert answer.headers["X-Kvserve-Skipped"] == (
         "input[1] (web_search_call), input[5] (input_image)"
     )
-    assert server.engine.tokenizer is not None
-    messages, _ = server.engine.tokenizer.seen
+    messages, _ = server.rendered
     patch, done, view, image, refusal = messages[1:6]
     function = patch["tool_calls"][0]["function"]
     assert function == {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
@@ -212,22 +164,3 @@ def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> N
     assert answer.status_code == 200 and "X-Evil" not in answer.headers
     said = answer.headers["X-Kvserve-Skipped"]
     assert said.startswith("tools[0] (a??X-Evil: 1?), tools[1] (bbb") and len(said) == 1000
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "word"),
-    [
-        ("top_logprobs", 3, "/v1/chat/completions"),
-        ("include", ["message.output_text.logprobs"], "/v1/chat/completions"),
-        ("background", True, "fetched later"),
-        ("prompt", {"id": "a"}, "instructions"),
-        ("previous_response_id", "a", "whole history"),
-        ("conversation", "a", "whole history"),
-    ],
-)
-def test_a_refusal_says_what_to_do(
-    server: RunningServer, field: str, value: Any, word: str
-) -> None:
-    answer = server.http.post("/v1/responses", json={"input": "a", field: value})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == field and word in error["message"]

@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from kvserve.engine.frontend.chat_template import Forms, find_forms
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import CallWriting, find_format
-from tests.server.conftest import RunningServer, StartServer
+from tests.server.conftest import RunningServer, StartServer, payloads
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.openai import templates
 
@@ -223,14 +223,9 @@ def test_harmony_is_found_and_read(start_server: StartServer) -> None:
 def spoken(server: RunningServer, says: str, stream: bool, **more: Any) -> dict[str, Any]:
     answer = server.chat(f"SAY[{says}]", stream=stream, **more)
     assert answer.status_code == 200, answer.text
-    if stream:
-        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-        parts = [choice for line in lines for choice in json.loads(line)["choices"]]
-        deltas = [part["delta"] for part in parts]
-        reason = parts[-1]["finish_reason"]
-    else:
-        [choice] = answer.json()["choices"]
-        deltas, reason = [choice["message"]], choice["finish_reason"]
+    parts = [choice for part in payloads(answer) for choice in part["choices"]]
+    deltas = [part["delta"] if stream else part["message"] for part in parts]
+    reason = parts[-1]["finish_reason"]
     calls: list[Any] = []
     for delta in deltas:
         for one in delta.get("tool_calls") or ():

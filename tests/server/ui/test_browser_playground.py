@@ -182,9 +182,7 @@ def test_a_stopped_answer_is_part_of_the_conversation(
     said = page.inner_text(".answer .tokens")
     send(page, "SAY[so]")
     answered(page)
-    assert server.engine.tokenizer is not None
-    text = server.engine.tokenizer.decode(server.engine.seen[-1][0])
-    assert text.startswith(f"<user>SLOW<assistant>{said}") and "0 1 2" in said
+    assert server.prompts[-1].startswith(f"<user>SLOW<assistant>{said}") and "0 1 2" in said
 
 
 def test_edit_and_regenerate(start_server: StartServer, watched: Watched) -> None:
@@ -196,8 +194,7 @@ def test_edit_and_regenerate(start_server: StartServer, watched: Watched) -> Non
         answered(page)
 
     def newest() -> str:
-        assert server.engine.tokenizer is not None
-        return server.engine.tokenizer.decode(server.engine.seen[-1][0])
+        return server.prompts[-1]
 
     page.click(".turn >> nth=1 >> button:text-is('Regenerate')")
     answered(page)

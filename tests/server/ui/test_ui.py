@@ -109,17 +109,3 @@ def test_the_examples_are_the_tasks(server: RunningServer) -> None:
     for example in tasks:
         (sample,) = make_samples(example["task"], 1, 0)
         assert example["prompt"] == sample.turns[0]
-
-
-def test_nothing_of_the_page_changes_the_server_without_the_key(
-    start_server: StartServer,
-) -> None:
-    server = start_server(api_key=("k",))
-    for path in ("/", "/ui/app.js", "/docs"):
-        assert server.http.get(path).status_code == 200
-        for method in ("POST", "PUT", "DELETE", "PATCH"):
-            assert server.http.request(method, path).status_code == 405
-    for path in ("/v1/kv/events", "/server_info", "/v1/kv/policies", "/openapi.json"):
-        assert server.http.get(path).status_code == 401
-    for path in ("/v1/chat/completions", "/tokenize", "/reset_prefix_cache", "/abort_requests"):
-        assert server.http.post(path, json={}).status_code == 401

@@ -1,0 +1,238 @@
+"""The routes that answer: completions, chat and responses as OpenAI has them, messages as Anthropic
+has them; and the list of models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from kvserve.log import RequestError, log_once
+from kvserve.server.anthropic.answer import MessageWriter
+from kvserve.server.anthropic.request import OWN_NAMES as NAMES_OF_MESSAGES
+from kvserve.server.anthropic.request import MessagesRequest
+from kvserve.server.http.json_body import JsonRoute
+from kvserve.server.http.schemas import (
+    ChatCompletion,
+    Completion,
+    Message,
+    ModelCard,
+    ModelList,
+    ResponseBody,
+    TokenCount,
+    answers,
+    streamed,
+)
+from kvserve.server.openai.chat import ChatPlan, plan_chat
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.logprobs import Echo
+from kvserve.server.openai.prompts import decode, encode, encode_chat, truncate
+from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
+from kvserve.server.openai.response_items import ResponseWriter
+from kvserve.server.openai.responses import json_response
+from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest
+from kvserve.server.openai.streaming import (
+    AnswerWriter,
+    ChatWriter,
+    CompletionWriter,
+    stream_response,
+)
+from kvserve.server.state.beside import CLIENT, beside
+from kvserve.server.state.generation import Generation
+from kvserve.server.state.server_state import ServerState
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=JsonRoute)
+anthropic = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=JsonRoute)
+
+_HEADER_MOST = 1000
+_NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
+
+
+@router.post("/completions", responses=streamed(Completion))
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue one prompt or several."""
+    state, model = _admit(body, request)
+    params = body.sampling_params(state.default_sampling, client=CLIENT.get())
+    request_id = _name(body, request, "cmpl")
+    whole = body.truncate_prompt_tokens is not None
+    state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
+    prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
+    prompts = [truncate(state, body, ids) for ids in prompts]
+    echoes = await beside(lambda: _echoes(state, body, prompts))
+    fingerprint = state.fingerprint(body.kv_policy)
+    generation = Generation(
+        state, prompts, params, request_id, request.headers, body.token_limit_field
+    )
+    writer = CompletionWriter(body, request_id, model, fingerprint, len(prompts), echoes=echoes)
+    return await _respond(generation, writer, body.stream, request)
+
+
+@router.post("/chat/completions", responses=streamed(ChatCompletion))
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    state, model, request_id, plan = await _plan(body, request, "chatcmpl", {})
+    fingerprint = state.fingerprint(body.kv_policy)
+    generation = Generation(
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
+    )
+    writer = ChatWriter(body, request_id, model, fingerprint, plan=plan)
+    return await _respond(generation, writer, body.stream, request)
+
+
+@router.post("/responses", responses=streamed(ResponseBody))
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
+    chat = await beside(body.as_chat)
+    if (chat.n or 1) > 1:
+        raise RequestError("n must be 1", param="n")
+    if chat.kv_trace:
+        raise RequestError(
+            "kv_trace goes with /v1/chat/completions and /v1/completions",
+            param="kv_trace",
+            code="unsupported_field",
+        )
+    state, model, request_id, plan = await _plan(chat, request, "resp", OWN_NAMES)
+    generation = Generation(
+        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
+    )
+    writer = ResponseWriter(body, request_id, model, plan)
+    return await _respond(generation, writer, body.stream, request, body.skipped())
+
+
+@anthropic.post("/messages", responses=streamed(Message))
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation, converted to a chat request."""
+    reasons = request.app.state.server.chat.reasoning is not None
+    chat = await beside(lambda: body.as_chat(reasons))
+    if (chat.n or 1) > 1 or chat.kv_trace:
+        name = "kv_trace" if chat.kv_trace else "n"
+        raise RequestError(f"{name} goes with /v1/chat/completions", param=name)
+    state, model, request_id, plan = await _plan(chat, request, "msg", NAMES_OF_MESSAGES)
+    # Agents ask for as many tokens as their own models give: those that fit are what they get.
+    room = state.engine.info.max_model_len - len(plan.prompt)
+    if body.max_tokens is not None and body.max_tokens <= room:
+        plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    writer = MessageWriter(request_id, model, plan, body.max_tokens)
+    return await _respond(generation, writer, body.stream, request, body.skipped())
+
+
+@anthropic.post("/messages/count_tokens", responses=answers(TokenCount))
+async def count_tokens(body: MessagesRequest, request: Request) -> Response:
+    """How many tokens a conversation has under the chat template."""
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    chat = await beside(lambda: body.as_chat(False))
+    state.check_model(chat.model)
+    try:
+        ids = await encode_chat(state, chat)
+    except RequestError as error:
+        raise error.renamed(NAMES_OF_MESSAGES) from None
+    return json_response({"input_tokens": len(ids)})
+
+
+@router.get("/models", responses=answers(ModelList))
+@router.get("/models/", include_in_schema=False)
+async def list_models(request: Request) -> Response:
+    """The names this server answers to."""
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    cards = [_card(state, name) for name in state.served_names]
+    return json_response({"object": "list", "data": cards})
+
+
+@router.get("/models/{name:path}", responses=answers(ModelCard))
+async def get_model(name: str, request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    return json_response(_card(state, state.check_model(name)))
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def _admit(body: GenerationRequest, request: Request) -> tuple[ServerState, str]:
+    """Refuse what can be refused without looking at the prompt; the model's name in the answer."""
+    state: ServerState = request.app.state.server
+    state.check_health()
+    model = state.check_model(body.model)
+    state.check_allowed(body.kv_policy)
+    state.check_trace(body.kv_trace)
+    return state, model
+
+
+def _name(body: GenerationRequest, request: Request, prefix: str) -> str:
+    """The request's id. ``request_id`` in the body replaces ``X-Request-Id``, in the answer too."""
+    if body.request_id is not None:
+        request.state.request_id = body.request_id
+    return f"{prefix}-{request.state.request_id}"
+
+
+async def _plan(
+    chat: ChatCompletionRequest, request: Request, prefix: str, own_names: Mapping[Any, str]
+) -> tuple[ServerState, str, str, ChatPlan]:
+    """Admit and plan a conversation: the state, the model's name, the request's id and the plan.
+
+    Errors name the fields of the API that it came by (``own_names``).
+    """
+    state, model = _admit(chat, request)
+    request_id = _name(chat, request, prefix)
+    try:
+        return state, model, request_id, await plan_chat(state, chat)
+    except RequestError as error:
+        raise error.renamed(own_names) from None
+
+
+async def _respond(
+    generation: Generation,
+    writer: AnswerWriter,
+    stream: bool | None,
+    request: Request,
+    skipped: Sequence[str] = (),
+) -> Response:
+    """What ``writer`` makes of a generation, with a header that names what of the request this
+    server does not do."""
+    state: ServerState = request.app.state.server
+    answer: Response
+    if stream:
+        answer = await stream_response(
+            generation, writer, request.receive, state.settings.ping_interval
+        )
+    else:
+        answer = await generation.finish(
+            request.receive, lambda outputs: json_response(writer.whole(outputs))
+        )
+    if skipped:
+        names = _NOT_IN_HEADERS.sub("?", ", ".join(skipped)[:_HEADER_MOST])
+        answer.headers["X-Kvserve-Skipped"] = names
+        log_once(f"requests ask for what this server does not do, and is skipped: {names}")
+    return answer
+
+
+def _echoes(
+    state: ServerState, body: CompletionRequest, prompts: Sequence[list[int]]
+) -> list[Echo] | None:
+    """What ``echo`` puts before the completions."""
+    if not body.echo:
+        return None
+    tokenizer, as_ids = state.require_tokenizer("echo"), bool(body.return_tokens_as_token_ids)
+    both = zip(body.prompt, prompts, strict=True)
+    texts = (p if isinstance(p, str) else decode(state, ids, "prompt") for p, ids in both)
+    return [Echo(tokenizer, text, as_ids) for text in texts]
+
+
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.started,
+        "owned_by": "kvserve",
+        "root": state.config.model.model,
+        "parent": None,
+        "max_model_len": state.engine.info.max_model_len,
+        "permission": [],
+    }
