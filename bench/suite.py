@@ -11,7 +11,7 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 
-from bench.data_sets.needle_grid import plot_needles
+from bench.needle_grid import plot_needles
 from bench.report.measurements import PLOTS, RESULTS, ROOT, SUITE, Measurement
 from bench.report.page import section
 from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows

@@ -56,7 +56,7 @@ class Measurement:
             else:
                 kept.append(word)
         if "needle-grid" in kept:  # was a task of `kvserve eval` until 2026-11-26
-            kept[:2] = ["python", "-m", "bench.published"]
+            kept[:2] = ["python", "-m", "bench.needles"]
         return kept
 
     def table(self, keys: Sequence[str]) -> tuple[Column, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import published
-from bench.data_sets.formats import FORMATS, exemplars, last_boxed
-from bench.data_sets.needle_grid import by_cell, needle_grid
+from bench import needles
+from bench.needle_grid import by_cell, needle_grid
+from kvserve.benchmarks.datasets.published import FORMATS, exemplars, last_boxed
 from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
@@ -202,10 +202,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     flags += ["--grid-depths", "0", "0.5", "1", "--num-samples", "2", "--policy", "none"]
     flags += ["--benchmark", f"gsm8k={folder}", "--num-fewshot", "2", "--max-new-tokens", "4"]
     flags += ["--benchmark", f"longbench={long}", "--save-plots", str(tmp_path / "plots")]
-    assert published.main(flags) == 0
+    assert needles.main(flags) == 0
     saved = json.loads(result.read_text())
     grid, recall, a, b, cut = saved["rows"]
-    assert saved["command"].startswith("python -m bench.published ")
+    assert saved["command"].startswith("python -m bench.needles ")
     assert grid["task"] == "needle-grid" and grid["n"] == 2 * 3 * 2 and "grid" not in recall
     assert grid["grid"] == {
         "lengths": [256, 300], "depths": [0.0, 0.5, 1.0], "exact_match": [[0.0] * 3] * 2
@@ -235,4 +235,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 )
 def test_what_is_refused(flags: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
-        published.main(flags)
+        needles.main(flags)

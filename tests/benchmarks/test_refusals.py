@@ -48,7 +48,7 @@ bench serve --result-dir x | --result-dir
 bench serve --save-result a.json --result-filename b.json | --result-filename
 bench serve --dataset timed_trace --dataset-path x --request-rate 2 | --request-rate
 bench serve --backend openai-chat | --backend
-eval --benchmark math=x | `python -m bench.published` in the repository
+eval --benchmark mmlu=x | with one of ruler, gsm8k, math, aime, longbench
 eval --benchmark ruler=a/x.jsonl --benchmark ruler=b/x.jsonl | same name
 eval --max-new-tokens 5 | --max-new-tokens
 eval --tasks | --tasks

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import published
 from kvserve.benchmarks.commands.evaluate import check_arguments
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
@@ -25,7 +24,6 @@ from tests.waiting import WAIT
 
 COMMANDS = [(fence, words) for fence in ALL_FENCES for words in fence.commands]
 OURS = [(fence, words[1:]) for fence, words in COMMANDS if words[0] == "kvserve"]
-PUBLISHED = [(fence, words[3:]) for fence, words in COMMANDS if "bench.published" in words]
 QUICK = ("policies", "collect-env", "inspect")
 CLIENTS = ("chat", "complete", "bench serve")
 
@@ -66,13 +64,6 @@ def test_flags_are_those_of_the_program(item: tuple[Fence, list[str]]) -> None:
         make_policy({"name": config.compression.policy, **config.compression.policy_args})
     if name == "eval":
         check_arguments(args)
-
-
-@pytest.mark.parametrize("item", PUBLISHED, ids=where)
-def test_flags_of_published_data_sets(item: tuple[Fence, list[str]]) -> None:
-    args = published.make_parser().parse(item[1])
-    published.check_arguments(args)
-    assert len(check_arguments(args)) > 1
 
 
 @pytest.mark.parametrize(
@@ -130,9 +121,7 @@ def start_small(config: EngineConfig) -> None:
 BENCHES = [
     (fence, words)
     for fence, words in COMMANDS
-    if words[0] in ("python", "python3")
-    and fence.mark != "needs a GPU"
-    and "bench.published" not in words
+    if words[0] in ("python", "python3") and fence.mark != "needs a GPU"
 ]
 
 

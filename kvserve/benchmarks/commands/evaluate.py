@@ -19,8 +19,10 @@ from kvserve.benchmarks.commands.fidelity import (
     add_fidelity_arguments,
     check_fidelity_arguments,
 )
-from kvserve.benchmarks.datasets.dataset_files import FORMATS, Format
+from kvserve.benchmarks.datasets.dataset_files import FORMATS
 from kvserve.benchmarks.datasets.datasets import BUILT_TASKS, read_tasks
+from kvserve.benchmarks.datasets.published import FORMATS as PUBLISHED
+from kvserve.benchmarks.datasets.published import SOLVED
 from kvserve.benchmarks.datasets.tasks import default_tasks
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, Comparison, run_benchmark
@@ -57,10 +59,9 @@ _TRIALS = 8
 
 def add_arguments(
     parser: argparse.ArgumentParser,
-    more_formats: Mapping[str, Format] = {},
     more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
 ) -> None:
-    formats, tasks = {**FORMATS, **more_formats}, {**BUILT_TASKS, **more_tasks}
+    formats, tasks = {**FORMATS, **PUBLISHED}, {**BUILT_TASKS, **more_tasks}
     parser.set_defaults(formats=formats, task_builders=tasks)
     add_engine_arguments(parser, every_policy=True)
     add_report_arguments(parser)
@@ -86,6 +87,10 @@ def add_arguments(
         "longest answer to --benchmark, in tokens (default: the format's own, up to the context)"
     )
     parser.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=words)
+    words = f"{', '.join(SOLVED)}: solved problems in front of each (default: 0)"
+    parser.add_argument("--num-fewshot", type=at_least(0), default=0, metavar="N", help=words)
+    words = "take them from this file's first lines (default: eight of our own for gsm8k)"
+    parser.add_argument("--fewshot-file", type=Path, metavar="FILE", help=words)
     words = "draw answers at this temperature, up to 2 (default: 0, greedy)"
     temperature = number(0, 2, closed=True)
     parser.add_argument("--temperature", type=temperature, default=0.0, metavar="X", help=words)
@@ -127,8 +132,7 @@ def _format_and_file(formats: Collection[str], text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
     if name not in formats or not path:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not FORMAT=FILE with one of {', '.join(formats)}; for published data "
-            "sets there is `python -m bench.published` in the repository"
+            f"{text!r} is not FORMAT=FILE with one of {', '.join(formats)}"
         )
     return name, Path(path)
 
@@ -158,6 +162,13 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
         args.fail("--benchmark: two files or tasks have the same name")
     if args.max_new_tokens and not args.benchmark:
         args.fail("--max-new-tokens is for --benchmark")
+    formats = {name for name, _ in args.benchmark}
+    if args.fewshot_file and not args.num_fewshot:
+        args.fail("--fewshot-file needs --num-fewshot")
+    if args.num_fewshot and not formats & {*SOLVED}:
+        args.fail(f"--num-fewshot is for --benchmark {'=, '.join(SOLVED)}=")
+    if args.num_fewshot and args.fewshot_file and len(formats) > 1:
+        args.fail("--fewshot-file is of one format, and --benchmark names several")
     if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
         flag = "--n" if args.n > 1 else "--top-p"
         args.fail(f"{flag} needs --temperature: greedy answers are all alike")
@@ -323,7 +334,7 @@ class Evaluation(Comparison):
         ]
         settings = self.settings(
             *("tasks", "num_samples", "max_num_seqs", "max_new_tokens", "match_bytes"),
-            *("match_bytes_per_sequence", "temperature", "top_p", "n"),
+            *("match_bytes_per_sequence", "num_fewshot", "temperature", "top_p", "n"),
         )
         settings["benchmarks"] = [f"{name}={path}" for name, path in args.benchmark]
         answers = "greedy"
@@ -334,7 +345,22 @@ class Evaluation(Comparison):
         about = [f"{self.checkpoint.name}; {answers}; interval: Wilson's, over problems"]
         plots = plot_evaluation(rows, args.save_plots) if args.save_plots and rows else []
         notes = [workload.note for workload in self.workloads.values() if workload.note]
+        notes += _means(rows, [path.stem for _, path in args.benchmark])
         return Report("eval", about, COLUMNS, rows, settings, notes, plots=plots)
+
+
+def _means(rows: Sequence[Row], files: Sequence[str]) -> list[str]:
+    """Each policy's mean score over several files, as papers print it of LongBench."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        if row["task"] in files:
+            name = f"{row['policy']} in {row['kv_cache_dtype']}"
+            scores.setdefault(name, []).append(row["score"])
+    return [
+        f"mean score over {len(files)} files: {name}: {sum(found) / len(found):.4f}"
+        for name, found in scores.items()
+        if len(found) == len(files) > 1
+    ]
 
 
 def score(workload: TaskPrompts, played: Played, each: int = 1) -> Figures:

@@ -142,7 +142,7 @@ def _found(sample: Sample, outputs: Sequence[str]) -> Grade:
 
 
 FORMATS = {"ruler": Format("input, outputs: questions of your own, RULER", _ruler)}
-"""What ``--benchmark`` names; ``python -m bench.published`` has more."""
+"""What ``--benchmark`` names, beside the published data sets."""
 
 
 # ---- reading ----------------------------------------------------------------------------------

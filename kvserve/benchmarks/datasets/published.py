@@ -64,7 +64,7 @@ def exemplars(name: str, count: int, file: Path | None) -> str:
         return ""
     if file is None and name != "gsm8k":
         raise ConfigError(f"--num-fewshot: {name} has no solved problems without --fewshot-file")
-    source = file or Path(__file__).with_name("gsm8k_exemplars.jsonl")
+    source = file or Path(__file__).parents[2] / "data" / "gsm8k_exemplars.jsonl"
     found = read_questions(name, source, count, solved, "--fewshot-file")
     if len(found) < count:
         raise ConfigError(f"--num-fewshot: {source} has {len(found)} for {name}, not {count}")
