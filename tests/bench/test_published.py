@@ -205,7 +205,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert needles.main(flags) == 0
     saved = json.loads(result.read_text())
     grid, recall, a, b, cut = saved["rows"]
-    assert saved["command"].startswith("python -m bench.needles ")
+    assert saved["command"].startswith("python -m bench.needles")
     assert grid["task"] == "needle-grid" and grid["n"] == 2 * 3 * 2 and "grid" not in recall
     assert grid["grid"] == {
         "lengths": [256, 300], "depths": [0.0, 0.5, 1.0], "exact_match": [[0.0] * 3] * 2
