@@ -65,12 +65,15 @@ def test_short_chains() -> None:
             assert cell == [round(x + 1e-9, 2) for x in both]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_every_policy_at_as_many_bytes(page: str) -> None:
+def test_every_policy_at_as_many_bytes() -> None:
     """The first table: what the result has, and ratios that a calculator confirms."""
     result = json.loads((ROOT / "bench/results/2026-11-24-equal-bytes-turns.json").read_text())
     rows = {row["policy_args"]["name"]: row for row in result["rows"]}
-    lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line
+        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     found = {}
     for line in lines:
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
@@ -86,6 +89,56 @@ def test_every_policy_at_as_many_bytes(page: str) -> None:
         assert speed == [round(sum(turns) / len(turns)), *(round(turn) for turn in turns)]
         assert ratio == [round(speed[0] / found["none"][1][0], 2)]
         assert megabytes == [round(row["mean_held_bytes"] / 1e6, 2)]
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(x.replace(",", "")) for x in re.findall(r"[\d,]*\.?\d+", cell)]
+
+
+def test_graded_chains_in_fewer_bits() -> None:
+    """The README's table, row for row, and what a calculator makes of it."""
+    result = json.loads((ROOT / "bench/results/2026-11-27-graded-bits.json").read_text())
+    rows = {(row["policy_args"]["name"], "ratio" in row["policy_args"], row["kv_cache_dtype"]): row
+            for row in result["rows"]}  # fmt: skip
+    head = "| policy | entries in | right answers"
+    text = (ROOT / "README.md").read_text().partition(head)[2].partition("\n\n")[0]
+    seen = {}
+    for line in text.splitlines()[2:]:
+        name, dtype, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        key = name.split(",")[0], "ratio" in name, dtype.replace("float32", "auto")
+        seen[key] = right, speed, ratio, megabytes = [numbers(cell) for cell in cells]
+        row, turns = rows[key], sorted(rows[key]["output_tok_s_all"])
+        assert right == [round(x, 2) for x in (row["exact_match"], *row["interval_95"])]
+        assert speed == [round(sum(turns) / len(turns)), *map(round, turns)]
+        assert ratio == [round(speed[0] / seen["none", False, "auto"][1][0], 2)]
+        assert megabytes == [round(row["mean_held_bytes"] / 1e6, 2)]
+    assert seen.keys() == rows.keys()
+
+
+def test_where_each_wins() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for length in (500, 1000, 3000):
+        result = json.loads((ROOT / f"bench/results/2026-11-27-grid-{length}.json").read_text())
+        ratios = {(row["pool_share"], row["policy_args"]["name"]): row["ratio_to_first"]
+                  for row in result["rows"] if row["kv_cache_dtype"] == "k8v4"}  # fmt: skip
+        (line,) = re.findall(rf"^\| {length:,} \| (.*) \|$", page, re.M)
+        for share, cell in zip((0.125, 0.25, 0.5, 1.0), line.split(" | "), strict=True):
+            named = ("none", "kara", "streaming_llm")
+            assert numbers(cell) == [round(ratios[share, name], 2) for name in named]
+
+
+def test_vllm_beside_graded_chains() -> None:
+    result = json.loads((ROOT / "bench/results/2026-11-27-graded-peers.json").read_text())
+    rows = [row["output_tok_s_all"] for row in result["rows"]]
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith(("| graded,", "| the same"))]
+    for line, (own, other) in zip(lines, ((0, 4), (2, 4), (1, 5), (3, 5)), strict=True):
+        _, ours, theirs, _, ratio = (cell.strip() for cell in line.strip("|").split("|"))
+        ratios = sorted(a / b for a, b in zip(rows[own], rows[other], strict=True))
+        assert [*numbers(ours), *numbers(theirs)] == [
+            round(sorted(rows[i])[1]) for i in (own, other)
+        ]
+        assert numbers(ratio) == [round(ratios[i], 2) for i in (1, 0, 2)]
 
 
 REAL = {
