@@ -114,6 +114,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args()
+    if args.num_texts < _TEXTS:
+        parser.error(f"--num-texts must be {_TEXTS} or more: peers have an error over texts, too")
     return measure_and_publish(WithPeers(args), args)
 
 

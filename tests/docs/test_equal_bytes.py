@@ -125,6 +125,12 @@ def test_where_each_wins() -> None:
         for share, cell in zip((0.125, 0.25, 0.5, 1.0), line.split(" | "), strict=True):
             named = ("none", "kara", "streaming_llm")
             assert numbers(cell) == [round(ratios[share, name], 2) for name in named]
+    result = json.loads((ROOT / "bench/results/2026-11-27-grid-12000.json").read_text())
+    none, full, fewest, kara, tenth = (f"{row['ratio_to_first']:.2f}" for row in result["rows"])
+    said = f"`none` in `k8v4` {full}, in `k4v4` {fewest}, Kara in `k8v4` {kara}, at `ratio` .1 {tenth}."
+    assert none == "1.00" and said in page.replace("\n", " ")
+    said = f"Kara {kara}, at `ratio` .1 {tenth}, the full cache {full} "
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_vllm_beside_graded_chains() -> None:
@@ -139,6 +145,17 @@ def test_vllm_beside_graded_chains() -> None:
             round(sorted(rows[i])[1]) for i in (own, other)
         ]
         assert numbers(ratio) == [round(ratios[i], 2) for i in (1, 0, 2)]
+    none, fewer, kara, both, vllm, fp8 = (f"{sorted(turns)[1]:,.0f}" for turns in rows)
+    ratios = [
+        f"{sorted(a / b for a, b in zip(rows[own], rows[other], strict=True))[1]:.2f}"
+        for own, other in ((0, 4), (1, 5), (2, 4), (3, 5))
+    ]
+    said = re.search(
+        r"vLLM [\d,]+ tok/s, in its `fp8`.*?graded-peers", (ROOT / "README.md").read_text()
+    )
+    assert said is not None
+    found = re.findall(r"\d,\d{3}|\d\.\d\d", said[0])
+    assert found == [vllm, fp8, none, ratios[0], fewer, ratios[1], kara, ratios[2], both, ratios[3]]
 
 
 REAL = {
