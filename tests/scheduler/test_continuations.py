@@ -120,7 +120,10 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
         left = talks.shadow.left[talks.store.all[-1]]
         assert left.lanes == expected and seq.compactions == compactions, policy
         assert compactions, policy
-        assert talks.store.hits == 3 and seq.num_cached_tokens == len(history) - 12 - 17 - 1
+        assert (
+            talks.scheduler.totals.resumed_total == 3
+            and seq.num_cached_tokens == len(history) - 12 - 17 - 1
+        )
         compared += 1
     assert compared >= 7
 
@@ -154,7 +157,7 @@ def test_the_last_tokens_may_read_otherwise() -> None:
         seq = talks.turn(more(first, 4, drop))
         assert seq.resumed is not None and seq.resumed.num_tokens == first.num_tokens - max(drop, 1)
     seq = talks.turn(more(first, 4, first.num_tokens - last + 1))
-    assert seq.resumed is None and talks.store.misses == Counter(new=1, tokens=1)
+    assert seq.resumed is None and talks.scheduler.saved.misses == Counter(new=1, tokens=1)
 
 
 def test_a_token_is_left_to_compute() -> None:
@@ -175,7 +178,10 @@ def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
         second = talks.turn(more(first))
         assert second.resumed is not None and second.compactions >= first.compactions > 0
         talks.turn(range(70, 150), output=20, policy=0, continues_as=None)
-    assert talks.store.hits_from_host == 2 and not talks.store.misses["evicted"]
+    assert (
+        talks.scheduler.totals.resumed_from_host_total == 2
+        and not talks.scheduler.saved.misses["evicted"]
+    )
 
 
 def test_host_memory_keeps_the_most_recently_used() -> None:
@@ -183,7 +189,9 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     said = [talks.turn(range(start, start + 38), output=12) for start in (2, 50, 100)]
     talks.turn(range(170, 250), output=20, policy=0, continues_as=None)
     assert 0 < talks.store.num_hosted < 3
-    assert talks.turn(more(said[0])).resumed is None and talks.store.misses["evicted"] == 1
+    assert (
+        talks.turn(more(said[0])).resumed is None and talks.scheduler.saved.misses["evicted"] == 1
+    )
     assert talks.turn(more(said[2])).resumed is not None
 
 
@@ -205,7 +213,7 @@ def test_others_never_take_it(prefix_caching: bool) -> None:
     ):
         seq = talks.turn(asked, **fields)
         causes[cause] += 1
-        assert seq.resumed is None and talks.store.misses == causes, fields
+        assert seq.resumed is None and talks.scheduler.saved.misses == causes, fields
         cached = prefix_caching and fields.get("cache_seed") == mine
         assert bool(seq.num_cached_tokens) == cached, fields
     assert talks.turn(asked, cache_seed=mine).resumed is not None
@@ -219,7 +227,7 @@ def test_columns_are_salted() -> None:
         talks.turn(range(2, 32), cache_seed=salted_seed(salt), **fields).num_cached_tokens
         for salt in ("a", "b", "a")
     ]
-    assert found == [0, 0, 28] and not talks.store.misses
+    assert found == [0, 0, 28] and not talks.scheduler.saved.misses
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -239,7 +247,7 @@ def test_the_least_recently_used_go_first() -> None:
     talks.scheduler.blocks.have_free(talks.scheduler.pool.capacity)
     assert not len(talks.store) and talks.scheduler.pool.num_free == talks.scheduler.pool.capacity
     talks.turn(more(two), 4)
-    assert talks.store.misses["evicted"] == 1
+    assert talks.scheduler.saved.misses["evicted"] == 1
 
 
 def test_what_was_continued_goes_before_what_was_not() -> None:
@@ -294,9 +302,9 @@ def test_a_scheduler_that_begins_again_knows_none() -> None:
     for _ in range(6):
         talks.loop.step()
     assert seq.resumed is not None and seq.resumed.continuation in talks.store
-    before = talks.store.hits
+    before = talks.scheduler.totals.resumed_total
     start_over(talks.scheduler, blamed={-1})
-    assert not len(talks.store) and talks.store.hits == before
+    assert not len(talks.store) and talks.scheduler.totals.resumed_total == before
     drain(talks.scheduler, ShadowRunner(talks.scheduler))
     assert seq.token_ids.tolist() == expected and len(talks.store) == 1
 
@@ -322,6 +330,6 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
             talks.scheduler.departures.preempt()
             assert seq.row < 0
         talks.loop.drain()
-        assert talks.store.hits == 2 and len(seq.turns) == 2
+        assert talks.scheduler.totals.resumed_total == 2 and len(seq.turns) == 2
         tokens.append(seq.token_ids.tolist())
     assert tokens[0] == tokens[1]

@@ -60,7 +60,7 @@ def test_a_second_request_does_not_wait_behind_a_crowd() -> None:
     question = sequence(30, "plain", 8, 4)
     scheduler.add(question)
     step(scheduler, shadow)
-    assert question in scheduler.running and scheduler.num_preemptions == 1
+    assert question in scheduler.running and scheduler.totals.preemptions_total == 1
     assert len(drain(scheduler, shadow)) == 31
 
 
@@ -78,7 +78,7 @@ def test_two_crowds_share_the_rows_and_stay_there() -> None:
     held = Counter(seq.client for seq in scheduler.running)
     assert min(held.values()) >= 4, held
     assert len(drain(scheduler, shadow)) == 60
-    assert scheduler.num_preemptions <= 12, "a row changes hands once, not to and fro"
+    assert scheduler.totals.preemptions_total <= 12, "a row changes hands once, not to and fro"
 
 
 def test_nobody_makes_way_for_a_lower_priority() -> None:
@@ -92,7 +92,7 @@ def test_nobody_makes_way_for_a_lower_priority() -> None:
     scheduler.add(low)
     for _ in range(5):
         step(scheduler, shadow)
-    assert low not in scheduler.running and not scheduler.num_preemptions
+    assert low not in scheduler.running and not scheduler.totals.preemptions_total
     assert len(drain(scheduler, shadow)) == 3
 
 

@@ -32,7 +32,7 @@ def test_lower_priorities_are_admitted_first_and_make_way_last() -> None:
         scheduler.add(make_sequence(seq_id, 8, 24, policy=0, priority=priority))
     assert [seq.seq_id for seq in scheduler.waiting] == [1, 3, 0, 2]
     finished = [seq.seq_id for seq in drain(scheduler, shadow)]
-    assert scheduler.num_preemptions > 0
+    assert scheduler.totals.preemptions_total > 0
     assert finished == [1, 3, 0, 2]
 
 
@@ -80,7 +80,9 @@ def test_events_come_early_before_somebody_is_preempted(monkeypatch: pytest.Monk
         for seq_id in range(6):
             scheduler.add(make_sequence(seq_id, 6, 38, policy=15))
         assert len(drain(scheduler, shadow)) == 6
-        seen.append((scheduler.totals.early_compactions_total > 0, scheduler.num_preemptions))
+        seen.append(
+            (scheduler.totals.early_compactions_total > 0, scheduler.totals.preemptions_total)
+        )
     ample, willing, unwilling = seen
     assert ample == (False, 0)
     assert willing[0] and not unwilling[0] and willing[1] < unwilling[1]
@@ -112,7 +114,7 @@ def test_an_observation_is_void_if_its_sequence_begins_anew_in_the_same_step() -
     while scheduler.has_work:
         step(scheduler, shadow)
         observed += observed == 2
-    assert scheduler.num_preemptions == 1 and observed > 3
+    assert scheduler.totals.preemptions_total == 1 and observed > 3
 
 
 def test_a_bounded_sequence_holds_the_blocks_of_its_bound() -> None:

@@ -73,9 +73,9 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
     crowd = {seq.seq_id: seq for seq in drain(scheduler, shadow)}
-    assert scheduler.num_preemptions >= 2
+    assert scheduler.totals.preemptions_total >= 2
     assert scheduler.totals.early_compactions_total == 0
-    assert num_host_blocks or not scheduler.num_swaps
+    assert num_host_blocks or not scheduler.totals.swaps_total
     for seq_id, (prompt, output) in enumerate(shapes):
         single, events = alone(prompt, output, policy, layout)
         assert shadow.events[seq_id] == events
@@ -125,7 +125,7 @@ def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
     for seq_id in range(12):
         scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
     assert len(drain(scheduler, shadow)) == 12
-    assert scheduler.num_preemptions <= 12
+    assert scheduler.totals.preemptions_total <= 12
 
 
 def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
@@ -157,6 +157,6 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
         assert all(task.plan.region_start[0] % 4 == 0 for task in output.events.compactions)
     first = next(i for i, taken in enumerate(steps) if taken)
     assert steps[first] == [0, 1] and steps[first + 5] == [2, 3]
-    assert scheduler.num_preemptions == 1 and before
+    assert scheduler.totals.preemptions_total == 1 and before
     assert shadow.events[victim][: len(before)] == before
     assert_all_blocks_come_back(scheduler)

@@ -53,20 +53,20 @@ def played(
         seen += Counter(
             compactions=scheduler.totals.compactions_total,
             early=scheduler.totals.early_compactions_total,
-            preemptions=scheduler.num_preemptions,
-            swaps=scheduler.num_swaps,
-            recomputed=scheduler.num_preemptions - scheduler.num_swaps,
+            preemptions=scheduler.totals.preemptions_total,
+            swaps=scheduler.totals.swaps_total,
+            recomputed=scheduler.totals.preemptions_total - scheduler.totals.swaps_total,
             hits=traffic.num_hits,
             pruned=traffic.num_pruned,
             added=traffic.num_added,
             finished=len(traffic.finished),
             stopped=sum(seq.stop_token is not None for seq in traffic.finished),
             resumed=loop.shadow.resumed,
-            from_host=scheduler.saved.store.hits_from_host,
+            from_host=scheduler.totals.resumed_from_host_total,
             guessed=loop.num_guessed,
             right=loop.num_right,
         )
-        seen += scheduler.saved.store.misses
+        seen += scheduler.saved.misses
     return seen
 
 

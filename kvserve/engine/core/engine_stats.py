@@ -26,7 +26,6 @@ class EngineCounts:
         """Sizes are those of all ranks together."""
         self._scheduler, self._runner = scheduler, runner
         self._block_bytes, self._remainder_bytes = block_bytes, remainder_bytes
-        self._totals = scheduler.totals
         self._iterations = [0] * (len(ITERATION_TOKENS) + 1)
         self._events: Counter[tuple[str, str]] = Counter()
         self._released: Counter[tuple[str, str]] = Counter()
@@ -34,16 +33,16 @@ class EngineCounts:
     def add(self, output: SchedulerOutput) -> list[tuple[int, Compaction]]:
         """Count a step; returns its compactions, each with its sequence."""
         self._iterations[bisect_left(ITERATION_TOKENS, output.num_tokens)] += 1
-        self._totals.iteration_tokens_total += output.num_tokens
+        self._scheduler.totals.iteration_tokens_total += output.num_tokens
         layout, found = self._scheduler.layout, list[tuple[int, Compaction]]()
         for events in (*output.events.compactions, *output.pruned):
             compacts, reason = events.compacts, "pressure" if events.early else "due"
             if not compacts.any():
                 continue
-            key, size = (self._runner.policies[events.policy_id].name, reason), layout.block_size
+            key = self._runner.policies[events.policy_id].name, reason
             old, new, now = events.old_lens, events.new_lens, time.time()
             self._events[key] += int(compacts.sum())
-            self._released[key] += int((-(-old // size) - -(-new // size)).sum())
+            self._released[key] += int(events.released.sum())
             held = -(-new.sum(axis=(0, 2)) // layout.groups)
             evicted = (old - new).sum(axis=(0, 2)) // layout.groups
             each = events.seq_ids[compacts], evicted[compacts], held[compacts]
@@ -66,13 +65,10 @@ class EngineCounts:
                 "continuations": len(store),
                 "continuation_blocks": store.num_blocks,
                 "hosted_continuations": store.num_hosted,
-                "resumed_total": store.hits,
-                "resumed_from_host_total": store.hits_from_host,
-                "resumed_tokens_total": store.resumed_tokens,
-                "continuation_misses": tuple((cause, store.misses[cause]) for cause in MISSES),
+                "continuation_misses": tuple((why, scheduler.saved.misses[why]) for why in MISSES),
             }
         return replace(
-            self._totals,
+            scheduler.totals,
             num_running=len(requests),
             num_waiting=len(scheduler.waiting),
             blocks_total=capacity,

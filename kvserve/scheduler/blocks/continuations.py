@@ -8,7 +8,7 @@ evicted continuation moves to host memory, if there is room.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 
 import numpy as np
 
@@ -29,10 +29,6 @@ class Continuations:
     def __init__(
         self, pool: BlockPool, host: SwapMemory, block_size: int, max_blocks: int | None = None
     ) -> None:
-        self.hits = 0
-        self.misses: Counter[str] = Counter()
-        self.hits_from_host = 0
-        self.resumed_tokens = 0
         self.changes = 0
         """Grows whenever a look-up in the ``index`` may answer differently."""
         self._pool, self.host, self._block_size = pool, host, block_size
@@ -104,8 +100,6 @@ class Continuations:
 
     def take(self, found: Resumption) -> None:
         """Count a sequence that resumes from ``found``."""
-        self.hits += 1
-        self.resumed_tokens += found.num_tokens
         found.continuation.taken += 1
         if found.continuation in self:
             self.touch(found.continuation)
@@ -174,12 +168,6 @@ class Continuations:
             self._release(known)
         self.index = ContinuationIndex(self._block_size)
         self._gone.clear()
-
-    def count_from(self, other: Continuations) -> None:
-        """Take over the counts of ``other``."""
-        self.hits, self.misses = other.hits, other.misses
-        self.hits_from_host = other.hits_from_host
-        self.resumed_tokens = other.resumed_tokens
 
     def held(self, *, hosted: bool = False) -> IntArray:
         """Every block of the pool (or of host memory) that they name, once per reference."""

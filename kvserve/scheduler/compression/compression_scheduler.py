@@ -130,7 +130,7 @@ class CompressionScheduler:
         taken = self._handlers[EventKind.PRUNED].take_blocks(replace(due, new_lens=new.copy()))
         assert taken is not None
         token_ids = self.rows.token_ids[due.rows, :num_prompt]
-        return replace(self._scheduled(*taken), token_ids=token_ids)
+        return replace(self._scheduled(taken), token_ids=token_ids)
 
     def _make_due(self) -> None:
         """Count this step; if an engine-wide period is over, make its oldest eligible rows due."""
@@ -212,7 +212,7 @@ class CompressionScheduler:
             if taken is not None:
                 if self._blocked is not None and self._rank(row) <= self._blocked:
                     self._blocked = None
-                compactions.append(self._scheduled(*taken))
+                compactions.append(self._scheduled(taken))
             elif self.rows.num_computed[row] >= self.rows.next_event[row]:  # not an early one
                 self._blocked = min(self._rank(row), self._blocked or self._rank(row))
         if not (compactions or observations) and len(later):
@@ -224,9 +224,9 @@ class CompressionScheduler:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
         return int(self.rows.priority[row]), int(self.rows.arrival[row])
 
-    def _scheduled(self, events: Events, released: IntArray) -> Events:
+    def _scheduled(self, events: Events) -> Events:
         """Update the counters of rows whose ``events`` have their blocks, and date the next ones;
-        the events as the runner needs them. ``released [E]`` blocks came free."""
+        the events as the runner needs them."""
         rows, kv, at, new = self.rows, self.blocks.kv, events.rows, events.new_lens
         unmodified = rows.num_unmodified_tokens
         # Columns behind are never published, so no cached column depends on an event.
@@ -238,8 +238,8 @@ class CompressionScheduler:
                 recorded.append(position)
         rows.num_events[at] += 1
         log_from = self.schedule_next_event(events.policy_id, at)
-        rows.blocks_released[at] += released
-        self._totals.blocks_released_total += int(released.sum())
+        rows.blocks_released[at] += events.released
+        self._totals.blocks_released_total += int(events.released.sum())
         evicted = int((events.old_lens - new).sum()) // self.blocks.layout.groups
         self._totals.tokens_evicted_total += evicted
         # The columns of the entries [copy_start, new), padded.

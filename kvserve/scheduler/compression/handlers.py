@@ -17,9 +17,6 @@ from kvserve.scheduler.messages.event import CodeBlocks, Events
 from kvserve.scheduler.triggers.periodic import QuantizeTrigger
 from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, RowState, Trigger
 
-Taken = tuple[Events, IntArray]
-"""The first n events, with the blocks that they write, and how many blocks each gave back: [n]."""
-
 
 class HostEvenEvents:
     """Events that leave equally many entries in all lanes; their trigger says how many."""
@@ -38,8 +35,9 @@ class HostEvenEvents:
         """Ranks of events; the highest goes first."""
         return events.plan.evicted
 
-    def take_blocks(self, events: Events) -> Taken | None:
-        """Exchange blocks event by event until one finds too few; ``None`` if that is the first.
+    def take_blocks(self, events: Events) -> Events | None:
+        """Exchange blocks event by event until one finds too few: those before it, with where they
+        write and what they ``released``; ``None`` if that is the first.
 
         A block with more than one reference is read-only. So columns that an event writes get
         private blocks, and their earlier entries move along.
@@ -67,7 +65,7 @@ class HostEvenEvents:
             np.minimum.at(copy_start, owner[replaced], column[replaced] * size)
         blocks.kv_lens[:, events.rows] = events.new_lens
         released = kv.truncate(events.rows, ends[:, : len(events.rows)])
-        return replace(events, copy_start=copy_start), released
+        return replace(events, copy_start=copy_start, released=released)
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """When rows ``at`` are due next, if their trigger says ``due``."""
@@ -99,13 +97,13 @@ class HostUnevenEvents(HostEvenEvents):
 class HostBlockEvents(HostUnevenEvents):
     """Events that keep whole blocks: no entry moves, so shared blocks may stay shared."""
 
-    def take_blocks(self, events: Events) -> Taken | None:
+    def take_blocks(self, events: Events) -> Events | None:
         blocks, released = self._blocks, []
         blocks.kv_lens[:, events.rows] = events.new_lens
         for row, columns in zip(events.rows.tolist(), events.choices, strict=True):
             released.append(blocks.kv.keep(row, columns[..., columns[0, 0] >= 0]))
         nothing = events.new_lens.max(axis=(0, 2))  # is copied
-        return replace(events, copy_start=nothing), np.array(released, np.int32)
+        return replace(events, copy_start=nothing, released=np.array(released, np.int32))
 
     def _outcome(
         self, due: Events, trigger: Trigger, i: int, kept: IntArray
@@ -139,7 +137,7 @@ class HostCodedEvents(HostUnevenEvents):
     def rank(self, events: Events) -> IntArray:
         return np.full(len(events.rows), NO_EVENT)
 
-    def take_blocks(self, events: Events) -> Taken | None:
+    def take_blocks(self, events: Events) -> Events | None:
         """Change rows to what ``choices`` say, in order, until one finds no blocks."""
         blocks, kv, groups = self._blocks, self._blocks.kv, self._codes
         assert groups is not None
@@ -181,8 +179,12 @@ class HostCodedEvents(HostUnevenEvents):
         )
         now = groups.coded[:, rows], groups.num_vectors[:, rows]
         codes = CodeBlocks(coded, now[0], vectors, now[1], *named_by)
-        events = replace(events.part(slice(done)), copy_start=np.zeros(done, np.int32), codes=codes)
-        return events, np.array(released, np.int32)
+        return replace(
+            events.part(slice(done)),
+            copy_start=np.zeros(done, np.int32),
+            released=np.array(released, np.int32),
+            codes=codes,
+        )
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """A row that stayed raw at its prompt's end has no more events."""

@@ -36,7 +36,7 @@ def _later() -> IntArray:
     return np.zeros(0, np.int32)
 
 
-_BY_EVENT = "rows", "seq_ids", "token_ids", "copy_start", "log_from", "choices"
+_BY_EVENT = "rows", "seq_ids", "token_ids", "copy_start", "released", "log_from", "choices"
 _BY_LANE = "old_lens", "new_lens", "dst_blocks"
 
 
@@ -51,10 +51,10 @@ class Events:
     *Known*: they leave ``new_lens [LG, E, R]`` entries; ``choices``: what the handler has read from
     their scores.
 
-    *Scheduled*: entries from ``copy_start`` on are written again: ``dst_blocks[lg, e, r, j]`` is
-    the block of column ``copy_start[e] // B + j`` afterwards. Then queries are logged from
-    ``log_from`` on. Those of kind ``CODED`` write ``codes``, and raw entries if a row is written
-    afresh. ``early`` events were not due, but blocks ran out.
+    *Scheduled*: ``released`` blocks came free. Entries from ``copy_start`` on are written again:
+    ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards. Then
+    queries are logged from ``log_from`` on. Those of kind ``CODED`` write ``codes``, and raw
+    entries if a row is written afresh. ``early`` events were not due, but blocks ran out.
     """
 
     policy_id: int
@@ -66,6 +66,7 @@ class Events:
     token_ids: IntArray | None = None
     new_lens: IntArray = field(default_factory=_later)
     copy_start: IntArray = field(default_factory=_later)
+    released: IntArray = field(default_factory=_later)
     dst_blocks: IntArray = field(default_factory=_later)
     log_from: IntArray = field(default_factory=_later)
     codes: CodeBlocks | None = None

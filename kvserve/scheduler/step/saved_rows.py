@@ -6,6 +6,7 @@ would first rebuild the larger cache that its events had cut down, and replay th
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvserve.scheduler.messages.continuation import (
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
+from kvserve.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,10 @@ class SavedRows:
     resume from them. A sequence that does takes over the continuation's history: if it loses its
     cache, it is computed again with all events and turns of that."""
 
-    def __init__(self, rows: RowTable, blocks: BlockManager) -> None:
+    def __init__(self, rows: RowTable, blocks: BlockManager, totals: EngineStats) -> None:
+        self._totals = totals
+        self.misses: Counter[str] = Counter()
+        """Why sequences resumed nothing."""
         self.store = blocks.continuations
         self._rows, self._blocks, self._memory = rows, blocks, self.store.host
         self.host_pool = self._memory.pool
@@ -108,7 +113,7 @@ class SavedRows:
     def take_over(self, gone: SavedRows) -> None:
         """Go on counting where ``gone`` was, whose rows are given up: the device forgets what it
         keeps of them."""
-        self.store.count_from(gone.store)
+        self.misses = gone.misses
         rows = [int(parked.named[0]) for parked in gone._parked.values()]
         self._memory.discard_all_of(gone._memory, rows)
 
@@ -182,7 +187,9 @@ class SavedRows:
             seq.resumed = turn.resumption
             _take_history(seq, turn.resumption)
             self.store.take(turn.resumption)
-            self.store.hits_from_host += turn.hosted
+            self._totals.resumed_total += 1
+            self._totals.resumed_from_host_total += turn.hosted
+            self._totals.resumed_tokens_total += turn.resumption.num_tokens
         rows, size = self._rows, self._blocks.layout.block_size
         row = rows.resume(seq, turn.row.counters)
         rows.num_computed[row] = seq.num_cached_tokens = computed
@@ -206,10 +213,10 @@ class SavedRows:
         if seq.resumed is not None or seq.replay_until:
             return
         if seq.refuses is not None:
-            self.store.misses[seq.refuses] += 1
+            self.misses[seq.refuses] += 1
         elif seq.continues_as is not None:
             found = self._look_up(seq)
-            self.store.misses[found.cause if found.live is None else MEMORY] += 1
+            self.misses[found.cause if found.live is None else MEMORY] += 1
 
     def _look_up(self, seq: Sequence) -> LookedUp:
         """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""

@@ -70,7 +70,7 @@ class Scheduler:
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed, self.totals)
-        self.saved = SavedRows(rows, self.blocks)
+        self.saved = SavedRows(rows, self.blocks, self.totals)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts, self.totals)
@@ -108,14 +108,6 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Sequences that hold a row and have not ended."""
         return [seq for seq in self.rows.live() if seq.status is SequenceStatus.RUNNING]
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.totals.preemptions_total
-
-    @property
-    def num_swaps(self) -> int:
-        return self.totals.swaps_total
 
     # ---- one step ----------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def test_every_request_of_a_random_run_keeps_its_bound(
         for _ in prompts
     ]
     llm.generate(prompts, params, use_tqdm=False)
-    assert core.scheduler.num_preemptions and len(errors) == len(prompts)
+    assert core.scheduler.totals.preemptions_total and len(errors) == len(prompts)
     merged = [torch.cat(found, dim=-1) > 0.05 for found in errors.values()]
     assert all(each.numel() > 500 for each in merged)
     assert torch.cat(merged, dim=-1).float().mean() > 0.05, "hardly anything merged"
@@ -188,7 +188,7 @@ def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(llama_dir: Path) -> None:
         tokens, details = generate(llm, [PROMPT, *MATES, PROMPT])
         assert tokens == [*alone, alone[0]], settings
         assert all(kv.coded_entries for kv in details if kv.logical_tokens > 48)
-        assert bool(scheduler.num_preemptions) == ("num_gpu_blocks_override" in settings)
+        assert bool(scheduler.totals.preemptions_total) == ("num_gpu_blocks_override" in settings)
         assert scheduler.blocks.headroom == scheduler.pool.capacity
         scheduler.check_integrity()
 

@@ -45,6 +45,8 @@ def test_alone_and_in_a_crowd(tmp_path: Path, case: tuple[str, str]) -> None:
     preempt_now_and_then(scheduler, np.random.default_rng(0), 0.1)
     found = crowd.generate(prompts * 2, PARAMS, use_tqdm=False)
     scheduler.check_integrity()
-    assert scheduler.num_preemptions > 5 and bool(scheduler.num_swaps) == (policy != "none")
+    assert scheduler.totals.preemptions_total > 5 and bool(scheduler.totals.swaps_total) == (
+        policy != "none"
+    )
     tokens = [[each.outputs[0].token_ids for each in of] for of in (found, expected)]
     assert tokens[0] == tokens[1] * 2

@@ -236,8 +236,8 @@ class Lab:
         scheduler = engine.llm.engine.core.scheduler
         preempt_now_and_then(scheduler, np.random.default_rng(0), 0.1)
         runs = generate(engine, [(IDS, case.spec) for case in self.cases.values()])
-        assert scheduler.num_preemptions > 5
-        assert (scheduler.num_swaps > 2) == bool(swap_space)
+        assert scheduler.totals.preemptions_total > 5
+        assert (scheduler.totals.swaps_total > 2) == bool(swap_space)
         return dict(zip(self.cases, runs, strict=True))
 
     @cached_property
@@ -253,7 +253,7 @@ class Lab:
         oracle = Oracle(engine.llm, answers.__getitem__, 0.8)
         runs = generate(engine, [(IDS, case.spec) for case in self.cases.values()])
         assert oracle.guessed > oracle.confirmed > 5 * len(labels)
-        assert scheduler.num_preemptions > 2
+        assert scheduler.totals.preemptions_total > 2
         return dict(zip(labels, runs, strict=True))
 
     def _chunked(self, chunk: int, hits: bool) -> dict[str, Run]:

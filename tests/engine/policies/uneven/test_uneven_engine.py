@@ -121,7 +121,7 @@ def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
             preempt_now_and_then(scheduler, np.random.default_rng(1), 0.08)
         tokens = generate(llm, [PROMPT, *MATES, PROMPT])
         assert tokens[0] == tokens[-1] == expected, settings
-        assert bool(scheduler.num_preemptions) == ("swap_space" in settings)
+        assert bool(scheduler.totals.preemptions_total) == ("swap_space" in settings)
         assert scheduler.blocks.headroom == scheduler.pool.capacity
         scheduler.check_integrity()
 
