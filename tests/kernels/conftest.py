@@ -10,10 +10,13 @@ import torch
 
 
 @pytest.fixture
-def device() -> Iterator[str]:
-    """Where Triton kernels run; skips if Triton is not installed."""
-    pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the test's kernels run: those that g++ compiles on the CPU. Skips Triton's if it is not
+    installed."""
+    compiled = request.node.get_closest_marker("compiler") is not None
+    if not compiled:
+        pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+    with torch.device("cuda" if torch.cuda.is_available() and not compiled else "cpu") as device:
         yield str(device)
 
 
@@ -30,12 +33,14 @@ def unwritten(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def untouched_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def untouched_memory(
+    device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Launches leave alone what kernels do not touch, so huge tensors cost hardly any memory.
 
     The interpreter would copy them back whole, here onto themselves.
     """
-    if device == "cpu":
+    if device == "cpu" and request.node.get_closest_marker("compiler") is None:
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.coded_entries import Slots
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
-from tests.kernels.paged_case import EACH_KERNEL, KERNELS, SCALE, assert_same, by_cpu, by_triton
+from tests.kernels.paged_case import EACH_KERNEL, KERNELS, SCALE, assert_same, by_triton
 
 pytestmark = pytest.mark.usefixtures("unwritten")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -210,7 +211,7 @@ def test_codes_that_refer_to_nothing_are_refused(broken: str) -> None:
     slots[case.codes.slot_tables[0, 0, 0].long()] = words
     with pytest.raises(IndexError, match=MESSAGES[broken]):
         codes = case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
-        by_cpu(*case.inputs, codes=codes)
+        paged_attention_cpu(*case.inputs, codes=codes)
 
 
 @pytest.mark.usefixtures("untouched_memory")

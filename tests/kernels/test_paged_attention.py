@@ -26,7 +26,6 @@ from tests.kernels.paged_case import (
     LevelRows,
     Shape,
     assert_same,
-    by_cpu,
     by_triton,
     make,
     random_remainder,
@@ -135,7 +134,7 @@ def test_a_long_context_is_the_same_on_any_number_of_threads(tables: int) -> Non
     with threads(1):
         alone = assert_same("cpu", inputs)
     with threads(3):
-        assert torch.equal(by_cpu(*inputs), alone)
+        assert torch.equal(paged_attention_cpu(*inputs), alone)
 
 
 @EACH_KERNEL
@@ -303,8 +302,8 @@ def test_where_a_chunk_begins_to_read_changes_nothing(window: int) -> None:
         last, first = (x[..., at].contiguous() for x in (whole.last, whole.first))
         alone = replace(whole, query=whole.query[at], last=last, first=first)
         alone = replace(alone, starts=torch.tensor([0, 1]))
-        found = by_cpu(*alone.inputs(), sinks=sinks)
-        assert torch.equal(found, by_cpu(*whole.inputs(), sinks=sinks)[at])
+        found = paged_attention_cpu(*alone.inputs(), sinks=sinks)
+        assert torch.equal(found, paged_attention_cpu(*whole.inputs(), sinks=sinks)[at])
 
 
 REMAINDERS = [
@@ -455,9 +454,9 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
 
     def attend(count: int) -> Tensor:
         if isinstance(rows, LevelRows):
-            return by_cpu(*rows.inputs([count]))
+            return paged_attention_cpu(*rows.inputs([count]))
         inputs, how = rows.call([count])
-        return by_cpu(*inputs, **how)
+        return paged_attention_cpu(*inputs, **how)
 
     together = attend(110)
     for token in range(110):

@@ -130,10 +130,8 @@ def named(value: Any) -> str:
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda v: "-".join(map(named, v)))
-def place(request: pytest.FixtureRequest) -> Place:
+def place(request: pytest.FixtureRequest, device: str) -> Place:
     kernels, granularity, block, dim, dtype = request.param
-    if kernels is COMPILED and torch.cuda.is_available():
-        pytest.skip("tensors are on the GPU")
     layout = KVLayout(2, 2, dim, block, granularity)
     return Place(kernels, layout, torch.randn(layout.cache_shape(BLOCKS)).to(dtype))
 

@@ -47,11 +47,13 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.pool: PoolView | None = None
         """The newest view while ``watch_pool`` is on."""
-        self._client: EngineClient = ThreadClient(config)
+        self._client: EngineClient
         if mode == "process":
             from kvserve.engine.core.core_process import ProcessClient
 
             self._client = ProcessClient(config)
+        else:
+            self._client = ThreadClient(config)
         self._info: EngineInfo | None = None
         self._tasks = TaskResolver(config.compression)
         self._processor = OutputProcessor(None, [], self._tasks)

@@ -199,7 +199,9 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
 def _parts(model: Transformer, matrix: str, tensor: Any, count: int) -> list[Target]:
     """Where each of ``count`` weights of the checkpoint goes in a matrix, or in its bias."""
     spec, group = model.part, model.group
-    if len(tensor.shape) == 3 and not spec.sinks:  # gpt-oss has all experts in one tensor
+    if len(tensor.shape) == 3 and spec.sinks:  # gpt-oss has all experts in one tensor, undivided
+        return [Target.whole(tensor)]
+    if len(tensor.shape) == 3:
         experts = tensor.shape[0]
         own = [_parts(model, matrix, tensor[i], count // experts) for i in range(experts)]
         return [part for parts in own for part in parts]

@@ -173,7 +173,8 @@ class Policy:
         By default, the argument ``query_dtype``, where auto is int4 if absolute attention needs it.
         """
         dtype: str = getattr(self, "query_dtype", "auto")
-        return "int4" if dtype == "auto" and self.sees_all else dtype
+        absolute = getattr(self, "attention", "window") == "absolute"
+        return "int4" if dtype == "auto" and absolute else dtype
 
     @property
     def sees_all(self) -> bool:

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ class DecodeGraphs:
     def _captured(self, step: PaddedStep) -> CapturedStep:
         """``step`` as a graph that returns its one output. No row decodes meanwhile."""
         if self._pool is None:
-            return CapturedStep(step, step.forward)
+            return CapturedStep(step, _called(step))
         # Run once before the capture, so that libraries initialise and kernels are compiled; on a
         # side stream, as torch requires.
         stream = _capture_stream()
@@ -131,6 +132,18 @@ class CapturedStep:
 
     step: PaddedStep
     run: Callable[[], Tensor]
+
+
+def _called(step: PaddedStep) -> Callable[[], Tensor]:
+    """Without a GPU: calls ``step``, which something else has to keep alive, as with a graph."""
+    known = WeakMethod(step.forward)
+
+    def run() -> Tensor:
+        forward = known()
+        assert forward is not None, "what a graph reads has been given back"
+        return forward()
+
+    return run
 
 
 @cache

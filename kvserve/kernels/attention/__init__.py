@@ -1,1 +1,1 @@
-"""Attention over paged entries: the reference and the Triton kernel."""
+"""Attention over paged entries: the reference, the CPU's kernel and Triton's."""

@@ -1,4 +1,4 @@
-"""Attention over paged entries, written down: the reference of the Triton kernel."""
+"""Attention over paged entries, written down: the reference of both kernels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ class Newest(NamedTuple):
     tables: Tensor
     chunks: QuerySegments
     recent: Tensor | None = None
+
+
+def check_newest(newest: Newest | None, shares: Shares | None) -> None:
+    """``ValueError`` if shares are asked for that ``newest`` entries say nothing of."""
+    if newest is not None and shares is not None and newest.recent is None:
+        raise ValueError("paged attention: shares need recent of the newest entries, too")
 
 
 def paged_attention_torch(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.attention.paged_attention import Newest
+from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import defines_of
@@ -68,6 +68,7 @@ def paged_attention_cpu(
     vector that is not there; no sequence holds block 0.
     """
     attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
+    check_newest(newest, shares)
     if newest is not None:
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
         if shares is not None and newest.recent is not None:

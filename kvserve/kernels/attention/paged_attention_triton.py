@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.attention.attend_triton import attend, merge
-from kvserve.kernels.attention.paged_attention import Newest
+from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import HEAD_DIMS, Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.dispatch import Tile, num_processors, tile_of
@@ -66,6 +66,7 @@ def paged_attention_triton(
     """
     problem = None if q.shape[2] in HEAD_DIMS else f"head_dim is not one of {HEAD_DIMS}"
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
+    check_newest(newest, shares)
     packed = chunks.max_chunk * (q.shape[1] // (tables.shape[1] * keys.shape[2]))
     tile = _tile_of(q, values, packed, codes is not None)
     least = 1

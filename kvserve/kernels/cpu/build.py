@@ -74,8 +74,6 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
     ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
     """
     attempt = name, defines, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
-    if attempt in _failures:
-        raise BuildError(_failures[attempt])
     file = _file_name(name, defines, "native")
     there = [folder / file for folder in _cache_folders() if _is_ours(folder)]
     there += [PREBUILT / _file_name(name, defines, level) for level in levels_of_this_cpu()]
@@ -83,6 +81,8 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
         if library.is_file():
             with contextlib.suppress(BuildError):  # it is of another system that shares this home
                 return _open(library)
+    if attempt in _failures:
+        raise BuildError(_failures[attempt])
     try:
         return _open(_build(name, defines, file))
     except BuildError as error:

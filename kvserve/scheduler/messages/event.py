@@ -66,9 +66,9 @@ class Events:
     token_ids: IntArray | None = None
     new_lens: IntArray = field(default_factory=_later)
     copy_start: IntArray = field(default_factory=_later)
-    released: IntArray = field(default_factory=_later)
     dst_blocks: IntArray = field(default_factory=_later)
     log_from: IntArray = field(default_factory=_later)
+    released: IntArray = field(default_factory=_later)
     codes: CodeBlocks | None = None
     early: bool = False
     choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)

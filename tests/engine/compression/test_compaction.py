@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.compression.moves import plan_moves
+from kvserve.engine.compression.moves import MovePlan, plan_moves
 from kvserve.engine.frontend.inspect import KeptPositions
+from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.policies.scoring import Observation
+from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.triggers.trigger import EventKind, EvictionSpec
@@ -73,6 +75,54 @@ def test_decoding_equals_dense_attention_under_the_kept_set(
     held = kept.events[-1].held
     assert (held[..., : len(prompt)] == np.arange(len(prompt))).all(), "the prompt was touched"
     assert (np.diff(held, axis=2) > 0).all()
+
+
+def step_until_event(engine: LLMEngine) -> Iterator[None]:
+    while engine.has_unfinished_requests:
+        engine.step()
+        yield
+
+
+def test_prefix_buffer_and_later_entries_stay_bit_identical(llama_dir: Path) -> None:
+    """Nothing but the window's older tokens is dropped; what stays is copied, never recomputed."""
+    llm = LLM(str(llama_dir), policy=POLICY, dtype="float32", skip_tokenizer_init=True)
+    runner, blocks = llm.engine.core.runner, llm.engine.core.scheduler.blocks
+    layout, stored, events = runner.cache.layout, runner.cache.entries, 0
+
+    def entries(length: int) -> Tensor:
+        rows = torch.zeros(length, dtype=torch.long)
+        lanes = torch.arange(length).expand(layout.num_layers, layout.num_kv_heads, -1)
+        slots = slot_mapping(runner.batch.block_tables, rows, lanes, layout.block_size)
+        return torch.stack([of(slots, None) for of in (stored.keys, stored.values)])
+
+    before: dict[str, Tensor] = {}
+    plans: list[tuple[Events, MovePlan]] = []
+
+    def on_moves(task: Events, plan: MovePlan) -> None:
+        before["entries"] = entries(int(task.old_lens.max())).clone()
+        plans.append((task, plan))
+
+    runner.compressor.on_moves = on_moves
+    llm.engine.add_request(
+        "a", list(range(2, 13)), SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    )
+    for _ in step_until_event(llm.engine):
+        if len(plans) == events:
+            continue
+        events = len(plans)
+        task, plan = plans[-1]
+        start, old, new = (
+            int(x.max()) for x in (task.plan.region_start, task.old_lens, task.new_lens)
+        )
+        after = entries(new)
+        assert torch.equal(after[:, :, :, :start], before["entries"][:, :, :, :start])
+        tail = old - start - int(task.plan.windows[0]) * 16
+        assert torch.equal(after[..., new - tail :, :], before["entries"][..., old - tail :, :])
+        index = plan.src[0][None, ..., None].expand(2, -1, -1, -1, layout.head_dim)
+        copied = before["entries"].gather(3, index)
+        assert torch.equal(after[:, :, :, int(task.copy_start[0]) :], copied)
+        assert int(runner.batch.kv_lens[0, 0, 0]) == int(blocks.kv_lens[0, 0, 0])
+    assert events > 3
 
 
 def test_plan_follows_the_worked_example() -> None:
