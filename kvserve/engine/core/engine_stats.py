@@ -37,12 +37,12 @@ class EngineCounts:
         layout, found = self._scheduler.layout, list[tuple[int, Compaction]]()
         for events in (*output.events.compactions, *output.pruned):
             compacts, reason = events.compacts, "pressure" if events.early else "due"
+            key = self._runner.policies[events.policy_id].name, reason
+            self._released[key] += int(events.released.sum())
             if not compacts.any():
                 continue
-            key = self._runner.policies[events.policy_id].name, reason
             old, new, now = events.old_lens, events.new_lens, time.time()
             self._events[key] += int(compacts.sum())
-            self._released[key] += int(events.released.sum())
             held = -(-new.sum(axis=(0, 2)) // layout.groups)
             evicted = (old - new).sum(axis=(0, 2)) // layout.groups
             each = events.seq_ids[compacts], evicted[compacts], held[compacts]
@@ -81,8 +81,8 @@ class EngineCounts:
             tokens_held=sum(request.held_tokens for request in requests),
             scoring_workspace_bytes=self._runner.workspace_bytes,
             compaction_counts=tuple(
-                CompactionCounts(*key, count, self._released[key])
-                for key, count in self._events.items()
+                CompactionCounts(*key, self._events[key], released)
+                for key, released in self._released.items()
             ),
             iterations=tuple(self._iterations),
             requests=requests,

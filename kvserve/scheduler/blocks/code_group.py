@@ -43,7 +43,6 @@ class CodeGroup(CacheGroup):
     ) -> None:
         self.slots_per_block = slots_per_block
         self.vectors_per_block = 2 * layout.block_size
-        self._size = layout.block_size
         lanes = layout.layer_groups, layout.rows
         self.index = BlockTable(pool, lanes, max_rows, slots_per_block, max_model_len)
         self.vectors = BlockTable(pool, lanes, max_rows, self.vectors_per_block, 2 * max_model_len)

@@ -72,7 +72,10 @@ class ContinuationIndex:
         text = _text(known.token_ids)
         for place in self._places(known, text):
             bucket, policy = self._buckets[place], (known.shared_by, here)
-            del bucket[policy][bisect_left(bucket[policy], text, key=_by_text)]
+            at = bisect_left(bucket[policy], text, key=_by_text)
+            while bucket[policy][at][1] is not known:  # one with another floor has the same text
+                at += 1
+            del bucket[policy][at]
             if not bucket[policy]:
                 del bucket[policy]
             if not bucket:

@@ -115,8 +115,12 @@ class Admission:
         # New rows would take the blocks that an event waits for.
         admits = not self._events.blocked_on_blocks
         chunks, first = list[Chunk](), self._waiting.first
-        clients = {rows.owner(row).client for row in behind}
-        if admits and clients and first is not None and first.client not in clients:
+        if (
+            admits
+            and behind
+            and first is not None
+            and first.client not in {rows.owner(row).client for row in behind}
+        ):
             half = StepBudget(budget.tokens, budget.chunked // 2)
             self._admit(chunks, half, most=1)
             budget.spend(budget.tokens - half.tokens)
@@ -236,7 +240,7 @@ class Admission:
 
     def _go_on(self, seq: Sequence, turn: NextTurn, budget: StepBudget) -> bool:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
-        computed = turn.resumption.num_tokens
+        computed = turn.at.computed
         length = self._chunk_length(seq, computed, turn.at.target, budget)
         pinned, pool = turn.row.named, self._saved.host_pool if turn.hosted else self._blocks.pool
         pool.share(pinned)  # the continuation must not be evicted to make room

@@ -17,7 +17,6 @@ from kvserve.scheduler.blocks.cache_group import ResumeAt
 from kvserve.scheduler.blocks.continuation_index import LookedUp
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
-    NO_PLACE,
     Continuation,
     Resumption,
     SavedRow,
@@ -73,8 +72,8 @@ class SavedRows:
         saved = self._save(row)
         device = saved.named
         if not self.store.have_host_blocks(len(device)):
-            memory.release_place(saved.remainder)
             return False
+        saved = self._with_remainder(saved, row)
         self._parked[seq.seq_id] = saved.renamed(memory.move_out(device, row))
         return True
 
@@ -138,7 +137,7 @@ class SavedRows:
                 tokens,
                 seq.num_prompt_tokens,
                 floor,
-                self._save(row),
+                self._with_remainder(self._save(row), row),
                 seq.first_prompt_tokens,
                 seq.num_shareable,
                 seq.turns,
@@ -231,13 +230,17 @@ class SavedRows:
     # ---- both --------------------------------------------------------------------------------
 
     def _save(self, row: int) -> SavedRow:
-        """What a row counts and holds. There is a place for its remainder, if it has one."""
+        """What a row counts and holds in blocks."""
         rows, blocks = self._rows, self._blocks
         blocks.give_back_unused(np.array([row]), rows.num_computed[[row]])
-        groups, remainder = tuple(group.save(row) for group in blocks.groups), NO_PLACE
-        if rows.has_remainder(row):
-            remainder = self._memory.save_remainder(row)
-        return SavedRow(rows.park_row(row), groups, remainder)
+        groups = tuple(group.save(row) for group in blocks.groups)
+        return SavedRow(rows.park_row(row), groups)
+
+    def _with_remainder(self, saved: SavedRow, row: int) -> SavedRow:
+        """And its remainder, if it has one. There is a place for it."""
+        if not self._rows.has_remainder(row):
+            return saved
+        return replace(saved, remainder=self._memory.save_remainder(row))
 
     def _blocks_to_resume(self, saved: SavedRow, hosted: bool, at: ResumeAt) -> int:
         """Blocks for ``_resume``, and for the row's growth up to its target."""

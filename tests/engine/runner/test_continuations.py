@@ -368,6 +368,14 @@ def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPa
     assert looks == []
 
 
+def test_off_keeps_nothing(llama_dir: Path) -> None:
+    for continuations, kept in (("off", 0), ("on", 1)):
+        llm = make_llm(llama_dir, KARA, continuations=continuations)
+        params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+        llm.generate([[3, 4, 5] * 7], params, use_tqdm=False)
+        assert len(llm.engine.core.scheduler.saved.store) == kept
+
+
 def test_flags(llama_dir: Path) -> None:
     for settings, named in (
         ({"continuations": "maybe"}, "--continuations"),

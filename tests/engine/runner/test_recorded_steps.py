@@ -14,8 +14,8 @@ import torch
 from kvserve import LLM, SamplingParams
 from kvserve.engine.runner.recorded_steps import RecordedSteps, _Memory
 from kvserve.scheduler.arrays import IntArray
-from tests.checkpoints import write_checkpoint
-from tests.engine.guesses import SPECULATIVE
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import SPECULATIVE, always_guess
 from tests.engine.runner.test_cuda_graph import (
     KARA,
     PROMPTS,
@@ -136,6 +136,26 @@ def test_living_tensors_never_share_memory() -> None:
     alive.clear()
     gc.collect()
     assert len(memory._free) == len(memory._chunks) < 4, "what died is merged again"
+
+
+def test_guesses_are_verified_by_tapes(llama_dir: Path) -> None:
+    """The same answers; chunks of a shape that has come before call no layer."""
+    text = random_prompts([60], seed=2)[0]
+    given = torch.tensor([*text, *text[:50], *[0] * 8])
+    found: list[list[int]] = []
+    for make in (make_plain, make_llm):
+        llm = make(llama_dir, KARA, speculative_config=SPECULATIVE)
+        runner = llm.engine.core.runner
+        runner.force = given.__getitem__
+        always_guess(llm)
+        params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, logprobs=0)
+        (output,) = llm.generate([text], params, use_tqdm=False)
+        (answer,) = output.outputs
+        assert answer.logprobs is not None
+        found.append([hash(repr(entry)) for entry in answer.logprobs])
+        assert output.speculation is not None and output.speculation.accepted_tokens > 25
+    assert recorded_steps(llm).chunk_replays > 2
+    assert found[0] == found[1]
 
 
 def test_few_tapes_hold_chunks_of_any_lengths(llama_dir: Path) -> None:
