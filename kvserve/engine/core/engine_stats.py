@@ -83,6 +83,7 @@ class EngineCounts:
             compaction_counts=tuple(
                 CompactionCounts(*key, self._events[key], released)
                 for key, released in self._released.items()
+                if self._events[key] or released
             ),
             iterations=tuple(self._iterations),
             requests=requests,
