@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ _ROW = (
 )
 
 
+_SOME_TESTS = ("--seconds", "130"), ("--seconds", "60", "--groups", "policies-uneven")
+"""On a GPU, and to try the command."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """``arguments`` of Python, to which the file of the result and ``options`` are added."""
@@ -65,12 +70,13 @@ def stages(part: int, smoke: bool, row_seconds: float) -> list[Stage]:
         return [
             Stage("facts", 30, ("-c", _FACTS), shown=lambda found: [json.dumps(found)]),
             Stage("check", 280, check, ("--seconds", "270"), _wrong),
+            Stage("tests", 170, ("-m", "bench.gpu_runs.engine_tests"), _SOME_TESTS[smoke], _tests),
             Stage("sdpa", 90, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
         ]
-    jobs = (job.small() if smoke else job for job in JOBS[:6])
-    none, kara, snapkv, *by_form = (_row(job, row_seconds, small) for job in jobs)
+    jobs = (job.small() if smoke else job for job in JOBS[:7])
+    none, kara, snapkv, *k8v4, none4, kara4 = (_row(job, row_seconds, small) for job in jobs)
     profile = ("-m", "bench.gpu_runs.profile", "--save-result")
-    return [none, kara, *by_form, Stage("profile", 110, profile, small), snapkv]
+    return [none, kara, *k8v4, none4, Stage("profile", 110, profile, small), kara4, snapkv]
 
 
 def _row(job: Job, seconds: float, small: tuple[str, ...]) -> Stage:
@@ -97,6 +103,16 @@ def _wrong(found: dict[str, Any]) -> list[str]:
                 lines.append(f"    {row['case']}: {str(row['found']).strip()[-160:]}")
         if part["error"]:
             lines.append(f"    {part['error'].strip()[-300:]}")
+    return lines
+
+
+def _tests(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, group in found.get("groups", {}).items():
+        counts = ", ".join(f"{n} {outcome}" for outcome, n in group["counts"].items())
+        lines.append(f"{name}: {counts or group['log'][-300:]}; status {group['status']}")
+        reasons = Counter(row["error"].strip().splitlines()[-1][:150] for row in group["failed"])
+        lines += [f"    {n} x {reason}" for reason, n in reasons.most_common(4)]
     return lines
 
 

@@ -93,8 +93,7 @@ def long_traces(policy: str) -> Job:
 
 JOBS = (
     *(Job(policy) for policy in (NONE, KARA, THRESHOLD)),
-    *(Job(policy, form="k4v4") for policy in (NONE, KARA)),
-    Job(NONE, form="k8v4"),
+    *(Job(policy, form=form) for form in ("k8v4", "k4v4") for policy in (NONE, KARA)),
     *(steps(seqs) for seqs in (1, 64)),
     *(Job(policy) for policy in (SMALL_WINDOW, AGAIN)),
     *(long_traces(policy) for policy in (NONE, KARA)),

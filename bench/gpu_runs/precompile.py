@@ -170,7 +170,7 @@ def note_engines() -> None:
         CONFIGS / "llama-3.1-8b", parts.POLICIES["none"], "bfloat16", **BOTH, **eight
     )
     play(engine, parts.POLICIES["none"], 256, [100], 20)
-    for job in JOBS[:6]:
+    for job in JOBS[:7]:
         given = settings_of(job, "cuda") | {
             "num_gpu_blocks_override": 5234,
             "swap_space": 0.001,

@@ -1,4 +1,6 @@
-"""Follows every sequence of an engine: positions held, what events saw and chose, logits."""
+"""Follows every sequence of an engine: positions held, what events saw and chose, logits.
+
+What it keeps lies in host memory, wherever the engine runs."""
 
 from __future__ import annotations
 
@@ -149,7 +151,7 @@ class Recorder:
 
     def _on_logits(self, hidden: Tensor) -> Tensor:
         logits = self._model_logits(hidden)
-        self._new += logits.clone()
+        self._new += logits.clone().cpu()
         return logits
 
     def _take_logits(self, output: SchedulerOutput, tokens: IntArray) -> None:
@@ -202,7 +204,7 @@ class Recorder:
 
     def _on_moves(self, task: Events, plan: MovePlan) -> None:
         """One group of equal-shaped events; its choices were made since the last group."""
-        scores, kept = (torch.cat(parts) for parts in zip(*self._choices, strict=True))
+        scores, kept = (torch.cat(parts).cpu() for parts in zip(*self._choices, strict=True))
         self._choices.clear()
         windows = np.cumsum([0, *task.plan.windows])
         for e, row in enumerate(task.rows):
@@ -214,7 +216,7 @@ class Recorder:
             record.kept.on_moves(part, one)
             at = slice(windows[e], windows[e + 1])
             record.choices.append(Choice(part.plan, scores[at], kept[at]))
-            self._sources[int(row)] = one.src[0]
+            self._sources[int(row)] = one.src[0].cpu()
 
     def _entries(self, table: Tensor, at: range, num_layers: int) -> Tensor:
         """Keys and values of a row's entries ``at``, as they are stored: [2, L', Hkv, n, D], or
@@ -222,15 +224,18 @@ class Recorder:
         cache = self._runner.cache
         layout = cache.layout
         layers = len(table) * layout.layers_per_block  # a last table may have room for more
-        rows = torch.zeros(len(at), dtype=torch.long)
-        lanes = torch.arange(at.start, at.stop).expand(layers, layout.num_kv_heads, -1)
+        device = table.device
+        rows = torch.zeros(len(at), dtype=torch.long, device=device)
+        lanes = torch.arange(at.start, at.stop, device=device)
+        lanes = lanes.expand(layers, layout.num_kv_heads, -1)
         slots = slot_mapping(table, rows, lanes, layout.block_size)
         if isinstance(cache.entries, QuantizedEntries):
             blocks, where = cache.entries.blocks, places_of(cache.entries.blocks.keys.shape, slots)
             parts = [part[where] for held in (blocks.keys, blocks.values) for part in held.parts]
             stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
-            return torch.cat(stored, dim=-1)[None, :num_layers]
-        return torch.stack([gather_kv_torch(cache.kv, slots, None, x) for x in (False, True)])
+            return torch.cat(stored, dim=-1)[None, :num_layers].cpu()
+        parts = [gather_kv_torch(cache.kv, slots, None, values) for values in (False, True)]
+        return torch.stack(parts).cpu()
 
 
 def vectors_of(levels: Tensor, form: EntryFormat, dim: int) -> tuple[QuantizedVectors, ...]:

@@ -157,7 +157,8 @@ class Lab:
     @property
     def engine_centres(self) -> Any:
         """Where queries point, by the statistics beside the checkpoint."""
-        return self._one.llm.engine.core.runner.compressor.observer.centres
+        centres: Any = self._one.llm.engine.core.runner.compressor.observer.centres
+        return centres.to("cpu")
 
     @property
     def small_blocks(self) -> int:
