@@ -8,6 +8,7 @@ waited for; an event that the device has not reached has no time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -239,6 +240,7 @@ def pretend(patch: pytest.MonkeyPatch, queue: Queue) -> None:
 
     @contextmanager
     def captured(graph: Graph, **options: Any) -> Iterator[None]:
+        assert not gc.isenabled(), "garbage may be freed in the middle of a capture"
         assert options.get("pool") is not None
         capturing.append(graph)
         queue.graphs += 1

@@ -4,8 +4,9 @@
 
 These tests compare whole engines with transformers and with dense float64 passes: every policy,
 layout, form of entries, family of models and way to store weights. They are written for CPUs, so
-engines get small pools, blocks of 16 tokens and few graphs unless a test says otherwise. A test
-that names what a CPU alone does fails here; FILE says why.
+engines get small pools, blocks of 16 tokens, few graphs and steps that do not overlap, unless a
+test says otherwise. Products that are the same in every batch, bit for bit, are a CPU's alone. A
+test that names what a CPU alone does fails here; FILE says why.
 
 As a plug-in of pytest (``-p bench.gpu_runs.engine_tests``) it writes each outcome down at once: a
 group that is cut off keeps what it found.
@@ -25,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bench.machine import ROOT, write_json
 
-_ENGINE = {"kv_cache_memory": 1 << 28, "block_size": 16}
-_SIZES = (1, 2, 4, 8)
+_ENGINE = {"kv_cache_memory": 1 << 28, "block_size": 16, "async_scheduling": False}
+_CAPTURED = 8
 _OUTCOMES = "BENCH_TEST_OUTCOMES"
 _LAB = "tests/engine/policies/test_conformance.py"
 _SPECS = (
@@ -74,25 +74,24 @@ GROUPS: dict[str, list[str]] = {
     ],
 }
 _QUICK = ("kernels", "pressure", "cache", "policies-uneven", "policies-others")
-"""Groups without their slow tests."""
+"""Groups without their slow tests, and without those that compile for a CPU."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Engines of one GPU, side by side: as much memory as they have on a CPU, or little."""
     from kvserve.config import EngineConfig
+    from kvserve.engine.runner import plan
 
     made = EngineConfig.from_flat.__func__  # type: ignore[attr-defined]
+    sized = {"kv_cache_memory", "num_gpu_blocks_override", "gpu_memory_utilization"}
 
     def from_flat(cls: Any, **settings: Any) -> Any:
-        sized = {"kv_cache_memory", "num_gpu_blocks_override", "gpu_memory_utilization"}
         given: dict[str, Any] = dict(_ENGINE)
         if settings.get("device", "auto") == "cpu" or sized & settings.keys():
             del given["kv_cache_memory"]
-        on_gpu = torch.cuda.is_available() and settings.get("device", "auto") != "cpu"
-        if on_gpu and not settings.get("enforce_eager"):
-            given["cudagraph_capture_sizes"] = _SIZES
         return made(cls, **{**given, **settings})
 
+    plan.MOST_CAPTURED = _CAPTURED
     EngineConfig.from_flat = classmethod(from_flat)  # type: ignore[method-assign,assignment]
 
 
@@ -132,7 +131,9 @@ def main() -> int:
 
 
 def _start(name: str, folder: Path) -> subprocess.Popen[bytes]:
-    marks = "not slow and not ray and not device" if name.startswith(_QUICK) else "not ray"
+    marks = "not ray"
+    if name.startswith(_QUICK):
+        marks += " and not slow and not device and not compiler"
     options = ["-q", "-m", marks, "-p", "no:cacheprovider", "--tb=short"]
     if "-k" not in GROUPS[name]:
         options += ["-k", "not rank"]  # which need a GPU each

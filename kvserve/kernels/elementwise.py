@@ -88,8 +88,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [T, N] -> e4m3 [T, N] and float32 scales [T, 1]: a row's largest number becomes 448."""
     numbers = x.float()
     largest = numbers.abs().amax(dim=-1, keepdim=True).clamp(min=_SMALLEST)
-    rounded = (numbers * (_E4M3_MAX / largest)).clamp(-_E4M3_MAX, _E4M3_MAX)
-    return rounded.to(torch.float8_e4m3fn), largest / _E4M3_MAX
+    most = torch.full_like(largest, _E4M3_MAX)  # by numbers torch divides in two steps
+    rounded = (numbers * (most / largest)).clamp(-_E4M3_MAX, _E4M3_MAX)
+    return rounded.to(torch.float8_e4m3fn), largest / most
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -143,6 +144,7 @@ def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         HALF=dim // 2,
         HALF_SPAN=1 << (dim // 2 - 1).bit_length(),
         num_warps=4,
+        enable_fp_fusion=False,  # both products are rounded, as torch rounds them
     )
     return out
 

@@ -138,6 +138,7 @@ def rotate_and_store_triton(
         HALF=dim // 2,
         HALF_SPAN=half_span,
         num_warps=1 if group_span * half_span <= 256 else 4,
+        enable_fp_fusion=False,  # as in ``rotate_triton``
     )
     return out
 

@@ -20,7 +20,7 @@ from tests.thinning import thinned
 
 def case(dim: int, dtype: torch.dtype, future: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [2, 3, 2, 77, D] that lie apart in memory, vectors and spread."""
-    generator = torch.Generator().manual_seed(dim)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(dim)
     mean, magnitude = (
         torch.rand(3, 2 * group, size, generator=generator) for size in (dim, dim // 2)
     )

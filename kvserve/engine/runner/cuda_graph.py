@@ -11,8 +11,10 @@ therefore holds the buffers that the graph was given.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from weakref import WeakMethod
@@ -115,7 +117,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's, pinned memory's) may call CUDA during the capture.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+        how = {"pool": self._pool, "stream": stream, "capture_error_mode": mode}
+        with nothing_is_freed(), torch.cuda.graph(graph, **how):
             hidden = step.forward()
 
         def replay() -> Tensor:
@@ -123,6 +126,19 @@ class DecodeGraphs:
             return hidden
 
         return CapturedStep(step, replay)
+
+
+@contextmanager
+def nothing_is_freed() -> Iterator[None]:
+    """Python frees no garbage meanwhile: an older engine's graphs and pinned buffers would end the
+    capture in whose middle they are given back."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True)

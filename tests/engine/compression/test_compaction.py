@@ -71,7 +71,7 @@ def test_decoding_equals_dense_attention_under_the_kept_set(
     tokens, logits, kept = run_one(directory, policy, prompt)
     model = load_dense(directory)
     dense = dense_pass(model, prompt + tokens[:-1], kept.events).logits[len(prompt) - 1 :]
-    torch.testing.assert_close(torch.cat(logits), dense, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.cat(logits).cpu(), dense, atol=2e-4, rtol=2e-4)
     held = kept.events[-1].held
     assert (held[..., : len(prompt)] == np.arange(len(prompt))).all(), "the prompt was touched"
     assert (np.diff(held, axis=2) > 0).all()

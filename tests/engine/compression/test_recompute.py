@@ -45,10 +45,11 @@ def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
 def logged(llm: LLM, positions: list[int]) -> Tensor:
     runner = llm.engine.core.runner
     log, layout = runner.cache.query_log, runner.cache.layout
-    lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
-    rows = torch.zeros(len(positions), dtype=torch.long)
-    slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
-    found = log.read(slots, torch.arange(layout.num_layers))
+    with torch.device(runner.batch.device):
+        lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
+        rows = torch.zeros(len(positions), dtype=torch.long)
+        slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
+        found = log.read(slots, torch.arange(layout.num_layers))
     assert isinstance(found, Tensor)
     return found
 

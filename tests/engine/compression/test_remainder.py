@@ -137,7 +137,7 @@ def test_remainders_are_those_of_the_reference(lab: Lab, case: Case) -> None:
     expected = as_arrays(found, layout.num_layers, layout.num_kv_heads)
     generate(lab._one, [(IDS, case.spec)])
     for ours, theirs in zip(left_in_row(lab._one.llm, 0), expected, strict=True):
-        torch.testing.assert_close(ours, theirs.float(), atol=lab.within, rtol=lab.within)
+        torch.testing.assert_close(ours.cpu(), theirs.float(), atol=lab.within, rtol=lab.within)
 
 
 def left_in_row(llm: LLM, row: int) -> tuple[Tensor, ...]:

@@ -108,6 +108,9 @@ def test_a_variant_of_each_kernel(tmp_path: Path) -> None:
     # Levels are rounded as the reference rounds them: first the product, then the sum with a half.
     rounded = ptx(tmp_path, "store_queries-int4", "store_int4")
     assert "fma.rn" not in rounded and "div.full" not in rounded and "div.rn.f32" in rounded
+    # A rotation's two products are rounded each, as torch rounds them.
+    assert "fma.rn" not in ptx(tmp_path, "rotate", "rotate")
+    assert "fma.rn" not in ptx(tmp_path, "rotate_and_store", "rotate_and_store")
 
 
 def ptx(folder: Path, variant: str, kernel: str) -> str:

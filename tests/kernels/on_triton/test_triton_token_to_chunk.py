@@ -49,7 +49,8 @@ def test_nan_is_above_all_numbers(bits: int, chunk_budget: int) -> None:
     found = token_to_chunk_triton(scores, 12, chunk_budget, 5)
     assert ((found >= 0) & (found < 20)).all() and (found.diff() > 0).all()
     if chunk_budget == 0:
-        assert torch.equal(found, token_to_chunk_torch(scores, 12, 0, 5))
+        # On a GPU torch's own sort takes a NaN with a sign for the least of all.
+        assert torch.equal(found.cpu(), token_to_chunk_torch(scores.cpu(), 12, 0, 5))
 
 
 def test_places_of_strided_scores() -> None:

@@ -61,7 +61,7 @@ def alone(llm: LLM) -> Alone:
     (tokens,) = generate(llm, [PROMPT])
     runner.model.logits = original  # type: ignore[method-assign]
     runner.compressor.on_moves = None
-    return tokens, kept.events, torch.cat(logits), llm
+    return tokens, kept.events, torch.cat(logits).cpu(), llm
 
 
 @pytest.fixture(scope="module")
