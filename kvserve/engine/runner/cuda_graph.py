@@ -117,8 +117,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's, pinned memory's) may call CUDA during the capture.
         mode = "thread_local"
-        how = {"pool": self._pool, "stream": stream, "capture_error_mode": mode}
-        with nothing_is_freed(), torch.cuda.graph(graph, **how):
+        graphs, pool = torch.cuda.graph, self._pool
+        with nothing_is_freed(), graphs(graph, pool=pool, stream=stream, capture_error_mode=mode):
             hidden = step.forward()
 
         def replay() -> Tensor:
