@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES, Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.setup.checkpoint import SHAPES, Engines, MeasuredModel, opened_checkpoint
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
 from kvserve.config import KV_CACHE_DTYPES
@@ -116,7 +116,7 @@ class Comparison:
 
     def _case(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: MeasuredModel,
         engines: dict[str, Engines],
         shape: str,
         context: int,

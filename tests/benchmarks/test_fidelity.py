@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.benchmarks.measuring.fidelity import LogProbs, Text, fidelity
+from kvserve.benchmarks.measuring.fidelity import ForcedText, LogProbs, fidelity
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.sampling_params import SamplingParams
@@ -37,9 +37,9 @@ def build(policy: str, **fields: Any) -> LLMEngine:
     return LLMEngine(config)
 
 
-def texts(count: int) -> list[Text]:
+def texts(count: int) -> list[ForcedText]:
     ids = np.random.default_rng(0).integers(2, 200, (count, LENGTH), np.int32)
-    return [Text(str(i), row, PROMPT) for i, row in enumerate(ids)]
+    return [ForcedText(str(i), row, PROMPT) for i, row in enumerate(ids)]
 
 
 def test_forcing_a_text_equals_decoding_it() -> None:
@@ -100,7 +100,7 @@ def test_windows_are_held_as_decoding_holds_them(tmp_path: Path) -> None:
             skip_tokenizer_init=True,
         )
         engine = LLMEngine(config)
-        found.append(fidelity(engine, [Text("0", ids, PROMPT)], {})[0].held)
+        found.append(fidelity(engine, [ForcedText("0", ids, PROMPT)], {})[0].held)
     assert np.array_equal(found[0], found[1]) and found[0][-1] > found[0][0]
     params = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
     engine.add_request("0", ids[:PROMPT].tolist(), params)

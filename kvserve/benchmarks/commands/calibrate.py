@@ -19,7 +19,7 @@ from kvserve.benchmarks.datasets.workload import task_prompts
 from kvserve.benchmarks.measuring.measure import play
 from kvserve.benchmarks.reports.plots import plot_layers
 from kvserve.benchmarks.reports.report import Column, markdown_table
-from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.setup.checkpoint import Engines, MeasuredModel, opened_checkpoint
 from kvserve.benchmarks.setup.options import (
     add_setting_flags,
     at_least,
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, checkpoint: Checkpoint) -> QueryStatistics:
+def _measure(args: argparse.Namespace, checkpoint: MeasuredModel) -> QueryStatistics:
     if (reason := refusal(checkpoint.spec)) is not None:
         raise ConfigError(f"--model: {reason}")
     shipped = args.model.startswith("kvserve/")
@@ -148,7 +148,9 @@ def _read(engine: LLMEngine, args: argparse.Namespace) -> Iterator[None]:
             yield
 
 
-def _answer(engine: LLMEngine, args: argparse.Namespace, checkpoint: Checkpoint) -> Iterator[None]:
+def _answer(
+    engine: LLMEngine, args: argparse.Namespace, checkpoint: MeasuredModel
+) -> Iterator[None]:
     """Let the model answer samples of its tasks, a few of each in turn."""
     tasks: Sequence[str] = [args.dataset] if args.dataset else default_tasks(args.model)
     tokenizer, seed = checkpoint.tokenizer(), args.seed

@@ -31,7 +31,7 @@ from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, held
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
 from kvserve.benchmarks.reports.report import Report, Row
-from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
     add_pool_argument,
@@ -227,7 +227,7 @@ class Evaluation(Comparison):
     """Every policy on every task; one engine per policy and KV cache dtype."""
 
     def __init__(
-        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
         if not self.tokenizer.has_chat_template:

@@ -20,8 +20,8 @@ from kvserve.benchmarks.measuring.benchmark import Comparison
 from kvserve.benchmarks.measuring.fidelity import (
     CITIES,
     Fidelity,
+    ForcedText,
     LogProbs,
-    Text,
     bytes_held,
     fidelity,
     pieces,
@@ -31,7 +31,7 @@ from kvserve.benchmarks.measuring.measure import play, standard_error
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
 from kvserve.benchmarks.reports.report import Report
-from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
@@ -92,15 +92,15 @@ class FidelityRun(Comparison):
     """Every policy on every text; the full cache first."""
 
     def __init__(
-        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
         self._refused: dict[str, str] = {}
-        self._found: dict[_Key, tuple[PolicySpec, list[tuple[Text, Fidelity]]]] = {}
+        self._found: dict[_Key, tuple[PolicySpec, list[tuple[ForcedText, Fidelity]]]] = {}
 
     # ---- texts --------------------------------------------------------------------------------
 
-    def _texts(self) -> Iterator[tuple[str, list[Text]]]:
+    def _texts(self) -> Iterator[tuple[str, list[ForcedText]]]:
         """The texts of each kind; with ``--match-bytes`` one more, the last, for finding budgets
         alone."""
         trial = self.target is not None
@@ -137,7 +137,7 @@ class FidelityRun(Comparison):
                 ],
             )
 
-    def _answers(self, count: int) -> Iterator[tuple[str, list[Text]]]:
+    def _answers(self, count: int) -> Iterator[tuple[str, list[ForcedText]]]:
         """The full cache's answers to first turns."""
         args = self.args
         engine = self.engines.build(NO_COMPRESSION, kv_cache_dtype="auto")
@@ -155,7 +155,7 @@ class FidelityRun(Comparison):
                 prompt, answer = turn.prompt_token_ids, turn.outputs[0].token_ids
                 if len(answer) > 1:
                     ids = np.array([*prompt, *answer], np.int32)
-                    texts.append(Text(f"{name} {i}", ids, len(prompt)))
+                    texts.append(ForcedText(f"{name} {i}", ids, len(prompt)))
             yield name, texts
 
     def _encode(self, text: str) -> list[int]:
@@ -191,7 +191,7 @@ class FidelityRun(Comparison):
                         found[1].extend(zip(part, figures, strict=True))
                         bar.update(len(part))
 
-    def _matched(self, spec: PolicySpec, stored: str, trial: Sequence[Text]) -> PolicySpec:
+    def _matched(self, spec: PolicySpec, stored: str, trial: Sequence[ForcedText]) -> PolicySpec:
         """The policy as it runs; bytes are matched on a text that does not count."""
 
         def held(tried: PolicySpec, dtype: str) -> float:
@@ -210,7 +210,7 @@ class FidelityRun(Comparison):
             raise error
         self._refused[f"{spec.label} in {stored}"] = str(error)
 
-    def _build(self, spec: PolicySpec, stored: str, texts: Sequence[Text]) -> LLMEngine:
+    def _build(self, spec: PolicySpec, stored: str, texts: Sequence[ForcedText]) -> LLMEngine:
         """An engine that holds these texts at once."""
         model = self.checkpoint.spec
         entry = 8 * model.num_layers * model.num_kv_heads * model.head_dim
@@ -278,7 +278,7 @@ def _mean(values: Iterable[float]) -> float:
     return float(np.mean([*values]))
 
 
-def _curve(found: Sequence[tuple[Text, Fidelity]]) -> list[float]:
+def _curve(found: Sequence[tuple[ForcedText, Fidelity]]) -> list[float]:
     """KL over position: the mean of each sixteenth of the texts."""
     parts = [
         [part.mean().item() for part in figures.kl[: text.num_text].chunk(_BINS)]

@@ -31,7 +31,7 @@ from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, held
 from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_rows
 from kvserve.benchmarks.reports.report import Report, Row
-from kvserve.benchmarks.setup.checkpoint import Checkpoint
+from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
     add_pool_argument,
@@ -178,7 +178,7 @@ class Throughput(Benchmark):
     """
 
     def __init__(
-        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
         vocab = checkpoint.spec.vocab_size

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import Checkpoint, Engines, opened_checkpoint
+from kvserve.benchmarks.setup.checkpoint import Engines, MeasuredModel, opened_checkpoint
 from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
@@ -19,7 +19,7 @@ class Benchmark(ABC):
     """A ``Measurement`` on a checkpoint's model."""
 
     def __init__(
-        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
     ) -> None:
         self.args = args
         self.checkpoint = checkpoint
@@ -54,7 +54,7 @@ class Comparison(Benchmark):
     """Policies on graded answers or on texts, which ``--match-bytes`` lets hold equal bytes."""
 
     def __init__(
-        self, args: argparse.Namespace, checkpoint: Checkpoint, policies: Sequence[PolicySpec]
+        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
     ) -> None:
         super().__init__(args, checkpoint, policies)
         self.tokenizer = checkpoint.tokenizer()

@@ -26,7 +26,7 @@ LogProbs = dict[int, Tensor]
 
 
 @dataclass(frozen=True)
-class Text:
+class ForcedText:
     """``token_ids`` of which the first ``num_prompt`` are a prompt and the others forced.
 
     ``facts`` are places of tokens that repeat something said before: found, if each of these tokens
@@ -66,23 +66,23 @@ class Fidelity:
     """Bytes held when each token is predicted."""
     events: int = 0
 
-    def facts_found(self, text: Text) -> list[bool]:
+    def facts_found(self, text: ForcedText) -> list[bool]:
         """Whether each of the text's facts is found."""
         first = text.num_prompt
         return [
             bool(self.right[span.start - first : span.stop - first].all()) for span in text.facts
         ]
 
-    def mean_bytes(self, text: Text) -> float:
+    def mean_bytes(self, text: ForcedText) -> float:
         """Bytes held, averaged over the text's second half."""
         return float(self.held[text.later].mean())
 
-    def bytes_at_end(self, text: Text) -> float:
+    def bytes_at_end(self, text: ForcedText) -> float:
         """Bytes held when the text's last token is computed."""
         return float(self.held[text.num_text - 1])
 
 
-def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[Fidelity]:
+def fidelity(engine: LLMEngine, texts: Sequence[ForcedText], full: LogProbs) -> list[Fidelity]:
     """The figures of the engine's policy on ``texts``; ``full`` is what the full cache says.
 
     If it is empty, the engine's policy is the full cache, and what it says is kept there.
@@ -112,19 +112,19 @@ def fidelity(engine: LLMEngine, texts: Sequence[Text], full: LogProbs) -> list[F
     return figures
 
 
-def bytes_held(engine: LLMEngine, texts: Sequence[Text]) -> list[float]:
+def bytes_held(engine: LLMEngine, texts: Sequence[ForcedText]) -> list[float]:
     """Bytes that each text holds under the engine's policy, averaged over its second half."""
     held = _force(engine, texts, lambda index, at, logits: None)
     return [float(held[i][0][text.later].mean()) for i, text in enumerate(texts)]
 
 
 def _force(
-    engine: LLMEngine, texts: Sequence[Text], on_scored: Callable[[int, int, Tensor], None]
+    engine: LLMEngine, texts: Sequence[ForcedText], on_scored: Callable[[int, int, Tensor], None]
 ) -> dict[int, tuple[FloatArray, int]]:
     """Compute ``texts``; ``on_scored`` gets each one's number, where among its forced tokens it is,
     and logits. Returns the bytes that each held by token, and its events."""
     core = engine.core
-    meter = _Meter(engine)
+    meter = _BytesMeter(engine)
     held: dict[int, list[FloatArray]] = {i: [] for i in range(len(texts))}
     events: dict[int, int] = {}
 
@@ -152,7 +152,7 @@ def _force(
     return {i: (np.concatenate(held[i]), events[i]) for i in range(len(texts))}
 
 
-class _Meter:
+class _BytesMeter:
     """Says what sequences hold while a chunk of theirs is scored."""
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -210,7 +210,7 @@ def with_facts(
     count: int,
     encode: Callable[[str], list[int]],
     rng: np.random.Generator,
-) -> Text:
+) -> ForcedText:
     """A text into which ``count`` sentences are planted that its end asks for."""
     cities = rng.choice(len(CITIES), count, replace=False)
     codes = rng.integers(10_000, 100_000, count)
@@ -236,4 +236,4 @@ def with_facts(
         facts.append(range(len(parts), len(parts) + len(answer)))
         parts += [*answer, *encode(".")]
     num_asking += len(parts)
-    return Text(name, np.array(parts, np.int32), num_prompt, num_asking, tuple(facts))
+    return ForcedText(name, np.array(parts, np.int32), num_prompt, num_asking, tuple(facts))

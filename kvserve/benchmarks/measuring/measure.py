@@ -39,7 +39,7 @@ _COUNTERS = (
 )
 
 
-class Engine(Protocol):
+class PlayedEngine(Protocol):
     """The part of ``LLMEngine`` that is measured."""
 
     @property
@@ -67,7 +67,7 @@ class Played:
 
 
 def play(
-    engine: Engine,
+    engine: PlayedEngine,
     workload: Workload,
     title: str = "",
     show: bool = False,
@@ -85,7 +85,7 @@ def play(
     ``CLOCKS``.
     """
     turns: list[list[RequestOutput]] = [[] for _ in range(len(workload))]
-    meter = _Meter(engine.stats())
+    meter = _StepMeter(engine.stats())
 
     def send_next(index: int) -> bool:
         prompt = workload.prompt(index, [turn.outputs[0].text for turn in turns[index]])
@@ -120,7 +120,7 @@ def play(
 
 
 @dataclass
-class _Meter:
+class _StepMeter:
     """Adds up steps; counters are differences to ``before``, so that a warm-up does not count."""
 
     before: EngineStats

@@ -103,7 +103,7 @@ LARGE_SHAPES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class MeasuredModel:
     """Where the weights and the tokenizer come from, and the model's spec from config.json."""
 
     name: str
@@ -131,7 +131,7 @@ class Checkpoint:
 class Engines:
     """Builds engines one after the other; all of them share the weights that the first one read."""
 
-    def __init__(self, args: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    def __init__(self, args: argparse.Namespace, checkpoint: MeasuredModel) -> None:
         self._settings = checkpoint.settings(args)
         self._model: Transformer | None = None
 
@@ -152,7 +152,7 @@ class Engines:
 
 
 @contextmanager
-def opened_checkpoint(args: argparse.Namespace) -> Iterator[Checkpoint]:
+def opened_checkpoint(args: argparse.Namespace) -> Iterator[MeasuredModel]:
     """The model of ``--model``, or of ``--shape`` in a temporary directory."""
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -167,7 +167,7 @@ def opened_checkpoint(args: argparse.Namespace) -> Iterator[Checkpoint]:
             (path / "config.json").write_text(json.dumps(SHAPES[shape]))
             random_statistics(choose_spec(path, ModelConfig()), args.seed).save(path / FILE)
         spec, tokenizer = choose_spec(path, ModelConfig()), args.tokenizer or str(path)
-        yield Checkpoint(name, path, tokenizer, load_format, spec, code)
+        yield MeasuredModel(name, path, tokenizer, load_format, spec, code)
 
 
 def random_statistics(spec: ModelSpec, seed: int) -> QueryStatistics:

@@ -12,7 +12,7 @@ from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.core.request_policies import RequestPolicies
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.plan import continuation_refusal
+from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar
 from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling

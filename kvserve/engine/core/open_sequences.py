@@ -18,7 +18,7 @@ from kvserve.scheduler.step.scheduler import Scheduler
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSequence:
     sequence: Sequence
     request_id: str
     waiting_since: float | None
@@ -36,7 +36,7 @@ class OpenSequences:
         tracer: KVTracer,
         grammars: GrammarCompiler,
     ) -> None:
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenSequence] = {}
         self._scored: set[int] = set()
         """Those whose policies keep scores from event to event."""
         self._speculates = scheduler.speculation is not None
@@ -57,7 +57,7 @@ class OpenSequences:
 
     def add(self, sequence: Sequence, new: NewSequence) -> None:
         """Begin to follow a sequence that waits to be admitted."""
-        self._open[new.seq_id] = _Open(sequence, new.request_id, time.monotonic())
+        self._open[new.seq_id] = _OpenSequence(sequence, new.request_id, time.monotonic())
         if self._policies[sequence.policy_id].kept_scores:
             self._scored.add(new.seq_id)
         if new.kv_trace:

@@ -14,7 +14,7 @@ from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.engine.runner.plan import NO_TURNS, policy_refusal
+from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal
 from kvserve.log import RequestError
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.messages.sequence import Sequence

@@ -15,7 +15,8 @@ from kvserve.engine.policies.parts.arguments import MOST_TOKENS
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.memory import Profile
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.plan import EnginePlan, continuation_refusal
+from kvserve.engine.runner.plan import EnginePlan
+from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import entry_format
 from kvserve.kernels.cpu.build import why_missing

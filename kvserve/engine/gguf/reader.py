@@ -70,7 +70,7 @@ class GgufFile:
         """An array of strings; empty if it is absent."""
         place, count = self.arrays.get(key, (0, 0))
         with _mapped(self.path) as content:
-            spans = _Cursor(self.path, content, place).spans(count)
+            spans = _FileCursor(self.path, content, place).spans(count)
             return [content[start:stop].decode(errors="replace") for start, stop in spans]
 
     def blocks(self, name: str, rows: slice | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -92,7 +92,7 @@ def numbers(blocks: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndar
 def read_gguf(path: Path) -> GgufFile:
     """``ConfigError`` for a file that is damaged, or that has tensors of a type not read."""
     with _mapped(path) as content:
-        return _read(path, _Cursor(path, content, 0))
+        return _read(path, _FileCursor(path, content, 0))
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
         yield content
 
 
-class _Cursor:
+class _FileCursor:
     """Reads a file from ``place`` on, and never beyond its end."""
 
     def __init__(self, path: Path, content: mmap.mmap, place: int) -> None:
@@ -162,7 +162,7 @@ class _Cursor:
         return spans
 
 
-def _read(path: Path, cursor: _Cursor) -> GgufFile:
+def _read(path: Path, cursor: _FileCursor) -> GgufFile:
     if (magic := cursor.numbers("4s")[0]) != b"GGUF":
         raise ConfigError(f"--model: {path} is no GGUF file: it begins with {magic!r}")
     (version,) = cursor.numbers("I")
@@ -197,7 +197,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
 
 
 def _read_tensors(
-    path: Path, cursor: _Cursor, count: int, metadata: Mapping[str, Any]
+    path: Path, cursor: _FileCursor, count: int, metadata: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """The table of tensors, whose places in the file are checked."""
     entries: dict[str, tuple[tuple[int, ...], GGMLQuantizationType, int]] = {}

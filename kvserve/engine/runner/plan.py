@@ -25,7 +25,6 @@ from kvserve.engine.cache.code_rows import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.row_groups import wanted_groups
-from kvserve.engine.compression.query_statistics import FILE, load_statistics, refusal
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
@@ -33,18 +32,18 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.runner.cuda_graph import LARGEST as MOST_CAPTURED
+from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.log import ConfigError, logger
+from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
-from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.speculation.speculation import MOST_ROWS, NgramSettings
 from kvserve.scheduler.triggers.trigger import EventKind
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
-NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 _CPU_PREFILL = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -212,8 +211,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         policy = policy.for_model(num_layers, block_size)
     dtype = _dtype_of(config.model, spec, device)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
-    _check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
-    statistics = _statistics_of(policy, spec, directory)
+    check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
+    statistics = statistics_of(policy, spec, directory)
     if isinstance(policy, TriAttention):
         policy = replace(policy, stats=None)  # read once, for requests too
     part = spec.part(ranks)
@@ -318,99 +317,6 @@ def _max_len_of(wanted: int | None, scheduler: SchedulerConfig, longest: int) ->
             f"(--max-model-len), got {budget}"
         )
     return wanted
-
-
-def _check_policy(policy: Policy, spec: ModelSpec, max_len: int, *, continues: bool) -> None:
-    """``ConfigError`` if the model cannot be served under the policy."""
-    if (reason := policy_refusal(policy, spec)) is not None:
-        raise ConfigError(f"--policy: {reason}; use --policy none")
-    window = policy.event_trigger.num_queries
-    if window > max_len:
-        raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-    if policy.expects_turns and not continues:
-        raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
-
-
-def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
-    """Why the model may not be served under this policy, if so."""
-    if policy.name == "none":
-        return None
-    prunes = policy.event_kind is EventKind.PRUNED
-    if spec.borrowed and prunes:
-        return f"{policy.name} prunes between layers, and these are transformers' own"
-    if spec.soft_cap and (policy.query_reduction or policy.recomputed_reduction):
-        return f"the model caps its logits, and {policy.name} scores by logits that are not"
-    if spec.windowed and spec.layers.full:
-        if prunes:
-            return f"{policy.name} drops tokens between layers, and some have sliding windows"
-        if policy.event_kind is EventKind.CODED:
-            return f"{policy.name} is not built for models with sliding windows"
-        if policy.recomputed_reduction is not None:
-            return "query_source recompute wants what sliding windows have given back; use log"
-    return spec.policy_refusal
-
-
-def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
-    """Why sequences under ``policy`` cannot be continued on this model; ``None`` if they can."""
-    name = policy.name
-    if spec.rope.kind == "dynamic":
-        return "this model's keys depend on the prompt's length (dynamic NTK)"
-    if policy.kept_scores:
-        return f"policy {name} keeps scores beside its blocks"
-    if policy.event_kind is EventKind.CODED:
-        return f"policy {name} holds entries as codes"
-    if policy.granularity is not Granularity.MODEL and not policy.cuts_again:
-        return f"policy {name} cannot cut a second prompt"
-    if not hasattr(policy.event_trigger, "next_turn"):
-        return f"policy {name} does not say what a second prompt means to it"
-    return None
-
-
-def _statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | None:
-    """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
-    if there are none and the policy does without."""
-    named = getattr(policy, "stats", None)
-    folder = directory if directory.is_dir() else directory.parent
-    path = folder / FILE if named is None else Path(named)
-    if not policy.uses_centres and not path.is_file():
-        return None
-    if (reason := refusal(spec)) is not None:
-        if policy.uses_centres:
-            raise ConfigError(f"--policy {policy.name}: {reason}")
-        return None
-    if not path.is_file():
-        raise ConfigError(
-            f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
-            f"queries point, which this measures: kvserve calibrate --model {directory} "
-            "--output FILE"
-        )
-    try:
-        load_statistics(path).check(spec, path)
-    except ConfigError as error:
-        if policy.uses_centres:
-            raise ConfigError(f"--policy.stats: {error}") from None
-        logger.warning("%s: requests cannot have triattention", error)
-        return None
-    return path
-
-
-def choose_granularity(policy: Policy, kv_layout: str, ranks: int) -> Granularity:
-    """The layout that ``--kv-layout`` names, or (auto) the one that the policy needs.
-
-    ``ConfigError`` if the policy or the number of ranks does not allow it.
-    """
-    layout = policy.granularity if kv_layout == "auto" else Granularity(kv_layout)
-    if not policy.granularity.fits(layout):
-        raise ConfigError(
-            f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
-            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
-        )
-    if layout is Granularity.HEAD and ranks > 1:
-        raise ConfigError(
-            "--tensor-parallel-size: with --kv-layout head (adakv, spindlekv) each rank would need "
-            "another number of blocks, and there is one pool; use 1, or another policy"
-        )
-    return layout
 
 
 def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> EntryFormat:

@@ -15,7 +15,7 @@ import orjson
 
 from kvserve.outputs import CompletionOutput, Logprob, RequestOutput
 from kvserve.server.parsers.tool_parsers import Json
-from kvserve.server.state.engine_protocol import Tokenizer
+from kvserve.server.state.engine_protocol import PromptTokenizer
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
 _SLICE = 256
@@ -38,7 +38,7 @@ class _Columns(NamedTuple):
 class Echo:
     """A prompt that stands before its completions."""
 
-    tokenizer: Tokenizer
+    tokenizer: PromptTokenizer
     text: str
     as_ids: bool
     columns: list[bytes] = field(default_factory=list)

@@ -16,7 +16,7 @@ from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import ChatFormat, find_format
 from kvserve.server.settings.serve_settings import ServeSettings
-from kvserve.server.state.engine_protocol import Engine, OpenRequest, Tokenizer
+from kvserve.server.state.engine_protocol import Engine, OpenRequest, PromptTokenizer
 from kvserve.server.state.errors import ApiError, too_many, unavailable
 from kvserve.server.state.metrics import Metrics, Phase
 
@@ -160,7 +160,7 @@ class ServerState:
         digest.update(_canonical(policy))
         return f"kvserve-{kvserve.__version__}-{digest.hexdigest()[:12]}"
 
-    def require_tokenizer(self, param: str) -> Tokenizer:
+    def require_tokenizer(self, param: str) -> PromptTokenizer:
         if self.engine.tokenizer is None:
             raise RequestError(
                 f"{param}: this server has no tokenizer (--skip-tokenizer-init); send token ids "

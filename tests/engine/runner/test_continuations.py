@@ -16,7 +16,7 @@ from kvserve.engine.core import request_policies
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import make_policy, policy_class
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.plan import continuation_refusal
+from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.sampling.sampler import SampledTokens
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
