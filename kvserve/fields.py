@@ -105,7 +105,7 @@ class Setting:
         if self.choices is not None and value not in self.choices:
             choices = ", ".join(self.choices)
             raise argparse.ArgumentTypeError(f"{value!r} is not one of {choices}")
-        if (wanted := self.wanted(value)) is not None:
+        if (wanted := self.complaint(value)) is not None:
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return value
 
@@ -137,7 +137,7 @@ class Setting:
         value = self._single(value)
         return self.synonyms.get(value, value) if self.synonyms else value
 
-    def wanted(self, value: Any) -> str | None:
+    def complaint(self, value: Any) -> str | None:
         """What a number must be, in words; ``None`` if it is, or if this is no number."""
         if self.kind not in _NUMBERS or (value is None and self.optional):
             return None
@@ -205,7 +205,7 @@ def check_limits(settings: Any) -> None:
         if item.choices is not None and value not in item.choices:
             choices = ", ".join(item.choices)
             raise ConfigError(f"{item.option}: {value!r} is not one of {choices}")
-        if item.kind in _NUMBERS and (wanted := item.wanted(value)) is not None:
+        if item.kind in _NUMBERS and (wanted := item.complaint(value)) is not None:
             raise ConfigError(f"{item.option} must be {wanted}, got {shown(value):.200}")
 
 

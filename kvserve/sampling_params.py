@@ -296,7 +296,7 @@ def check_types(settings: Any) -> None:
     number beyond its limits."""
     for item in settings_of(type(settings)):
         value = getattr(settings, item.name)
-        if (wanted := item.wanted(value)) is not None:
+        if (wanted := item.complaint(value)) is not None:
             _refuse(item.name, wanted, value)
     for name, kind, wanted in _SEVERAL:
         value = getattr(settings, name)

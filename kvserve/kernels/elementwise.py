@@ -216,7 +216,7 @@ def _rms_norm(
 
 
 @Helper
-def turned(source, cos, sin, mask, known, HALF: tl.constexpr):
+def rotated(source, cos, sin, mask, known, HALF: tl.constexpr):
     """Both halves of the vectors at ``source``, of pointers to their first halves; ``cos``, ``sin``
     point to the first halves of their angles."""
     left = tl.load(source, mask=mask, other=0.0)
@@ -252,7 +252,7 @@ def _rotate(
     mask, known = (head < HEADS) & (place < HALF), place < HALF
     source = x + token * token_stride + head * head_stride + place
     angles = token * 2 * HALF + place
-    left, right = turned(source, cos + angles, sin + angles, mask, known, HALF)
+    left, right = rotated(source, cos + angles, sin + angles, mask, known, HALF)
     target = out + (token * HEADS + head) * 2 * HALF + place
     tl.store(target, left, mask=mask)
     tl.store(target + HALF, right, mask=mask)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels.cpu.calls import Compiled, slot_outside
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.elementwise import rotate, turned
+from kvserve.kernels.elementwise import rotate, rotated
 from kvserve.kernels.slot_mapping import by_row
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _rotate_and_store(
     head = tl.arange(0, GROUP_SPAN)[:, None]
     mask, number = (head < GROUP) & there, kv_head * GROUP + head
     source = qk + token * token_stride + number * head_stride + place
-    left, right = turned(source, cos + angles, sin + angles, mask, there, HALF)
+    left, right = rotated(source, cos + angles, sin + angles, mask, there, HALF)
     target = out + (token * kv_heads * GROUP + number) * 2 * HALF + place
     tl.store(target, left, mask=mask)
     tl.store(target + HALF, right, mask=mask)
@@ -273,7 +273,7 @@ def _rotate_and_store(
     entry = slot // BLOCK * block_stride + slot % BLOCK * entry_stride
     entry += kv_head % ROW_HEADS * 2 * HALF + place
     source = qk + token * token_stride + (kv_heads * GROUP + kv_head) * head_stride + place
-    left, right = turned(source, cos + angles, sin + angles, known, there, HALF)
+    left, right = rotated(source, cos + angles, sin + angles, known, there, HALF)
     tl.store(keys + entry, left, mask=known)
     tl.store(keys + entry + HALF, right, mask=known)
     source = v + token * v_token_stride + kv_head * v_head_stride + place

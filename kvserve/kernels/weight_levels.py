@@ -60,9 +60,9 @@ class Levels(nn.Module):
         super().__init__()
         self.form, self.width = form, width
         self.dtype = dtype or torch.get_default_dtype()
-        self.levels, self.scales = _held(levels), _held(scales)
-        self.offsets = None if offsets is None else _held(offsets)
-        self.order = None if order is None else _held(order.to(levels.device))
+        self.levels, self.scales = _as_parameter(levels), _as_parameter(scales)
+        self.offsets = None if offsets is None else _as_parameter(offsets)
+        self.order = None if order is None else _as_parameter(order.to(levels.device))
 
     @classmethod
     def empty(
@@ -199,5 +199,5 @@ def levels_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / steps).round().clamp(-128, 127), steps
 
 
-def _held(values: Tensor) -> nn.Parameter:
+def _as_parameter(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)

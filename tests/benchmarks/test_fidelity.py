@@ -114,7 +114,7 @@ def test_windows_are_held_as_decoding_holds_them(tmp_path: Path) -> None:
             steps += 1
             for group in windows:
                 columns = -(-group.held_behind(computed) // group.block_tokens)
-                assert np.array_equal(columns * group.tables[0].num_lanes, group.held(1))
+                assert np.array_equal(columns * group.tables[0].num_lanes, group.blocks_of_rows(1))
     assert steps > 130
 
 

@@ -210,7 +210,7 @@ class ShadowRunner:
         blocks = self.scheduler.blocks
         tables = [table for group in blocks.groups for table in group.tables]
         named = np.concatenate([table.row_entries(row)[0] for table in tables])
-        assert blocks.held(row + 1)[row] == len(np.unique(named))
+        assert blocks.blocks_of_rows(row + 1)[row] == len(np.unique(named))
 
     def _check_further(self, row: int) -> None:
         """A further group holds something of every token so far, or of those that the next sees."""

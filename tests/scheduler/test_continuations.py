@@ -143,7 +143,7 @@ def test_a_fork_leaves_what_it_goes_on_from() -> None:
     assert [s.resumed is not None for s in (*followers, again)] == [True] * 4
     assert np.array_equal(again.token_ids, followers[0].token_ids)
     assert [list(lane) for lane in talks.shadow.left[kept].lanes.values()] == before
-    shared = np.concatenate([kept.row.named, kept.row.named])
+    shared = np.concatenate([kept.row.block_ids, kept.row.block_ids])
     assert (talks.scheduler.pool.ref[shared] >= 1).all()
 
 

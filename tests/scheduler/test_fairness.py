@@ -187,12 +187,12 @@ def test_the_queue_is_exact_and_forgets_who_has_left() -> None:
         elif running:
             seq, tokens = running.pop(rng.randrange(len(running))), rng.randrange(50)
             served[seq.client] += tokens
-            queue.ended(seq, tokens)
+            queue.count_ended(seq, tokens)
         queue.check_integrity(running)
         assert len(queue) == len(waiting)
     for seq in waiting:
         queue.remove(seq)
     for seq in running:
-        queue.ended(seq, 0)
+        queue.count_ended(seq, 0)
     assert not queue and queue.first is None and not queue._ranks
     queue.check_integrity([])

@@ -74,6 +74,6 @@ def test_the_least_recently_used_go_first(size: int, seed: int) -> None:
             cache.evict(count)
         assert cache.columns.keys() == plain.columns.keys()
         assert cache.num_evictable == sum(map(plain.alone, plain.columns))
-        pool.check_integrity(np.concatenate([cache.held(), *(r.ravel() for r in running)]))
+        pool.check_integrity(np.concatenate([cache.named_blocks(), *(r.ravel() for r in running)]))
     cache.clear()
     assert cache.num_evictable == 0 and not cache.columns

@@ -169,7 +169,7 @@ class _BytesMeter:
         computes them: one by one, so that nothing is held for the rest of a chunk. Bytes of blocks
         are those of the entries in them: a partial block counts as a part."""
         blocks, rows = self._scheduler.blocks, self._scheduler.rows
-        [seq] = self._sequences.known([number])
+        [seq] = self._sequences.of_ids([number])
         row, computed = seq.row, int(rows.num_computed[seq.row])
         entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
         queries = np.maximum(before - int(blocks.queries.logged_from([row])[0]), 0)

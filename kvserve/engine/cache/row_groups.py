@@ -38,7 +38,7 @@ class RowGroup(RowArrays):
         self.make_by_group(lambda: torch.zeros(lanes, dtype=torch.int64, device=device))
 
     @classmethod
-    def wanted(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
+    def spec_for(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
         """The group of an engine with this layout; ``None`` if it has none."""
         return None
 
@@ -79,7 +79,7 @@ KINDS: list[type[RowGroup]] = []
 
 def wanted_groups(layout: KVLayout, block_bytes: int) -> tuple[GroupSpec, ...]:
     """The further groups of an engine."""
-    found = (kind.wanted(layout, block_bytes) for kind in KINDS)
+    found = (kind.spec_for(layout, block_bytes) for kind in KINDS)
     return tuple(spec for spec in found if spec is not None)
 
 

@@ -20,8 +20,8 @@ from kvserve.engine.compression.observer import (
     Observer,
     Scope,
     Windows,
+    at_layers,
     by_window,
-    led,
     slots_of,
     uneven_lengths,
 )
@@ -64,7 +64,7 @@ class Compressor:
             del places
             if (part.plan.windows != 1).any():
                 kept = _by_event(part, kept)
-                left = None if left is None else _joined(part, left)
+                left = None if left is None else _one_remainder(part, left)
             count = (part.plan.windows * part.plan.keep)[:, None, None]
             moves = plan_moves(part, kept, count, self._cache.layout)
             self._move(part, scope, moves, part.copy_start, block_tables, left)
@@ -110,7 +110,7 @@ class Compressor:
                 [torch.cat(x, dim=1) for x in zip(*piece, strict=True)] for piece in fitted.values()
             ]
             left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
-        return led(places, scope.where), left
+        return at_layers(places, scope.where), left
 
     def observe(
         self, events: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor
@@ -156,14 +156,14 @@ class Compressor:
                 indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
             entries = to_device(windows.entries[some], indices.device)[..., None]
-            entries = led(indices, scope.where) + entries
+            entries = at_layers(indices, scope.where) + entries
             left = None
             # Where a few layers are scored at a time, the mean is left.
             if scope.fits and len(scored) == 1:
                 dropped = _not_in(indices, windows.length, counts) & observed.exist(windows.length)
                 left = policy.remainder_of(observed, dropped)
             scored.clear()
-            yield some, KeptEntries(entries, led(counts, scope.where), left)
+            yield some, KeptEntries(entries, at_layers(counts, scope.where), left)
 
     def run_observed(
         self,
@@ -251,7 +251,7 @@ def _by_event(task: Events, kept: Tensor) -> Tensor:
     return padded.movedim(1, 3).flatten(3, 4)
 
 
-def _joined(task: Events, left: Remainder) -> Remainder:
+def _one_remainder(task: Events, left: Remainder) -> Remainder:
     """What is left of each window, [E', L, Hkv, ...], as one for each event."""
     windows = task.plan.windows
     event = np.repeat(np.arange(len(windows)), windows)

@@ -224,7 +224,7 @@ class Observer:
                 numbers = numbers[:, layers]
         lanes = layout.num_layers if layers is None else len(layers)
         if len(block_tables) > 1:
-            block_tables = led(block_tables, at, 0)
+            block_tables = at_layers(block_tables, at, 0)
         places = np.arange(part.length + policy.later_entries)
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
@@ -234,19 +234,19 @@ class Observer:
             values = by_window(cache.entries.values(slots, at), count)
         queries: Queries = keys[..., :0, :]
         if recomputed is not None:  # [E', L, heads, Q, D]
-            queries = led(recomputed, at)
+            queries = at_layers(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
             log, positions = cache.query_log, (part.positions[:, None] + part.places)[:, None, None]
             logged = layout.num_layers, log.heads
             slots = slots_of(log_tables, part.rows, positions, logged, log.block_tokens)
-            found = log.read(led(slots, at, 0), at)
+            found = log.read(at_layers(slots, at, 0), at)
             if isinstance(found, Tensor):
                 queries = by_window(found, count)
             else:
                 queries = Int4Queries(*(by_window(x, count) for x in found))
         scores = None if earlier is None else earlier[to_device(part.rows, device)]
         if scores is not None and scores.shape[1] > lanes:
-            scores = led(scores, at)
+            scores = at_layers(scores, at)
         missing = None  # places that do not exist
         if (numbers < begin).any():
             missing = to_device(held[..., : part.length] < begin[..., None], device, torch.bool)
@@ -260,7 +260,7 @@ class Observer:
         sinks = self._sinks
         if sinks is not None:  # of each E, L', Hlog; a group's mean query has its heads' mean sink
             each = queries.shape[:-2]
-            sinks = led(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
+            sinks = at_layers(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
         how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
         if not policy.uses_centres:
@@ -271,7 +271,7 @@ class Observer:
         return Observation(queries, keys, *how, centres, to_device(part.positions, device))
 
 
-def led(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
+def at_layers(x: Tensor, layers: Tensor | None, dim: int = 1) -> Tensor:
     """``x`` at the indices ``layers [L']`` of ``dim``; unchanged if ``layers`` is ``None``."""
     return x if layers is None else x.index_select(dim, layers)
 

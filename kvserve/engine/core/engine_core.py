@@ -97,7 +97,7 @@ class EngineCore:
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
-        known = self._sequences.known(seq_ids)
+        known = self._sequences.of_ids(seq_ids)
         for seq in known:
             if self._suspects.remove(seq):
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"

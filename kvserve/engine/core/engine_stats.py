@@ -92,7 +92,7 @@ class EngineCounts:
 
     def _requests(self, request_ids: Mapping[int, str]) -> tuple[RequestStats, ...]:
         scheduler, rows = self._scheduler, self._scheduler.rows
-        blocks = scheduler.blocks.held(rows.num_rows)
+        blocks = scheduler.blocks.blocks_of_rows(rows.num_rows)
         entries = scheduler.blocks.kv_lens[:, : rows.num_rows].sum(axis=(0, 2))
         held = -(-entries // scheduler.layout.groups)
         lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads

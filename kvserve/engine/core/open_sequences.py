@@ -63,7 +63,7 @@ class OpenSequences:
         if new.kv_trace:
             self._tracer.add(new.seq_id, sequence.max_len)
 
-    def known(self, seq_ids: Iterable[int]) -> list[Sequence]:
+    def of_ids(self, seq_ids: Iterable[int]) -> list[Sequence]:
         """The sequences with these ids that are still there."""
         return [self._open[seq_id].sequence for seq_id in seq_ids if seq_id in self._open]
 
@@ -130,4 +130,4 @@ class OpenSequences:
                 self._executor.forget_scores()
         if seq.sampling is not None and seq.sampling.grammar is not None:
             seq.sampling = None
-            self._grammars.ended()
+            self._grammars.count_ended()

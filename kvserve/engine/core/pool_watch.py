@@ -46,7 +46,7 @@ class PoolWatch:
         owners = block_owners(blocks, numbers)
         step = max(1, -(-len(owners) // MOST_CELLS))
         cells = runs_of(owners[::step]).ravel().tolist()
-        logged = blocks.log.held(len(numbers))[rows].tolist()
+        logged = blocks.log.blocks_of_rows(len(numbers))[rows].tolist()
         return PoolView(time.time(), stats, step, cells, logged)
 
     def _state(self) -> tuple[int, ...]:

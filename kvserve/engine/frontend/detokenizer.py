@@ -92,19 +92,19 @@ class IncrementalDetokenizer:
         if not piece:
             return
         if not self._held and self._stops.firsts.isdisjoint(piece):
-            self.text += self._shown(piece) if self._stops.hidden else piece
+            self.text += self._visible(piece) if self._stops.hidden else piece
         else:
             self._append(piece)
 
     @property
     def length(self) -> int:
         """Characters of the text so far, those that are held back included."""
-        return len(self.text) + len(self._shown(self._held))
+        return len(self.text) + len(self._visible(self._held))
 
     def flush(self) -> None:
         """At the end, show what was held back, unfinished characters included."""
         if self.stop is None:
-            self.text += self._shown(self._held) + self._behind()
+            self.text += self._visible(self._held) + self._behind()
             self._held = ""
 
     def _behind(self) -> str:
@@ -123,12 +123,12 @@ class IncrementalDetokenizer:
             found = self._stops.at_end_of(tail[start:end])
             if found is not None:
                 self.stop, length = found
-                self.text += self._shown(tail[: end - length])
+                self.text += self._visible(tail[: end - length])
                 self.text += self.stop if self._include_stop else ""
                 self._held = ""
                 return
-        self.text += self._shown(tail[:start])
+        self.text += self._visible(tail[:start])
         self._held = tail[start:]
 
-    def _shown(self, text: str) -> str:
+    def _visible(self, text: str) -> str:
         return _LEFT_OUT.sub("", text) if self._stops.hidden else text

@@ -81,7 +81,7 @@ class SafetensorsFiles:
         self.left_out: list[str] = []
         self._stored: dict[str, tuple[Path, str]] = {}
         for shard in _shards(path):
-            with _opened(shard) as file:
+            with _open_shard(shard) as file:
                 stored_names = list(file.keys())
             for stored in stored_names:
                 if (name := name_of(stored)) is None:
@@ -98,12 +98,12 @@ class SafetensorsFiles:
 
     def shape(self, name: str) -> tuple[int, ...]:
         shard, stored = self._stored[name]
-        with _opened(shard) as file:
+        with _open_shard(shard) as file:
             return tuple(file.get_slice(stored).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         shard, stored = self._stored[name]
-        with _opened(shard) as file:
+        with _open_shard(shard) as file:
             return file.get_tensor(stored).clone()
 
     def pieces(
@@ -112,7 +112,7 @@ class SafetensorsFiles:
         shard, stored = self._stored[name]
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
-            with _opened(shard) as file:
+            with _open_shard(shard) as file:
                 yield part, file.get_slice(stored)[(part, *region[1:])]
 
 
@@ -136,7 +136,7 @@ def _shards(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(shard: Path) -> Iterator[Any]:
+def _open_shard(shard: Path) -> Iterator[Any]:
     try:
         with safe_open(shard, framework="pt") as file:
             yield file

@@ -29,8 +29,8 @@ class GenerationDefaults:
             return "sampling defaults", "none", "--generation-config"
         reason = "generation_config.json; --generation-config"
         if self.left_out:
-            reason = f"generation_config.json, but {_listed(self.left_out)} is out of range"
-        return "sampling defaults", _listed(self.sampling) or "none", reason
+            reason = f"generation_config.json, but {_as_words(self.left_out)} is out of range"
+        return "sampling defaults", _as_words(self.sampling) or "none", reason
 
 
 def read_generation_config(
@@ -70,5 +70,5 @@ def _is_taken(name: str, value: Any) -> bool:
     return True
 
 
-def _listed(settings: dict[str, Any]) -> str:
+def _as_words(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -53,14 +53,14 @@ class DecodeGraphs:
         del self.chunk_sizes[bisect_left(self.chunk_sizes, most_rows) + 1 :]
         # The largest first: the others fit into its memory.
         self._chunks = {
-            (size, logs_queries): self._captured(
+            (size, logs_queries): self._capture(
                 parts.chunks(np.arange(size + 1) * longest, logs_queries, self._count)
             )
             for size in reversed(self.chunk_sizes)
             for logs_queries in BOTH_KINDS
         }
         self._steps = {
-            (size, logs_queries): self._captured(parts.step(size, logs_queries, self._count))
+            (size, logs_queries): self._capture(parts.step(size, logs_queries, self._count))
             for size in reversed(sizes)
             for logs_queries in BOTH_KINDS
         }
@@ -103,10 +103,10 @@ class DecodeGraphs:
         return captured.run()[places]
 
     @torch.inference_mode()
-    def _captured(self, step: PaddedStep) -> CapturedStep:
+    def _capture(self, step: PaddedStep) -> CapturedStep:
         """``step`` as a graph that returns its one output. No row decodes meanwhile."""
         if self._pool is None:
-            return CapturedStep(step, _called(step))
+            return CapturedStep(step, _as_call(step))
         # Run once before the capture, so that libraries initialise and kernels are compiled; on a
         # side stream, as torch requires.
         stream = _capture_stream()
@@ -150,7 +150,7 @@ class CapturedStep:
     run: Callable[[], Tensor]
 
 
-def _called(step: PaddedStep) -> Callable[[], Tensor]:
+def _as_call(step: PaddedStep) -> Callable[[], Tensor]:
     """Without a GPU: calls ``step``, which something else has to keep alive, as with a graph."""
     known = WeakMethod(step.forward)
 

@@ -168,7 +168,7 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return first.copy()
 
-    def ended(self) -> None:
+    def count_ended(self) -> None:
         """Count an ended sequence that had a grammar; every ``_TIDY_EVERY``, give memory back."""
         self._ended += 1
         if self._ended >= _TIDY_EVERY:

@@ -137,7 +137,7 @@ def tried(check: Callable[[], object]) -> str:
     if child == 0:
         with contextlib.suppress(BaseException):
             os.close(reading)
-            os.write(writing, _limited(check).encode()[:4000])
+            os.write(writing, _complaint_of(check).encode()[:4000])
             os._exit(0)
         os._exit(1)
     os.close(writing)
@@ -149,7 +149,7 @@ def tried(check: Callable[[], object]) -> str:
     return said if os.WEXITSTATUS(status) == 0 else _TOO_LARGE
 
 
-def _limited(check: Callable[[], object]) -> str:
+def _complaint_of(check: Callable[[], object]) -> str:
     """What ``check`` raises, if anything; a limit that is exceeded ends the process."""
     said = ""
 

@@ -134,12 +134,12 @@ class LogitRules:
         if not self._free:
             size = len(self._settings)
             more = max(size, 2)
-            self._settings = _grown(self._settings, more)
-            self._counts = _grown(self._counts, more)
-            self._in_prompt = _grown(self._in_prompt, more)
-            self._bias = _grown(self._bias, more)
-            self._words = _grown(self._words, more)
-            self._history = _grown(self._history, more)
+            self._settings = _with_rows(self._settings, more)
+            self._counts = _with_rows(self._counts, more)
+            self._in_prompt = _with_rows(self._in_prompt, more)
+            self._bias = _with_rows(self._bias, more)
+            self._words = _with_rows(self._words, more)
+            self._history = _with_rows(self._history, more)
             self._free = list(range(size, size + more))
         return self._free.pop()
 
@@ -167,5 +167,5 @@ class LogitRules:
             self._history[slot, -len(tail) :] = tail
 
 
-def _grown(tensor: Tensor, more: int) -> Tensor:
+def _with_rows(tensor: Tensor, more: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])

@@ -101,11 +101,11 @@ def _panels(levels: Tensor, form: LevelForm, dtype: torch.dtype) -> Tensor:
     laid = rows.view(len(rows), -1)
     for some in range(0, len(rows), step := max(1, _PIECE // (2 * width * size))):
         part = slice(some, some + step)
-        laid[part] = _turned(unpacked(rows[part], form), form, lanes, dtype).flatten(1)
+        laid[part] = _as_kernels_read(unpacked(rows[part], form), form, lanes, dtype).flatten(1)
     return laid
 
 
-def _turned(levels: Tensor, form: LevelForm, lanes: int, dtype: torch.dtype) -> Tensor:
+def _as_kernels_read(levels: Tensor, form: LevelForm, lanes: int, dtype: torch.dtype) -> Tensor:
     """[panels, width, inputs] -> as the kernel reads them."""
     count, width, inputs = levels.shape
     vectors = width // lanes

@@ -83,9 +83,9 @@ class BlockManager:
         for group in self.groups:
             group.start_row(row)
 
-    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+    def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
-        return sum(group.wanted(rows, new, positions) for group in self.groups)
+        return sum(group.missing_blocks(rows, new, positions) for group in self.groups)
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         """Allocate the blocks that ``wanted`` counts."""
@@ -196,18 +196,18 @@ class BlockManager:
         for group in self.groups:
             group.give_back_unused(rows, computed)
 
-    def held(self, num_rows: int) -> IntArray:
+    def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
-        held = self.groups[0].held(num_rows)
+        held = self.groups[0].blocks_of_rows(num_rows)
         for group in self.groups[1:]:
-            held = held + group.held(num_rows)
+            held = held + group.blocks_of_rows(num_rows)
         return held
 
     def held_by_kind(self, rows: slice) -> Counter[str]:
         """Blocks that ``rows`` name, by what they hold (``CacheGroup.kind``)."""
         held: Counter[str] = Counter()
         for group in self.groups:
-            held[group.kind] += int(group.held(rows.stop)[rows].sum())
+            held[group.kind] += int(group.blocks_of_rows(rows.stop)[rows].sum())
         return held
 
     def counts(self, rows: Rows) -> dict[str, int]:
@@ -230,7 +230,9 @@ class BlockManager:
         rows = self.kv_lens.shape[1]
         tables = [table for group in self.groups for table in group.tables]
         named = [table.named_by_row(rows)[0] for table in tables]
-        held = np.concatenate([*named, self.prefix_cache.held(), self.continuations.held()])
+        held = np.concatenate(
+            [*named, self.prefix_cache.named_blocks(), self.continuations.named_blocks()]
+        )
         assert (held > 0).all(), "a live table names the null block"
         self.pool.check_integrity(held)
         for group in self.groups:

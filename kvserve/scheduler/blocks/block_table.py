@@ -49,7 +49,7 @@ class BlockTable(RowArrays):
         """Begin an empty row whose first block will be in ``column``."""
         self.first[:, row] = self.end[:, row] = self._synced[:, row] = column
 
-    def wanted(self, rows: Rows, tokens: IntArray) -> int:
+    def missing_blocks(self, rows: Rows, tokens: IntArray) -> int:
         """Blocks missing for ``tokens [LG, rows, R]`` (or what broadcasts to it) of each row."""
         return int(self._missing(rows, tokens)[1].sum())
 
@@ -70,7 +70,7 @@ class BlockTable(RowArrays):
         self.blocks[:, row, :, first:end] = columns.transpose(1, 2, 0)
         self.end[:, row] = end
 
-    def shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
+    def is_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
         """Which blocks in ``columns [n]`` of ``rows [n]`` have more than one reference.
 
         bool ``[n, LG, R]``; only columns before each group's ``end [LG, n, R]`` count.
@@ -94,7 +94,7 @@ class BlockTable(RowArrays):
         """Give back the columns from ``end [LG, rows, R]`` on; return how many of each row."""
         surplus = np.maximum(self.end[:, rows] - end, 0)
         self.end[:, rows] -= surplus
-        self.pool.release(self._named(rows, self.end[:, rows], surplus))
+        self.pool.release(self._blocks_between(rows, self.end[:, rows], surplus))
         self._synced[:, rows] = np.minimum(self._synced[:, rows], self.end[:, rows])
         per_row: IntArray = surplus.sum(axis=(0, 2), dtype=np.int32)
         return per_row
@@ -105,7 +105,7 @@ class BlockTable(RowArrays):
         first = np.minimum(first, self.blocks.shape[3])
         before, empty = self.first[:, rows], self.first[:, rows] >= self.end[:, rows]
         surplus = np.clip(first, before, self.end[:, rows]) - before
-        self.pool.release(self._named(rows, before, surplus))
+        self.pool.release(self._blocks_between(rows, before, surplus))
         self.first[:, rows] = first
         for array in (self.end, self._synced):
             array[:, rows] = np.where(empty, first, np.maximum(array[:, rows], first))
@@ -121,7 +121,7 @@ class BlockTable(RowArrays):
         A block with more than one reference is read-only. Returns which of the n were replaced
         in some group. Contents do not move: the caller copies them.
         """
-        shared = self.shared(rows, columns, end)
+        shared = self.is_shared(rows, columns, end)
         at, group, head = np.nonzero(shared)
         where = (group, rows[at], head, columns[at])
         # First taken, then released. All rows may let go of a block here, so that it comes free:
@@ -170,7 +170,7 @@ class BlockTable(RowArrays):
         at = self._places(self._lanes[:, row].ravel(), first, end - first)
         return self.blocks.reshape(-1)[at], at % self.blocks.shape[3]
 
-    def held(self, num_rows: int) -> IntArray:
+    def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names."""
         columns = self.end[:, :num_rows] - self.first[:, :num_rows]
         # One axis after the other: numpy adds long rows faster than short columns.
@@ -199,7 +199,7 @@ class BlockTable(RowArrays):
         rows = slice(num_rows)
         counts = self.end[:, rows] - self.first[:, rows]
         owner = np.broadcast_to(np.arange(num_rows)[:, None], counts.shape)
-        named = self._named(rows, self.first[:, rows], counts)
+        named = self._blocks_between(rows, self.first[:, rows], counts)
         return named, np.repeat(owner.ravel(), counts.ravel())
 
     def _missing(self, rows: Rows, tokens: IntArray) -> tuple[IntArray, IntArray]:
@@ -211,7 +211,7 @@ class BlockTable(RowArrays):
         wanted = np.broadcast_to(tokens, self.end[:, rows].shape).reshape(-1)[short]
         return lanes, -(-wanted // self.block_tokens) - self.end.reshape(-1)[lanes]
 
-    def _named(self, rows: Rows, first: IntArray, counts: IntArray) -> IntArray:
+    def _blocks_between(self, rows: Rows, first: IntArray, counts: IntArray) -> IntArray:
         """Blocks in ``counts [LG, rows, R]`` columns (or none) from ``first`` on."""
         some = np.flatnonzero(counts > 0)
         lanes, first, counts = (x.reshape(-1)[some] for x in (self._lanes[:, rows], first, counts))

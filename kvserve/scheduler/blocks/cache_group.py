@@ -69,7 +69,7 @@ class CacheGroup(RowArrays):
 
     # ---- growth ------------------------------------------------------------------------------
 
-    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+    def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         """Blocks still missing for ``new`` more tokens per row, from logical ``positions`` on."""
         return 0
 
@@ -143,11 +143,11 @@ class CacheGroup(RowArrays):
         """Table entries of the first rows that were set since the last call, table by table."""
         return [table.take_update(num_rows) for table in self.tables]
 
-    def held(self, num_rows: int) -> IntArray:
+    def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first rows names."""
-        held = self.tables[0].held(num_rows)
+        held = self.tables[0].blocks_of_rows(num_rows)
         for table in self.tables[1:]:
-            held = held + table.held(num_rows)
+            held = held + table.blocks_of_rows(num_rows)
         return held
 
     def counts(self, rows: Rows) -> dict[str, int]:
@@ -176,9 +176,9 @@ class EntryGroup(CacheGroup):
         super().start_row(row)
         self.kv_lens[:, row] = 0
 
-    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+    def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         lens = self.kv_lens[:, rows] + new[:, None]
-        return self._table.wanted(rows, lens) if self._holds else 0
+        return self._table.missing_blocks(rows, lens) if self._holds else 0
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         if self._holds:
@@ -225,9 +225,9 @@ class TokenGroup(CacheGroup):
         super().start_row(row)
         self._from[row] = self.begins
 
-    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+    def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         ends = self._ends(rows, positions + new)
-        return self._table.wanted(rows, ends) if ends.any() else 0
+        return self._table.missing_blocks(rows, ends) if ends.any() else 0
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         ends = self._ends(rows, positions + new)

@@ -83,8 +83,8 @@ class Continuations:
             else:
                 self._release(known)
         self.index.add(new, here=True)
-        self._pool.share(new.row.named)
-        np.add.at(self._refs, new.row.named, 1)
+        self._pool.share(new.row.block_ids)
+        np.add.at(self._refs, new.row.block_ids, 1)
         self.touch(new)
         while self._here and self.num_blocks > self._max_blocks:
             self.drop(next(iter(self._here)))
@@ -115,12 +115,12 @@ class Continuations:
         """Free the blocks of the oldest one: it moves to host memory, or is dropped."""
         known = next(iter(self._here))
         assert known.row is not None
-        named = known.row.named
+        named = known.row.block_ids
         if not (may_park and known.used and self.have_host_blocks(len(named))):
             self.drop(known)
             return
         self._leave_pool(known, named)
-        known.row, known.hosted = known.row.renamed(self.host.move_out(named)), True
+        known.row, known.hosted = known.row.in_blocks(self.host.move_out(named)), True
         self._hosted[known] = None
         self._num_host_refs += len(named)
 
@@ -159,7 +159,7 @@ class Continuations:
         wanted[blocks] = True
         if (self._refs[wanted] > 0).any():
             for known in list(self._here):
-                if known.row is not None and wanted[known.row.named].any():
+                if known.row is not None and wanted[known.row.block_ids].any():
                     self.drop(known)
 
     def clear(self) -> None:
@@ -169,17 +169,17 @@ class Continuations:
         self.index = ContinuationIndex(self._block_size)
         self._gone.clear()
 
-    def held(self, *, hosted: bool = False) -> IntArray:
+    def named_blocks(self, *, hosted: bool = False) -> IntArray:
         """Every block of the pool (or of host memory) that they name, once per reference."""
         line = self._hosted if hosted else self._here
-        rows = [known.row.named for known in line if known.row is not None]
+        rows = [known.row.block_ids for known in line if known.row is not None]
         return np.concatenate([np.zeros(0, np.int32), *rows])
 
     def check_integrity(self) -> None:
         """Assert that the counted references are those of the stored continuations."""
-        expected = np.bincount(self.held(), minlength=len(self._refs))
+        expected = np.bincount(self.named_blocks(), minlength=len(self._refs))
         assert np.array_equal(self._refs, expected), "continuations and their references differ"
-        assert self._num_host_refs == len(self.held(hosted=True))
+        assert self._num_host_refs == len(self.named_blocks(hosted=True))
         assert set(self.index) == {*self.all, *self._gone}
 
     def _line(self, known: Continuation) -> OrderedDict[Continuation, None]:
@@ -187,7 +187,7 @@ class Continuations:
 
     def _release(self, known: Continuation) -> None:
         assert known.row is not None
-        named = known.row.named
+        named = known.row.block_ids
         if known.hosted:
             del self._hosted[known]
             self._num_host_refs -= len(named)

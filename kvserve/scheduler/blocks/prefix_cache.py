@@ -83,7 +83,7 @@ class PrefixCache:
         """Drop every column."""
         self._drop(list(self._places.values()))
 
-    def held(self) -> IntArray:
+    def named_blocks(self) -> IntArray:
         """Every block the cache names, once per reference."""
         held: IntArray = self._blocks[self._used > 0]
         return held[held > 0]

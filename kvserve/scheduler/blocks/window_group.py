@@ -46,8 +46,8 @@ class WindowGroup(TokenGroup):
         held: IntArray = computed - first * self.block_tokens
         return held
 
-    def wanted(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
-        return super().wanted(rows, np.minimum(new, self._chunk), positions)
+    def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
+        return super().missing_blocks(rows, np.minimum(new, self._chunk), positions)
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         super().grow(rows, np.minimum(new, self._chunk), positions)

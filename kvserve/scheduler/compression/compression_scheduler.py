@@ -67,7 +67,7 @@ class CompressionScheduler:
 
     def take_scores(self, events: Events, kept: IntArray) -> None:
         """A step has come back with the scores of ``events``: ``kept [LG, E, R, ...]``."""
-        for e, (seq_id, query_start) in enumerate(_named(events)):
+        for e, (seq_id, query_start) in enumerate(_ids_and_starts(events)):
             self.scoring.remove(seq_id)
             self._answers[seq_id, query_start] = kept[:, e]
 
@@ -105,7 +105,7 @@ class CompressionScheduler:
             if len(part := at[rows.policy_id[at] == policy_id])
         ]
         at = np.concatenate([self._waiting(), *willing])
-        candidates = [events for events in self._candidates(at) if events.known]
+        candidates = [events for events in self._candidates(at) if events.lengths_known]
         columns = [
             -(-events.old_lens // size) - -(-events.new_lens // size) for events in candidates
         ]
@@ -166,7 +166,7 @@ class CompressionScheduler:
         candidates = []
         for policy_id in np.unique(rows.policy_id[at]).tolist():
             due = self._due_events(policy_id, at[rows.policy_id[at] == policy_id])
-            scored = [self._answers.get(each) for each in _named(due)]
+            scored = [self._answers.get(each) for each in _ids_and_starts(due)]
             candidates += self._handlers[due.kind].outcomes(due, self._triggers[policy_id], scored)
         return candidates
 
@@ -195,14 +195,15 @@ class CompressionScheduler:
         later = order[:0]
         if max_observed is not None:
             queries = [  # whose attention each event still has to work out
-                events.plan.num_scored_queries * (not events.known or events.kind is EventKind.EVEN)
+                events.plan.num_scored_queries
+                * (not events.lengths_known or events.kind is EventKind.EVEN)
                 for events in candidates
             ]
             fits = np.concatenate(queries)[order].cumsum() <= max_observed
             fits[0] = True
             order, later = order[fits], order[~fits]
         for best in _some_of(candidates, order):
-            if not best.known:
+            if not best.lengths_known:
                 observations.append(best)
                 assert self.scoring.isdisjoint(best.seq_ids.tolist())
                 self.scoring.update(best.seq_ids.tolist())
@@ -294,7 +295,7 @@ class CompressionScheduler:
         return BegunTurns(np.array(begun, np.int32), np.array(log_from, np.int32))
 
 
-def _named(events: Events) -> Iterator[tuple[int, int]]:
+def _ids_and_starts(events: Events) -> Iterator[tuple[int, int]]:
     """Ids of sequences, and the positions of their events' first queries."""
     return zip(events.seq_ids.tolist(), events.plan.query_start.tolist(), strict=True)
 

@@ -49,12 +49,12 @@ class HostEvenEvents:
         counts = np.maximum(ends.max(axis=(0, 2)) - first, 0)
         owner = np.repeat(np.arange(len(rows)), counts)
         column = np.repeat(first, counts) + ragged_arange(counts)
-        copy_start, shared = start.copy(), kv.shared(rows[owner], column, ends[:, owner])
+        copy_start, shared = start.copy(), kv.is_shared(rows[owner], column, ends[:, owner])
         if shared.any():
             if not blocks.have_free(int(shared.sum()), for_event=True):
                 # Blocks that only a row and a cache name are writable once the cache drops them.
                 blocks.forget(kv.blocks[:, rows[owner], :, column].ravel())
-                shared = kv.shared(rows[owner], column, ends[:, owner])
+                shared = kv.is_shared(rows[owner], column, ends[:, owner])
             missing = np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)).cumsum()
             count = int(np.searchsorted(missing, blocks.pool.num_free, side="right"))
             if not count:
@@ -146,8 +146,8 @@ class HostCodedEvents(HostUnevenEvents):
         for row, coding in zip(rows.tolist(), events.choices, strict=True):
             at, first = np.array([row]), coding.coded // size
             # Blocks that the event takes before it gives any back, and those that it gives back.
-            wanted = groups.index.wanted(at, coding.coded[:, None])
-            wanted += groups.vectors.wanted(at, coding.num_vectors[:, None])
+            wanted = groups.index.missing_blocks(at, coding.coded[:, None])
+            wanted += groups.vectors.missing_blocks(at, coding.num_vectors[:, None])
             if coding.afresh:
                 wanted += int((-(-coding.kv_lens // size) - first).sum())
                 named, _ = kv.row_entries(row)
@@ -159,7 +159,7 @@ class HostCodedEvents(HostUnevenEvents):
                 own = int(((coding.coded - groups.coded[:, row]) // size).sum())
             if not blocks.have_free(wanted - own, for_event=True):
                 break
-            held = int(blocks.held(row + 1)[row])
+            held = int(blocks.blocks_of_rows(row + 1)[row])
             if coding.afresh:
                 kv.truncate(at, np.zeros_like(first)[:, None])
             kv.move_front(at, first[:, None])
@@ -168,7 +168,7 @@ class HostCodedEvents(HostUnevenEvents):
             groups.vectors.extend(at, coding.num_vectors[:, None])
             groups.coded[:, row], groups.num_vectors[:, row] = coding.coded, coding.num_vectors
             blocks.kv_lens[:, row] = coding.kv_lens
-            released.append(max(held - int(blocks.held(row + 1)[row]), 0))
+            released.append(max(held - int(blocks.blocks_of_rows(row + 1)[row]), 0))
         done = len(released)
         if not done:
             return None

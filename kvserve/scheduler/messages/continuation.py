@@ -62,12 +62,12 @@ class SavedRow:
         return self.groups[0].fields["kv_lens"]
 
     @property
-    def named(self) -> IntArray:
+    def block_ids(self) -> IntArray:
         """Every block, once per reference."""
         return np.concatenate([table.blocks for group in self.groups for table in group.tables])
 
-    def renamed(self, blocks: IntArray) -> SavedRow:
-        """The same row in other blocks, given in the order of ``named``."""
+    def in_blocks(self, blocks: IntArray) -> SavedRow:
+        """The same row in other blocks, given in the order of ``block_ids``."""
         groups = []
         for group in self.groups:
             tables = []

@@ -74,7 +74,7 @@ class Events:
     choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)
 
     @property
-    def known(self) -> bool:
+    def lengths_known(self) -> bool:
         """Whether it is known what they leave."""
         return len(self.new_lens) > 0
 

@@ -97,7 +97,7 @@ class WaitingQueue:
         self._length -= 1
         self._push(seq.client)
 
-    def ended(self, seq: Sequence, tokens: int) -> None:
+    def count_ended(self, seq: Sequence, tokens: int) -> None:
         """Count a sequence that has ended in its row, and the ``tokens`` that it has generated."""
         client = self._clients[seq.client]
         client.running -= 1

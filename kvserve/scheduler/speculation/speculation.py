@@ -236,7 +236,7 @@ class Speculation:
         rows, n = self._rows, self._rows.num_decoding
         lengths = np.ones(n, np.int32)
         lengths[list(guesses)] += [len(guess) for guess in guesses.values()]
-        wanted = self._blocks.wanted(slice(n), lengths, rows.num_computed[:n])
+        wanted = self._blocks.missing_blocks(slice(n), lengths, rows.num_computed[:n])
         if not self._blocks.have_free(wanted):
             return None
         token_ids, behind = np.zeros(int(lengths.sum()), np.int32), ragged_arange(lengths)

@@ -156,7 +156,7 @@ class Admission:
         length = self._chunk_length(rows.owner(row), int(rows.num_computed[row]), target, budget)
         new = np.array([length], np.int32)
         if not length or not self._blocks.have_free(
-            self._blocks.wanted(at, new, rows.num_computed[at])
+            self._blocks.missing_blocks(at, new, rows.num_computed[at])
         ):
             return
         self._blocks.grow(at, new, rows.num_computed[at])
@@ -219,7 +219,7 @@ class Admission:
         hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
         columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
         if parked:
-            columns = self._saved.shared(columns)
+            columns = self._saved.cached_blocks(columns)
         elif not self._chunk_length(seq, len(columns) * self._size, target, budget):
             return False
         pool = self._blocks.pool
@@ -242,7 +242,10 @@ class Admission:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.at.computed
         length = self._chunk_length(seq, computed, turn.at.target, budget)
-        pinned, pool = turn.row.named, self._saved.host_pool if turn.hosted else self._blocks.pool
+        pinned, pool = (
+            turn.row.block_ids,
+            self._saved.host_pool if turn.hosted else self._blocks.pool,
+        )
         pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
@@ -303,7 +306,7 @@ class Admission:
         horizon = np.minimum(rows.next_event[:n], rows.max_len[:n])
         growth = np.minimum(horizon, rows.num_tokens[:n] + self._reserve) - computed
         at = np.arange(n, dtype=np.int32)
-        return self._blocks.wanted(at, growth, computed)
+        return self._blocks.missing_blocks(at, growth, computed)
 
 
 def first_event(num_prompt: int, trigger: Trigger) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class Departures:
         elif seq.status is SequenceStatus.RUNNING:
             self._rows.publish(seq, int(self._rows.num_computed[seq.row]))
             generated = int(self._rows.num_tokens[seq.row]) - seq.num_prompt_tokens
-            self._waiting.ended(seq, generated)
+            self._waiting.count_ended(seq, generated)
             if reason != "error":
                 self._saved.save_row(seq)
             self._empty_row(seq)

@@ -70,11 +70,11 @@ class SavedRows:
         if rows.has_remainder(row) and not memory.have_place(preempted=True):
             return False
         saved = self._save(row)
-        device = saved.named
+        device = saved.block_ids
         if not self.store.have_host_blocks(len(device)):
             return False
         saved = self._with_remainder(saved, row)
-        self._parked[seq.seq_id] = saved.renamed(memory.move_out(device, row))
+        self._parked[seq.seq_id] = saved.in_blocks(memory.move_out(device, row))
         return True
 
     def identity_tokens(self, seq: Sequence) -> int:
@@ -82,7 +82,7 @@ class SavedRows:
         counters = self._parked[seq.seq_id].counters
         return int(min(counters["num_unmodified_tokens"], counters["num_computed"]))
 
-    def shared(self, columns: IntArray) -> IntArray:
+    def cached_blocks(self, columns: IntArray) -> IntArray:
         """What a row that comes back takes of cached ``columns [n, .]``: keys and values. All else
         comes from host memory."""
         entries = self._blocks.groups[0]
@@ -100,20 +100,20 @@ class SavedRows:
         at = _resume_at(parked, 0)
         self._resume(row, parked, True, at, columns)
         self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]))
-        self._memory.bring_back(row, parked.named)
+        self._memory.bring_back(row, parked.block_ids)
         self._memory.release_place(parked.remainder)
 
     def discard(self, seq: Sequence) -> None:
         """Forget a parked sequence."""
         parked = self._parked.pop(seq.seq_id)
-        self._memory.discard(parked.named)
+        self._memory.discard(parked.block_ids)
         self._memory.release_place(parked.remainder)
 
     def take_over(self, gone: SavedRows) -> None:
         """Go on counting where ``gone`` was, whose rows are given up: the device forgets what it
         keeps of them."""
         self.misses = gone.misses
-        rows = [int(parked.named[0]) for parked in gone._parked.values()]
+        rows = [int(parked.block_ids[0]) for parked in gone._parked.values()]
         self._memory.discard_all_of(gone._memory, rows)
 
     # ---- continuations -----------------------------------------------------------------------
@@ -281,7 +281,7 @@ class SavedRows:
         """Every host block and every place is free, or belongs to one row that is away."""
         away = self._parked.values()
         saved = [known.row for known in self.store.all if known.row is not None]
-        blocks = [self.store.held(hosted=True), *(row.named for row in away)]
+        blocks = [self.store.named_blocks(hosted=True), *(row.block_ids for row in away)]
         self._memory.check_integrity(blocks, [row.remainder for row in (*away, *saved)])
 
 

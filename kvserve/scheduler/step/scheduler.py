@@ -181,7 +181,7 @@ class Scheduler:
         rows.caught_up[sampled] = 1
         rows.num_tokens[sampled] += 1  # counted, not known: the device has them as ``last_token``
         rows.num_unknown[sampled] += 1
-        np.maximum(rows.peak_blocks[:n], self.blocks.held(n), out=rows.peak_blocks[:n])
+        np.maximum(rows.peak_blocks[:n], self.blocks.blocks_of_rows(n), out=rows.peak_blocks[:n])
         scheduled = np.concatenate([decoding, caught_up.prefill.rows])
         # Of the longest of a row's groups.
         entries = self.blocks.kv_lens[:, scheduled].max(axis=(0, 2))
@@ -213,7 +213,7 @@ class Scheduler:
         """Blocks that are missing for one more token in each of the rows ``at``."""
         if len(at) * self.blocks.num_lanes <= self.pool.num_free:
             return 0  # a token needs at most a block in each table
-        wanted = self.blocks.wanted(at, np.ones_like(at), self.rows.num_computed[at])
+        wanted = self.blocks.missing_blocks(at, np.ones_like(at), self.rows.num_computed[at])
         return 0 if self.blocks.have_free(wanted) else wanted - self.pool.num_free
 
     # ---- results of a step -------------------------------------------------------------------

@@ -166,7 +166,7 @@ class Rounds(Trigger):
         protected = self._protected(rows)
         if self.budget.ratio is None:
             held = rows.kv_len - protected
-            due = rows.num_computed + self._kept(rows) + self.period - held
+            due = rows.num_computed + self._entries_kept(rows) + self.period - held
         else:
             last = np.maximum(rows.first_uncompressed_pos - protected, self.budget.least)
             due = protected + last + self.period
@@ -174,9 +174,9 @@ class Rounds(Trigger):
 
     def plan(self, rows: RowState) -> EvictionSpec:
         start = self._protected(rows)
-        return whole_row(rows, start, np.minimum(rows.kv_len - start, self._kept(rows)), 0)
+        return whole_row(rows, start, np.minimum(rows.kv_len - start, self._entries_kept(rows)), 0)
 
-    def _kept(self, rows: RowState) -> IntArray:
+    def _entries_kept(self, rows: RowState) -> IntArray:
         """Entries that an event now would leave behind the protected ones."""
         if self.budget.tokens is not None:
             left = self.budget.tokens - self._protected(rows)

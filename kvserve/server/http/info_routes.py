@@ -168,13 +168,13 @@ async def kv_policies(request: Request) -> Response:
     offers = {offer.name: offer for offer in state.engine.info.offers}
     # `args` describes the same arguments in words.
     data = [
-        {**{k: v for k, v in p.items() if k != "args"}, **_offered(state, offers.get(p["name"]))}
+        {**{k: v for k, v in p.items() if k != "args"}, **_offer_of(state, offers.get(p["name"]))}
         for p in describe_policies()
     ]
     return json_response({"default": state.engine.info.policy_name, "data": data})
 
 
-def _offered(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:
+def _offer_of(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:
     if offer is None:
         return {"offer": {}, "refusal": None}
     refusal = offer.refusal

@@ -121,7 +121,7 @@ def _value(raw: bytes | memoryview) -> Any:
 def _large_fields(raw: bytes, kinds: tuple[type[BaseModel], ...], context: int) -> dict[str, Any]:
     """As ``_fields``, but fields that no kind has are not read."""
     try:
-        split = msgspec.json.decode(raw, type=_known(kinds))
+        split = msgspec.json.decode(raw, type=_object_of(kinds))
     except msgspec.ValidationError:
         raise _no_object() from None
     except RecursionError:
@@ -142,7 +142,7 @@ def _large_fields(raw: bytes, kinds: tuple[type[BaseModel], ...], context: int) 
 
 
 @cache
-def _known(kinds: tuple[type[BaseModel], ...]) -> type[msgspec.Struct]:
+def _object_of(kinds: tuple[type[BaseModel], ...]) -> type[msgspec.Struct]:
     """An object of which the fields of these kinds are taken, unread."""
     names: dict[str, None] = {}
     for kind in kinds:

@@ -16,7 +16,7 @@ from kvserve.server.openai.protocol import GenerationRequest, parse
 from kvserve.server.openai.structured import GUIDED
 
 
-def _given(model: BaseModel, **changes: Any) -> dict[str, Any]:
+def _fields_of(model: BaseModel, **changes: Any) -> dict[str, Any]:
     """What was given of a model's fields, and further ones, with ``changes``."""
     fields = {**model.__dict__, **(model.model_extra or {}), **changes}
     return {name: value for name, value in fields.items() if value is not None}
@@ -60,7 +60,7 @@ class Function(BaseModel):
         return self
 
     def fields(self) -> dict[str, Any]:
-        return _given(self)
+        return _fields_of(self)
 
 
 class Tool(BaseModel):
@@ -93,9 +93,11 @@ class ChatMessage(BaseModel):
     def fields(self) -> dict[str, Any]:
         """What was given; the chat template gets it in the form that it wants."""
         if self.tool_calls is None:
-            return _given(self)
-        calls = [_given(call, function=dict(call.function.__dict__)) for call in self.tool_calls]
-        return _given(self, tool_calls=calls)
+            return _fields_of(self)
+        calls = [
+            _fields_of(call, function=dict(call.function.__dict__)) for call in self.tool_calls
+        ]
+        return _fields_of(self, tool_calls=calls)
 
 
 class ChatPrompt(BaseModel):

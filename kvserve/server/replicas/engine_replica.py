@@ -71,11 +71,11 @@ class EngineReplica:
         try:
             async for output in outputs:
                 finished = output.finished
-                yield writer.cut(output)
+                yield writer.take_new(output)
                 if not finished:
                     await asyncio.sleep(_PIECE_S)
             if not finished:  # it ended during the sleep; the engine yields no more
-                yield writer.cut(output)
+                yield writer.take_new(output)
         finally:
             await outputs.aclose()
 

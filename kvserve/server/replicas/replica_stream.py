@@ -26,7 +26,7 @@ class OutputWriter:
         self._sent = Counter[tuple[int, str]]()
         """How much has been sent of what grows, by the choice (-1: the request) and name."""
 
-    def cut(self, output: RequestOutput) -> RequestOutput:
+    def take_new(self, output: RequestOutput) -> RequestOutput:
         """What came since the last piece, without the prompt."""
         choices = [
             replace(choice, **self._new(choice, _OF_CHOICE, choice.index))

@@ -114,7 +114,7 @@ class ReplicatedEngine:
             logger.warning("%s: its replica failed: %s", request_id, _first_line(error))
             raise unavailable("the replica that had this request stopped", "engine_dead") from None
         finally:
-            self._router.ended(request_id)
+            self._router.forget(request_id)
             pieces.cancel()
 
     @property

@@ -108,7 +108,7 @@ class HeldTokenRouter:
                 self._loads[request.replica].weight += tokens - request.weight
                 request.weight = tokens
 
-    def ended(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         with self._lock:
             self._withdraw(self._requests.pop(request_id))
 

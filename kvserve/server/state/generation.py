@@ -156,10 +156,10 @@ class Generation:
         except RequestError as exc:
             self.fail(exc.renamed(self._own_names))
         except Exception as exc:
-            watch.ended("error")
+            watch.count_unfinished("error")
             self.fail(exc)
         except asyncio.CancelledError:
-            watch.ended("abort")
+            watch.count_unfinished("abort")
             raise
         finally:
             if tracer is not None:
@@ -260,7 +260,7 @@ class RequestWatch:
         if output.finished:
             self._finish(output, now)
 
-    def ended(self, reason: str) -> None:
+    def count_unfinished(self, reason: str) -> None:
         """Count a prompt that ended unfinished: the client left, or the engine failed."""
         self._metrics.count_finished(reason, self._engine)
 

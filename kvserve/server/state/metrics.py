@@ -114,7 +114,7 @@ class Metrics:
         """The registry calls this on every scrape."""
         engines = self._engine.stats_by_engine
         for engine in engines:
-            self._known(engine)
+            self._create_series(engine)
         common = [*self._scheduler_families(engines), *self._request_families()]
         yield from common
         if self._mirror:
@@ -136,11 +136,11 @@ class Metrics:
         self._http_seconds.labels(handler, method).observe(seconds)
 
     def count_finished(self, reason: str, engine: str) -> None:
-        self._known(engine)
+        self._create_series(engine)
         self._finished[engine][reason] += 1
 
     def count_prompt(self, num_tokens: int, num_cached: int, engine: str) -> None:
-        self._known(engine)
+        self._create_series(engine)
         if self._config.cache.enable_prefix_caching:
             self._prefix[engine] += Counter(queries=num_tokens, hits=num_cached)
 
@@ -149,7 +149,7 @@ class Metrics:
         """Prompt tokens looked up (queries) and found (hits), of all engines."""
         return sum(self._prefix.values(), Counter())
 
-    def _known(self, engine: str) -> None:
+    def _create_series(self, engine: str) -> None:
         """Create the engine's series, so that they start at 0 and not with the first request."""
         if engine not in self._finished:
             self._finished[engine] = Counter(stop=0, length=0, abort=0)

@@ -33,7 +33,7 @@ class ChecksumRows(RowGroup):
     writes = True
 
     @classmethod
-    def wanted(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
+    def spec_for(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
         return ChecksumSpec(layout.block_size) if wanted else None
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:

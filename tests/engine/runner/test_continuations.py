@@ -352,13 +352,13 @@ def test_making_room_looks_at_no_other_continuation(monkeypatch: pytest.MonkeyPa
         policy={"name": "kara", "window": 64, "buffer": 8},
     )
     looks: list[int] = []
-    held = Continuations.held
+    named_blocks = Continuations.named_blocks
 
     def look(store: Continuations, *, hosted: bool = False) -> IntArray:
         looks.append(store.num_hosted)
-        return held(store, hosted=hosted)
+        return named_blocks(store, hosted=hosted)
 
-    monkeypatch.setattr(Continuations, "held", look)
+    monkeypatch.setattr(Continuations, "named_blocks", look)
     prompts = [[*[7] * 20, 3 + i % 60, 3 + i // 60] for i in range(300)]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
     llm.generate([[5] * 2500], SamplingParams(max_tokens=4), use_tqdm=False)

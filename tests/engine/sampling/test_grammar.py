@@ -162,7 +162,7 @@ def test_what_grammars_take_is_given_back(llm: LLM, monkeypatch: pytest.MonkeyPa
         assert frames[-1][0].f_code.co_name == "compile" and refused.value.__context__ is None
     assert trims == [100 * mib]
     for _ in range(64):
-        grammars.ended()
+        grammars.count_ended()
     assert len(trims) == 2
 
 

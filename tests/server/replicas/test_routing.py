@@ -31,7 +31,7 @@ def test_equal_replicas_take_turns() -> None:
     taken = []
     for i in range(6):
         taken.append(send(router, str(i), prompt(1000 * i, 10)))
-        router.ended(str(i))
+        router.forget(str(i))
     assert taken == REPLICAS * 2
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_weighs_more_until_its_first_token() -> None:
 def test_an_ended_request_holds_nothing() -> None:
     router = HeldTokenRouter()
     send(router, "0", prompt(0, 100))
-    router.ended("0")
+    router.forget("0")
     assert router.load("a") == 0
     router.send("0", "b")  # Serve was still on its way with it
     assert router.load("b") == 0
@@ -78,7 +78,7 @@ def test_a_cached_prefix_attracts_until_the_difference_is_larger() -> None:
     router = HeldTokenRouter()
     shared = prompt(0, 640)
     assert send(router, "0", [*shared, 7001]) == "a"
-    router.ended("0")
+    router.forget("0")
     assert send(router, "1", [*shared, 7002]) == "a"  # though it is not its turn
     router.holds("1", 500)
     assert send(router, "2", [*shared, 7003]) == "a"  # 500 held < 640 cached
@@ -90,9 +90,9 @@ def test_a_prefix_counts_only_from_its_start() -> None:
     router = HeldTokenRouter()
     shared = prompt(0, 640)
     send(router, "0", shared)
-    router.ended("0")
+    router.forget("0")
     assert send(router, "1", [9999, *shared]) == "b"
-    router.ended("1")
+    router.forget("1")
     router.forget_prefixes()
     assert send(router, "2", shared) == "c"
 
@@ -105,7 +105,7 @@ def test_a_replica_that_is_gone_is_forgotten_with_its_requests_and_prefixes() ->
     assert router.rank("1", ["b", "c"])[0] == "b"
     assert router.load("a") == 0
     router.holds("0", 900)  # its last words
-    router.ended("0")
+    router.forget("0")
     assert router.rank("1", ["a", "b", "c"])[-1] == "c"  # no prefix: order of turns
 
 
@@ -114,7 +114,7 @@ def test_pieces_join_to_what_was_cut() -> None:
     scored: list[dict[int, Logprob] | None] = [None]
     output.outputs[0].logprobs, output.prompt_logprobs = [], scored
     writer, reader = OutputWriter("3"), OutputReader([5, 6, 7])
-    joined = reader.join(writer.cut(output))
+    joined = reader.join(writer.take_new(output))
     for step in range(4):
         first, second = output.outputs
         first.token_ids += [step, step + 1]
@@ -127,7 +127,7 @@ def test_pieces_join_to_what_was_cut() -> None:
         if step % 2:
             output.compactions.append(Compaction("due", 0.0, 2, 5))
         output.finished = step == 3
-        piece = writer.cut(output)
+        piece = writer.take_new(output)
         assert piece.prompt_token_ids == [] and len(piece.outputs[0].token_ids) == 2
         joined = reader.join(piece)
     assert replace(joined, prompt="text") == replace(output, engine="3")
