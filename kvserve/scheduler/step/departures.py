@@ -82,11 +82,13 @@ class Departures:
         next, and none of a higher priority. Without this, others would wait until sequences of a
         client that holds nearly all rows or blocks end.
         """
-        if not self._rows.num_rows:
+        share, held = self._waiting.share, self._waiting.num_rows
+        fair = share(held(first.client))
+        # Nobody is looked at one by one in a step in which no client holds too much.
+        if not self._rows.num_rows or share(self._waiting.largest - 1) <= fair:
             return
-        seq, share, held = self._victim(), self._waiting.share, self._waiting.num_rows
-        crowds = share(held(seq.client) - 1) > share(held(first.client))
-        if crowds and seq.priority >= first.priority:
+        seq = self._victim()
+        if share(held(seq.client) - 1) > fair and seq.priority >= first.priority:
             self._send_back(seq)
 
     def _victim(self) -> Sequence:
