@@ -71,6 +71,7 @@ def stages(part: int, smoke: bool, row_seconds: float) -> list[Stage]:
             Stage("facts", 30, ("-c", _FACTS), shown=lambda found: [json.dumps(found)]),
             Stage("check", 280, check, ("--seconds", "270"), _wrong),
             Stage("tests", 170, ("-m", "bench.gpu_runs.engine_tests"), _SOME_TESTS[smoke], _tests),
+            Stage("served", 200, ("-m", "bench.gpu_runs.served"), small, _said),
             Stage("sdpa", 90, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
         ]
     jobs = (job.small() if smoke else job for job in JOBS[:7])
@@ -104,6 +105,10 @@ def _wrong(found: dict[str, Any]) -> list[str]:
         if part["error"]:
             lines.append(f"    {part['error'].strip()[-300:]}")
     return lines
+
+
+def _said(found: dict[str, Any]) -> list[str]:
+    return [json.dumps({name: value for name, value in found.items() if name != "log"})]
 
 
 def _tests(found: dict[str, Any]) -> list[str]:
