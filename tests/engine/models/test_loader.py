@@ -234,7 +234,7 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
     del model
     path, size = tmp_path, (tmp_path / "model.safetensors").stat().st_size
     assert size > 1e9
-    if kind == "gguf":  # a quarter of the size, widened
+    if kind == "gguf":  # a quarter of the size; some of it is widened
         kinds = dict.fromkeys(("q_proj", "k_proj", "gate_proj", "down_proj", "lm_head"), Kind.Q4_0)
         path = write_gguf(tmp_path, tmp_path / "model.gguf", "llama", kinds)
     script = """
@@ -258,4 +258,5 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
     command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
     print(f"peak / size: {int(done.stdout) / size:.3f}")
-    assert 0.95 * size < int(done.stdout) < 1.1 * size
+    assert int(done.stdout) < 1.1 * size
+    assert kind == "gguf" or int(done.stdout) > 0.95 * size
