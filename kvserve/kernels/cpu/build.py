@@ -163,25 +163,22 @@ def _build(name: str, defines: tuple[str, ...], file: str) -> Path:
 
 
 def _build_in(folder: Path, command: list[str], file: str) -> Path:
-    """Compile into a folder; several processes may do so at once."""
-    handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".so")
-    os.close(handle)
-    try:
-        _compile([*command, "-o", unfinished], folder)
-        with open(unfinished, "rb+") as file_of:
+    """Compile into a folder; several processes may do so at once, and one that ends leaves
+    nothing."""
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as unfinished:
+        library = Path(unfinished, file)
+        _compile([*command, "-o", str(library)], unfinished)
+        with open(library, "rb+") as file_of:
             digest = _digest(file_of.read())
             file_of.write(digest)
-        _open(Path(unfinished))
-        os.replace(unfinished, folder / file)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+        _open(library)
+        os.replace(library, folder / file)
     return folder / file
 
 
-def _compile(command: list[str], folder: Path) -> None:
+def _compile(command: list[str], folder: str) -> None:
     """Run the compiler, whose temporary files go to ``folder`` too."""
-    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)}
+    environment = {**os.environ, "LC_ALL": "C", "TMPDIR": folder}
     how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:
         done = subprocess.run(command, timeout=_SECONDS, env=environment, **how)
