@@ -167,7 +167,7 @@ class AdaKV(BudgetedPolicy):
 
     def score(self, obs: Observation) -> Tensor:
         """The scorer's scores, -inf where a shorter lane has no entry."""
-        return obs.all_heads(obs.only_present(self.scores_by.score(obs)))
+        return obs.all_heads(obs.there(self.scores_by.score(obs)))
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """Each head keeps its protected entries, and the best of the others up to its budget."""

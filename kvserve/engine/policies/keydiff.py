@@ -68,4 +68,4 @@ class KeyDiff(BudgetedPolicy):
     def score(self, obs: Observation) -> Tensor:
         """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""
         similarity = obs.anchor_similarity()
-        return obs.only_present(-similarity[..., : similarity.shape[-1] - self.recent])
+        return obs.there(-similarity[..., : similarity.shape[-1] - self.recent])

@@ -75,4 +75,4 @@ class RKV(Policy):
         votes = obs.past("max", absolute=self.attention == "absolute")
         importance = pool_scores(votes, self.kernel_size, self.pooling)
         repeated = obs.redundancy(self.similarity)[..., : importance.shape[-1]]
-        return obs.only_present(self.mix_lambda * importance - (1 - self.mix_lambda) * repeated)
+        return obs.there(self.mix_lambda * importance - (1 - self.mix_lambda) * repeated)

@@ -191,7 +191,7 @@ class Observation:
         """Which of the first ``length`` places hold an entry: bool [E, L, Hkv, length]."""
         return True if self.missing is None else ~self.missing[..., :length]
 
-    def only_present(self, scores: Tensor) -> Tensor:
+    def there(self, scores: Tensor) -> Tensor:
         """``scores [E, L, Hkv, S']`` of the first S' places, -inf where no entry is."""
         if self.missing is None:
             return scores

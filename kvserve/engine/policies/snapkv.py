@@ -65,4 +65,4 @@ class SnapKV(BudgetedPolicy):
             votes = obs.past(self.gqa_reduce or "max", absolute=absolute)
         else:
             votes = obs.causal(self.gqa_reduce or "mean", absolute=absolute)
-        return obs.only_present(pool_scores(votes, self.kernel_size, self.pooling))
+        return obs.there(pool_scores(votes, self.kernel_size, self.pooling))

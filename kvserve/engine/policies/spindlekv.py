@@ -114,7 +114,7 @@ class SpindleKV(Policy):
             context = votes.shape[-1]
             age = torch.arange(context + self.window, self.window, -1, device=votes.device)
             votes = votes / age
-        return obs.only_present(votes)
+        return obs.there(votes)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best of each layer, and the window. Counts are equal over heads."""
