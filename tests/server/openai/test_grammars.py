@@ -23,7 +23,7 @@ from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.checkpoints import write_checkpoint, write_tokenizer
-from tests.server.conftest import payloads
+from tests.server.conftest import scored
 from tests.server.openai import templates
 from tests.server.openai.test_templates import TOOL
 
@@ -463,12 +463,6 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
                 offsets = [0, 0, *[1] * 4, *(2 + at for at in offsets)]
             assert found["text_offset"] == offsets
             assert all(len(names) >= 5 for names in found["top_logprobs"] if names)
-
-
-def scored(answer: httpx.Response) -> dict[str, list[Any]]:
-    parts = [choice["logprobs"] for part in payloads(answer) for choice in part["choices"]]
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [item for part in parts if part for item in part[name]] for name in names}
 
 
 # ---- the scores of a prompt (CASES F21) ---------------------------------------------------------
