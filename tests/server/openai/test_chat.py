@@ -22,6 +22,22 @@ TOOL: Any = {
                        "$defs": {"City": {"type": "string"}}},
     },
 }  # fmt: skip
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "w?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 
 
@@ -137,23 +153,7 @@ def test_a_named_call(thinking: RunningServer, stream: bool) -> None:
 
 
 def test_history_reaches_the_template(thinking: RunningServer) -> None:
-    messages: Any = [
-        {"role": "user", "content": "w?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning": "hm",
-            "tool_calls": [
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    body = {"messages": messages, "tools": [TOOL], "max_tokens": 1}
+    body: dict[str, Any] = {"messages": HISTORY, "tools": [TOOL], "max_tokens": 1}
     assert thinking.post("/v1/chat/completions", **body).status_code == 200
     seen, kwargs = thinking.rendered
     assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
