@@ -83,8 +83,10 @@ def test_tokenize_and_detokenize(server: RunningServer) -> None:
     answer = server.post("/tokenize", prompt="ab", add_special_tokens=False).json()
     assert answer["tokens"] == [97, 98]
     messages = [{"role": "user", "content": "a"}]
-    answer = server.post("/tokenize", messages=messages, add_generation_prompt=False).json()
-    assert answer["count"] == len("<user>a")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body: dict[str, Any] = {"messages": messages, "tools": tools, "add_generation_prompt": False}
+    assert server.post("/tokenize", **body).json()["count"] == len("<user>a")
+    assert server.rendered[1]["tools"] == tools
 
 
 def test_metrics_of_the_engine(start_server: StartServer) -> None:
