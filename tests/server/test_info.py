@@ -19,10 +19,10 @@ from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import BOS, FakeEngine
 from tests.waiting import WAIT, wait_until
 
+COUNTS: dict[str, Any] = {name: 1000 + place for place, name in enumerate(STATS)}
+COUNTS |= {"blocks_total": 100, "blocks_free": 60, "blocks_cached": 10}
 STATE = EngineStats(
-    **{name: 1000 + place for place, name in enumerate(STATS)}
-    | {"blocks_total": 100, "blocks_free": 60, "blocks_cached": 10}
-    | {"tokens_logical": 1000, "tokens_held": 250},
+    **COUNTS | {"tokens_logical": 1000, "tokens_held": 250},
     compaction_counts=(
         CompactionCounts("kara", "due", 3, 4),
         CompactionCounts("kara", "pressure", 1, 1),

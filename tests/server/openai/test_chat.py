@@ -212,16 +212,9 @@ def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> No
 
 
 def test_logprobs_ride_along(thinking: RunningServer) -> None:
-    messages: Any = [{"role": "user", "content": "SAY[<think>ab</think>cd]"}]
-    chunks = thinking.openai().chat.completions.create(
-        model=MODEL, messages=messages, stream=True, logprobs=True
-    )
-    seen = [
-        item.token
-        for chunk in chunks
-        if chunk.choices[0].logprobs is not None
-        for item in chunk.choices[0].logprobs.content or ()
-    ]
+    parts = payloads(thinking.chat("SAY[<think>ab</think>cd]", stream=True, logprobs=True))
+    scores = [part["choices"][0]["logprobs"] for part in parts]
+    seen = [item["token"] for each in scores if each is not None for item in each["content"]]
     assert "".join(seen) == "<think>ab</think>cd"
 
 
