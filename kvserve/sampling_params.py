@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from numbers import Integral, Real
@@ -231,7 +231,7 @@ class SamplingParams:
     def _checks(self) -> tuple[tuple[str, bool, str], ...]:
         """Of what is no number: the field, whether it may be so, and what it must be."""
         bias, stop_ids = self.logit_bias or {}, self.stop_token_ids or ()
-        allowed = self.allowed_token_ids
+        allowed, salt = self.allowed_token_ids, self.cache_salt
         return (
             ("stop", _short(self.stop_strings), "up to 128 non-empty strings of 1000 characters"),
             (
@@ -242,7 +242,7 @@ class SamplingParams:
             ("logit_bias", len(bias) <= _MAX_BIAS, f"of at most {_MAX_BIAS} tokens"),
             (
                 "logit_bias",
-                _token_ids(list(bias)) and _within(bias.values(), MAX_LOGIT_BIAS),
+                _token_ids(list(bias)) and all(abs(b) <= MAX_LOGIT_BIAS for b in bias.values()),
                 f"token ids with values between -{MAX_LOGIT_BIAS:g} and {MAX_LOGIT_BIAS:g}",
             ),
             (
@@ -255,7 +255,11 @@ class SamplingParams:
                 _short(self.bad_words or (), 100),
                 "up to 128 non-empty strings of 100 characters",
             ),
-            ("cache_salt", _is_salt(self.cache_salt), "a string of 1 to 1000 characters"),
+            (
+                "cache_salt",
+                salt is None or (isinstance(salt, str) and 1 <= len(salt) <= 1000),
+                "a string of 1 to 1000 characters",
+            ),
         )
 
     def _check_grammar(self, wanted: StructuredOutput) -> None:
@@ -276,14 +280,6 @@ class SamplingParams:
 
 def _token_ids(ids: Sequence[int]) -> bool:
     return not ids or 0 <= min(ids) <= max(ids) <= _MAX_INT
-
-
-def _within(numbers: Collection[float], most: float) -> bool:
-    return all(-most <= number <= most for number in numbers)
-
-
-def _is_salt(salt: object) -> bool:
-    return salt is None or (isinstance(salt, str) and 1 <= len(salt) <= 1000)
 
 
 def _short(texts: Sequence[str], longest: int = _MAX_WORD_LENGTH) -> bool:

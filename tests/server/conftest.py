@@ -85,6 +85,13 @@ def payloads(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines] or [answer.json()]
 
 
+def scored(answer: httpx.Response) -> dict[str, list[Any]]:
+    """The log-probabilities of a completion, those of a stream's events in one."""
+    parts = [choice["logprobs"] for part in payloads(answer) for choice in part["choices"]]
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [item for part in parts if part for item in part[name]] for name in names}
+
+
 def sent(base_url: str, body: dict[str, Any]) -> socket.socket:
     """A connection with little room for its answer, whose request for a completion is sent."""
     content = json.dumps(body)

@@ -19,22 +19,6 @@ from tests.waiting import WAIT
 MODEL = "kvserve/tiny"
 
 
-def test_a_key_is_a_client_by_its_number(start_server: StartServer) -> None:
-    server = start_server(api_key=("first", "second"))
-    asked = {
-        "/v1/completions": {"prompt": "a"},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
-        "/v1/responses": {"input": "a"},
-    }
-    for key in ("second", "first"):
-        headers = {"Authorization": f"Bearer {key}"}
-        for path, body in asked.items():
-            answer = server.http.post(path, json=body, headers=headers)
-            assert answer.status_code == 200, answer.text
-    clients = [params.client for _, params, _ in server.engine.seen]
-    assert clients == ["key 1"] * 3 + ["key 0"] * 3
-
-
 def test_without_keys_an_address_is_a_client(start_server: StartServer) -> None:
     """Whatever keys it sends: nobody checks them."""
     server = start_server()

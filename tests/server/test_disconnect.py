@@ -39,17 +39,6 @@ def test_nothing_of_who_left_waits_for_a_collection(server: RunningServer, strea
     wait_until(lambda: idle(server) and not any(each() for each in left))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_leaving_a_stream(server: RunningServer, path: str) -> None:
-    asked = {"prompt": "HALF"}, {"messages": [{"role": "user", "content": "HALF"}]}
-    body = {"stream": True, "max_tokens": 400, **asked["chat" in path]}
-    with server.http.stream("POST", path, json=body) as response:
-        lines = response.iter_lines()
-        next(lines)
-        assert not idle(server)
-    wait_until(lambda: idle(server) and len(server.engine.aborted) == 1)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [["STUCK"], ["STUCK", "HALF", "a"]])
 def test_leaving_before_the_answer(server: RunningServer, prompts: list[str], stream: bool) -> None:

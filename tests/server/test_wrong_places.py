@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.server import test_messages
 from tests.server.conftest import MODEL, RunningServer
+from tests.server.openai import test_chat, test_responses
 
 ABSENT = object()
 VALUES: list[Any] = [
@@ -21,70 +23,29 @@ VALUES: list[Any] = [
     *([], {}, [[]], [None], ["x"], [{}], {"a": 1}, {"type": "text"}, {"type": ["x"]}, {"": 0}),
     ABSENT,
 ]
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "maximum": 9}, "c": {"enum": ["a"]}},
-    "required": ["n"],
-}
-NAMED = {"name": "f", "description": "d"}
-FUNCTION = {"type": "function", "function": {**NAMED, "parameters": SCHEMA}}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"n": 1}'}}
-USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"n": 1}}
-SEEN = {"type": "image", "source": {"type": "base64", "data": "A"}}
-TEXT = {"type": "text", "text": "a"}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "system", "content": "s", "name": "z"},
-            {"role": "user", "content": [TEXT]},
-            {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c", "content": "5", "name": "f"},
-            {"role": "assistant", "content": "x", "function_call": CALL["function"]},
-            {"role": "user", "content": "b"},
+            *test_chat.HISTORY,
+            {"role": "assistant", "content": "x", "function_call": {"name": "f"}},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
         ],
-        **{"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tools": [test_chat.TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
         **{"stop": ["zz"], "logprobs": True, "top_logprobs": 2, "n": 2, "logit_bias": {"5": 1}},
         **{"chat_template_kwargs": {"a": 1}, "parallel_tool_calls": True, "max_tokens": 2},
     },
     "/v1/responses": {
-        "input": [
-            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-            {"type": "reasoning", "summary": [], "content": [{"type": "t", "text": "hm"}]},
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"n": 1}'},
-            {
-                "type": "function_call_output",
-                "call_id": "c",
-                "output": [{"type": "input_text", "text": "5"}, {"type": "input_image"}],
-            },
-            {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
-            {"type": "custom_tool_call_output", "call_id": "d", "output": "y"},
-            {"type": "web_search_call", "id": "w"},
-            {"role": "user", "content": "b"},
-        ],
-        **{"instructions": "i", "tools": [{"type": "function", **NAMED, "parameters": SCHEMA}]},
-        **{"tool_choice": {"type": "function", "name": "f"}, "text": {"format": {"type": "text"}}},
-        **{"reasoning": {"effort": None}, "include": ["a"], "metadata": {"a": "b"}},
-        "max_output_tokens": 2,
+        **{"input": test_responses.HISTORY, "instructions": "i", "tools": [test_responses.TOOL]},
+        **{"tool_choice": {"type": "function", "name": "weather"}, "max_output_tokens": 2},
+        **{"text": {"format": {"type": "text"}}, "reasoning": {"effort": None}},
+        **{"include": ["a"], "metadata": {"a": "b"}},
     },
     "/v1/messages": {
-        "system": [{**TEXT, "cache_control": {"type": "ephemeral"}}],
-        "messages": [
-            {"role": "user", "content": [TEXT]},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT, USE]},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "c", "content": [TEXT, SEEN]},
-                    {"type": "document", "source": {"type": "text", "data": "d"}},
-                ],
-            },
-        ],
-        **{
-            "tools": [{**NAMED, "input_schema": SCHEMA}],
-            "tool_choice": {"type": "tool", "name": "f"},
-        },
+        **test_messages.SECOND_TURN,
+        "tool_choice": {"type": "tool", "name": "weather"},
         **{"thinking": {"type": "enabled", "budget_tokens": 9}, "stop_sequences": ["zz"]},
-        **{"output_config": {"effort": "low"}, "metadata": {"user_id": "u"}, "max_tokens": 2},
     },
 }
 

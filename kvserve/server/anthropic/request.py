@@ -87,19 +87,32 @@ class MessagesRequest(BaseModel):
     top_k: int | None = None
     stream: bool | None = None
 
-    def as_chat(self, limits_thinking: bool) -> ChatCompletionRequest:
-        """The equivalent chat request, whose errors name the fields of this one.
+    def as_chat(self, limits_thinking: bool) -> tuple[ChatCompletionRequest, list[str]]:
+        """The equivalent chat request, whose errors name the fields of this one; and what this
+        server does not do of what is asked for.
 
         ``limits_thinking``: it is known where this model's reasoning ends. The client's token limit
         is left out: here it may exceed the context.
         """
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _SKIPPED}
         choice, thinking, config = self.tool_choice, self.thinking, self.output_config
+        tools, skipped = list[dict[str, Any]](), list[str]()
+        for i, tool in enumerate(self.tools or ()):
+            if tool.type in (None, "custom"):
+                tools.append(_chat_tool(tool))
+            else:
+                skipped.append(f"tools[{i}] ({tool.type})")
+        messages = [*self._system()]
+        for i, message in enumerate(self.messages):
+            unseen: list[str] = []
+            messages += _messages(message, unseen)
+            skipped += [f"messages[{i}] ({kind})" for kind in unseen]
+        skipped += [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
         given = {
             **extra,
             "model": self.model,
-            "messages": [*self._system(), *(m for each in self.messages for m in _messages(each))],
-            "tools": [_chat_tool(tool) for tool in self.tools or () if _is_own(tool)] or None,
+            "messages": messages,
+            "tools": tools or None,
             "tool_choice": None if choice is None else _tool_choice(choice),
             "stop": self.stop_sequences,
             "temperature": self.temperature,
@@ -123,28 +136,7 @@ class MessagesRequest(BaseModel):
         called = any(block.get("type") == "tool_use" for block in blocks)
         if last is not None and last.role == "assistant" and not called:
             given |= {"continue_final_message": True, "add_generation_prompt": False}
-        return parse_chat(given, OWN_NAMES)
-
-    def skipped(self) -> list[str]:
-        """What this server does not do of what is asked for."""
-        tools = [
-            f"tools[{i}] ({tool.type})"
-            for i, tool in enumerate(self.tools or ())
-            if not _is_own(tool)
-        ]
-        blocks = (
-            (i, block.get("content"))
-            for i, message in enumerate(self.messages)
-            for block in (message.content if isinstance(message.content, list) else ())
-            if block.get("type") == "tool_result"
-        )
-        unseen = [
-            f"messages[{i}] ({each['type']})"
-            for i, content in blocks
-            for each in (content if isinstance(content, list) else ())
-            if _is_unseen(each)
-        ]
-        return tools + unseen + [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
+        return parse_chat(given, OWN_NAMES), skipped
 
     def _system(self) -> Iterator[dict[str, Any]]:
         blocks = self.system or ()
@@ -152,10 +144,6 @@ class MessagesRequest(BaseModel):
         text = "\n".join(text for text in texts if not text.startswith(_BILLING))
         if text:
             yield {"role": "system", "content": text}
-
-
-def _is_own(tool: MessagesTool) -> bool:
-    return tool.type in (None, "custom")
 
 
 def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
@@ -169,8 +157,9 @@ def _tool_choice(choice: ToolChoice) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
-    """The chat messages that one message stands for: results of tools are messages there."""
+def _messages(message: MessageParam, unseen: list[str]) -> Iterator[dict[str, Any]]:
+    """The chat messages that one message stands for: results of tools are messages there. The types
+    of blocks that show no text are added to ``unseen``."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -181,7 +170,7 @@ def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
         if kind == "tool_result" and message.role == "user":
             results = True
             call_id = block.get("tool_use_id")
-            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block)}
+            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, unseen)}
         elif kind == "tool_use" and message.role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -197,7 +186,7 @@ def _messages(message: MessageParam) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": content, **given}
 
 
-def _result(block: Mapping[str, Any]) -> str:
+def _result(block: Mapping[str, Any], unseen: list[str]) -> str:
     content = block.get("content") or ""
     if not isinstance(content, str | list):
         raise RequestError(
@@ -206,17 +195,16 @@ def _result(block: Mapping[str, Any]) -> str:
         )
     texts = [content] if isinstance(content, str) else []
     for each in content if isinstance(content, list) else ():
-        texts.append(UNSEEN if _is_unseen(each) else _text(each, "messages"))
+        kind = each.get("type") if isinstance(each, Mapping) else None
+        if kind in ("image", "document") and _text_of(each) is None:
+            # To refuse what a tool has shown would end the conversation: the agent sends it again.
+            unseen.append(kind)
+            texts.append(UNSEEN)
+        else:
+            texts.append(_text(each, "messages"))
     text = "\n".join(texts)
     unsaid = block.get("is_error") and "error" not in text[:100].lower()
     return f"Error: {text}" if unsaid else text
-
-
-def _is_unseen(block: Any) -> bool:
-    """Whether it is what a tool has shown, and no text. To refuse that would end the conversation:
-    an agent sends it again with every turn."""
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    return kind in ("image", "document") and _text_of(block) is None
 
 
 def _text(block: Any, field: str) -> str:

@@ -48,15 +48,11 @@ def collect() -> dict[str, str]:
         memory = properties.total_memory / 2**30
         facts[f"gpu {index}"] = f"{properties.name}, {memory:.0f} GiB"
     for package in _PACKAGES:
-        facts[package] = _version(package)
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
     for name in sorted(os.environ):
         if name.startswith("KVSERVE_") and name != "KVSERVE_API_KEY":
             facts[name] = os.environ[name]
     return facts
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -15,7 +15,6 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import uvicorn
 
@@ -29,7 +28,6 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.metrics import Metrics
 from kvserve.server.state.server_state import ServerState, check_request_policies
 from kvserve.server.state.tracing import Tracer
 from kvserve.stats import EngineStats
@@ -38,8 +36,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
 """Seconds to send the rest of the answers once every request has ended."""
 
-_STILL_LOADING = 10.0
-"""Seconds between two log lines while the model loads."""
+_LOG_INTERVAL = 10.0
+"""Seconds between two log lines, while the model loads and then."""
 _WIDEST_STATE = 40
 _OTHER_FILES = 128
 """Open files that are not connections: weights, sockets to the engine, logs."""
@@ -100,7 +98,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> None:
         state.mark_ready()
         freeze_heap()
         _announce(state, listener)
-        background.append(asyncio.create_task(StatsLog(state.engine, state.metrics).run()))
+        background.append(asyncio.create_task(_log_statistics(state)))
         background.append(asyncio.create_task(_watch(state, server)))
         await serving
         if state.engine.dead_error is not None:
@@ -195,7 +193,7 @@ async def _tell_while_loading(
             state.check_tokenizer()
             checked = True
         seconds = time.monotonic() - started
-        if seconds > told * _STILL_LOADING and not loading.done():
+        if seconds > told * _LOG_INTERVAL and not loading.done():
             logger.info("still loading, for %.0f s", seconds)
             told += 1
 
@@ -259,46 +257,31 @@ def _is_no_probe(record: logging.LogRecord) -> bool:
 # ---- what the user sees -----------------------------------------------------------------------
 
 
-@dataclass
-class StatsLog:
-    """Logs a line of statistics at an interval, unless the engine is idle."""
-
-    engine: Engine
-    metrics: Metrics
-    _last: EngineStats = field(default_factory=EngineStats)
-    _time: float = 0.0
-    _prefix: Counter[str] = field(default_factory=Counter)
-
-    async def run(self, interval: float = 10.0) -> None:
-        self._time = time.monotonic()
-        while True:
-            await asyncio.sleep(interval)
-            self.log()
-
-    def log(self) -> None:
-        new, old, now = self.engine.stats, self._last, time.monotonic()
-        seconds = max(now - self._time, 1e-9)
-        self._last, self._time = new, now
-        total = self.metrics.prefix
-        prefix, self._prefix = total - self._prefix, total
+async def _log_statistics(state: ServerState) -> None:
+    """Log a line of statistics every ten seconds, unless the engine is idle."""
+    old, before, known = EngineStats(), time.monotonic(), Counter[str]()
+    while True:
+        await asyncio.sleep(_LOG_INTERVAL)
+        new, now, prefix = state.engine.stats, time.monotonic(), state.metrics.prefix
+        found, seconds = prefix - known, now - before
         prompt = new.prompt_tokens_total - old.prompt_tokens_total
         generated = new.generation_tokens_total - old.generation_tokens_total
-        if not (prompt or generated or new.num_running or new.num_waiting):
-            return
-        logger.info(
-            "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
-            "KV usage: %.1f%%, prefix hits: %.1f%%, tokens held/logical: %d/%d, "
-            "blocks released: %d",
-            prompt / seconds,
-            generated / seconds,
-            new.num_running,
-            new.num_waiting,
-            100 * new.kv_cache_usage,
-            100 * prefix["hits"] / max(prefix["queries"], 1),
-            new.tokens_held,
-            new.tokens_logical,
-            new.blocks_released_total - old.blocks_released_total,
-        )
+        if prompt or generated or new.num_running or new.num_waiting:
+            logger.info(
+                "prompt %.1f tok/s, generation %.1f tok/s, Running: %d, Waiting: %d, "
+                "KV usage: %.1f%%, prefix hits: %.1f%%, tokens held/logical: %d/%d, "
+                "blocks released: %d",
+                prompt / seconds,
+                generated / seconds,
+                new.num_running,
+                new.num_waiting,
+                100 * new.kv_cache_usage,
+                100 * found["hits"] / max(found["queries"], 1),
+                new.tokens_held,
+                new.tokens_logical,
+                new.blocks_released_total - old.blocks_released_total,
+            )
+        old, before, known = new, now, prefix
 
 
 def _announce(state: ServerState, listener: socket.socket) -> None:

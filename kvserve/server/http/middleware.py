@@ -107,14 +107,14 @@ class MetricsMiddleware:
 
 
 class TurnstileMiddleware:
-    """Lets ``per_turn`` complete bodies through per turn of the event loop.
+    """Lets eight complete bodies through per turn of the event loop.
 
     Otherwise running streams would wait until a whole burst of requests is read and queued.
     """
 
-    def __init__(self, app: ASGIApp, per_turn: int = 8) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._turn = asyncio.Semaphore(per_turn)
+        self._turn = asyncio.Semaphore(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def receive_in_turn() -> Message:

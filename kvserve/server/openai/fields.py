@@ -55,15 +55,13 @@ def _is_token_ids(value: Any) -> bool:
     )
 
 
-def _all_texts(value: list[Any]) -> bool:
-    return all(isinstance(item, str) for item in value)
-
-
 def _parse_prompt(value: Any) -> list[str | list[int]]:
     """Any of the four forms of ``prompt`` -> a list of texts or of token id lists."""
     if isinstance(value, str) or _is_token_ids(value):
         prompts = [value]
-    elif isinstance(value, list) and (_all_texts(value) or all(map(_is_token_ids, value))):
+    elif isinstance(value, list) and (
+        all(isinstance(item, str) for item in value) or all(map(_is_token_ids, value))
+    ):
         prompts = value
     else:
         raise RequestError(

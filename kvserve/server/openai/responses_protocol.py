@@ -5,7 +5,6 @@ Nothing is stored, so a request carries the whole history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
@@ -101,8 +100,9 @@ class ResponsesRequest(BaseModel):
     text: TextSettings | None = None
     stream: bool | None = None
 
-    def as_chat(self) -> ChatCompletionRequest:
-        """The equivalent chat request. Errors name the field of this one."""
+    def as_chat(self) -> tuple[ChatCompletionRequest, list[str]]:
+        """The equivalent chat request, whose errors name the fields of this one; and what it leaves
+        out: tools that this server does not have, and what is left of them in the history."""
         extra = dict(self.model_extra or {})
         include = extra.get("include") or []
         if not isinstance(include, list):
@@ -113,11 +113,13 @@ class ResponsesRequest(BaseModel):
                 why = "log-probabilities go with /v1/chat/completions"
                 raise refused(absent.refusal(name, why), name)
         extra = {name: value for name, value in extra.items() if name not in IGNORED}
-        tools = [
-            {"type": "function", "function": t.model_dump(exclude_none=True, exclude={"type"})}
-            for t in self.tools or ()
-            if t.type == "function"
-        ]
+        tools, skipped = list[dict[str, Any]](), list[str]()
+        for i, tool in enumerate(self.tools or ()):
+            if tool.type == "function":
+                function = tool.model_dump(exclude_none=True, exclude={"type"})
+                tools.append({"type": "function", "function": function})
+            else:
+                skipped.append(f"tools[{i}] ({tool.type})")
         choice: Any = self.tool_choice
         if isinstance(choice, dict):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -127,7 +129,7 @@ class ResponsesRequest(BaseModel):
         given = {
             **extra,
             "model": self.model,
-            "messages": self._messages(),
+            "messages": self._messages(skipped),
             "tools": tools or None,
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -138,22 +140,14 @@ class ResponsesRequest(BaseModel):
             "response_format": form,
             "stream": self.stream,
         }
-        return parse_chat(given, OWN_NAMES)
-
-    def skipped(self) -> list[str]:
-        """The tools that this server does not have, and what is left of them in the history."""
-        items = self.input if isinstance(self.input, list) else ()
-        return [
-            f"tools[{i}] ({tool.type})"
-            for i, tool in enumerate(self.tools or ())
-            if tool.type != "function"
-        ] + [f"input[{i}] ({kind})" for i, item in enumerate(items) for kind in _unread(item)]
+        return parse_chat(given, OWN_NAMES), skipped
 
     @property
     def token_limit_field(self) -> str:
         return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, skipped: list[str]) -> list[dict[str, Any]]:
+        """The messages; what is left out of the history is added to ``skipped``."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -171,29 +165,20 @@ class ResponsesRequest(BaseModel):
             elif kind == "custom_tool_call":
                 _append_call(messages, item, {"input": item.get("input")})
             elif kind in _OUTPUTS:
-                output = _content(item, i, "output")
+                output = _content(item, i, "output", skipped)
                 call_id = item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             elif kind == "message":
                 messages.append({"role": item.get("role"), "content": _content(item, i)})
-            elif not (isinstance(kind, str) and kind in _SKIPPED_ITEMS):
+            elif isinstance(kind, str) and kind in _SKIPPED_ITEMS:
+                skipped.append(f"input[{i}] ({kind})")
+            else:
                 raise RequestError(
                     f"input[{i}]: items of type {kind!r} are not supported", param="input"
                 )
             if thought and messages and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning"], thought = thought, None
         return messages
-
-
-def _unread(item: Mapping[str, Any]) -> list[str]:
-    """What of an item is left out: all of it, or what a tool has shown."""
-    kind = item.get("type")
-    if not isinstance(kind, str):
-        return []
-    output = item.get("output") if kind in _OUTPUTS else None
-    parts = output if isinstance(output, list) else ()
-    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    return [kind] if kind in _SKIPPED_ITEMS else [each for each in kinds if each in _NOT_SEEN]
 
 
 def _append_call(messages: list[dict[str, Any]], item: dict[str, Any], arguments: Any) -> None:
@@ -214,14 +199,18 @@ def _thought(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _content(item: dict[str, Any], index: int, name: str = "content") -> Any:
+def _content(
+    item: dict[str, Any], index: int, name: str = "content", skipped: list[str] | None = None
+) -> Any:
+    """A text, or its parts. What a tool has shown is ``skipped``, where that is given."""
     content = item.get(name)
     if not isinstance(content, list):
         return content
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if name == "output" and kind in _NOT_SEEN:
+        if skipped is not None and kind in _NOT_SEEN:
+            skipped.append(f"input[{index}] ({kind})")
             # To refuse what a tool has shown would end the conversation: the agent sends it again.
             texts.append(UNSEEN)
             continue

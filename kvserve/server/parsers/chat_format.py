@@ -132,11 +132,7 @@ def _written(tokenizer: ChatTokenizer, template: str | None, count: int) -> str:
     forms = tokenizer.forms(template)
     if not forms.shows_calls or (count > 1 and forms.one_call):
         return ""
-
-    def render(messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return tokenizer.render_chat(messages, chat_template=template, **kwargs)
-
-    return written_calls(render, count)
+    return written_calls(partial(tokenizer.render_chat, chat_template=template), count)
 
 
 def _reads(parser: HarmonyParser | ToolSplit, written: str) -> bool:

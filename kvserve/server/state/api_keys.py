@@ -29,15 +29,14 @@ class ApiKeys:
         self._numbers: dict[bytes, int] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._trouble = ""
-        if file is None:
-            self._take([])
-        else:
-            try:
+        self._take([])
+        try:
+            if file is not None:
                 self._read(file)
-            except OSError as exc:
-                raise ConfigError(f"--api-key-file: cannot read {file}: {exc.strerror}") from None
-            except ValueError as exc:
-                raise ConfigError(f"--api-key-file: {exc}") from None
+        except OSError as exc:
+            raise ConfigError(f"--api-key-file: cannot read {file}: {exc.strerror}") from None
+        except ValueError as exc:
+            raise ConfigError(f"--api-key-file: {exc}") from None
 
     def client(self, key: bytes) -> int | None:
         """The number of the client that sends ``key``; ``None`` for a wrong one."""

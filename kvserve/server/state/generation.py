@@ -42,8 +42,8 @@ class Generation:
         self.num_sequences = len(prompts) * params.n
         self.client = params.client
         state.check_queue(self.num_sequences, self.client)
-        check_logprobs(params, prompts, state.engine.info.max_model_len, state.generations)
-        self._prompt_numbers = prompt_numbers(params, prompts)
+        context = state.engine.info.max_model_len
+        self._prompt_numbers = check_logprobs(params, prompts, context, state.generations)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
         self._state = state
         self._params = params
@@ -200,27 +200,22 @@ _AT_ONCE = 2
 """How many of the largest answers may be made at once. A number takes some 300 bytes."""
 
 
-def prompt_numbers(params: SamplingParams, prompts: Sequence[Sequence[int]]) -> int:
-    """Log-probabilities of the prompts' tokens; each choice repeats its prompt's."""
-    if params.prompt_logprobs is None:
-        return 0
-    return sum(map(len, prompts)) * (params.prompt_logprobs + 1) * params.n
-
-
 def check_logprobs(
     params: SamplingParams,
     prompts: Sequence[Sequence[int]],
     context: int,
     others: Iterable[OpenRequest],
-) -> None:
-    """400 for an answer with too many log-probabilities, 429 while ``others`` have too many.
+) -> int:
+    """How many log-probabilities of the prompts' tokens an answer has.
 
-    One choice with a full context of tokens is never too much.
+    400 for an answer with too many in all, 429 while ``others`` have too many. One choice with a
+    full context of tokens is never too much.
     """
     if params.logprobs is None and params.prompt_logprobs is None:
-        return
+        return 0
     most = max(_LEAST, context * (MAX_LOGPROBS + 1))
-    prompt = prompt_numbers(params, prompts)
+    each = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+    prompt = sum(map(len, prompts)) * each * params.n  # each choice repeats its prompt's
     longest = max(context - min(map(len, prompts), default=0), 0)
     tokens = longest if params.max_tokens is None else min(params.max_tokens, longest)
     each = 0 if params.logprobs is None else params.logprobs + 1
@@ -234,6 +229,7 @@ def check_logprobs(
         )
     if prompt and prompt + sum(other.num_logprobs for other in others) > _AT_ONCE * most:
         raise too_many("too many log-probabilities are being computed for others; try again")
+    return prompt
 
 
 class RequestWatch:

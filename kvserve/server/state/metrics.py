@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client import Counter as CounterMetric
@@ -57,7 +57,6 @@ _LABELS = ("model_name", "engine")
 
 Phase = Literal["loading", "ready", "draining", "dead"]
 Engines = Mapping[str, EngineStats]
-Read = Callable[[EngineStats], float]
 Counts = Mapping[tuple[str, ...], float]
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 _HTTP_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -118,7 +117,7 @@ class Metrics:
         common = [*self._scheduler_families(engines), *self._request_families()]
         yield from common
         if self._mirror:
-            yield from (_renamed(family, "vllm:") for family in common)
+            yield from map(_mirrored, common)
         yield from self._compression_families(engines)
         for metric in (self._http_requests, self._http_seconds):
             yield from _without_created(metric.collect())
@@ -178,42 +177,32 @@ class Metrics:
     def _scheduler_families(self, engines: Engines) -> Iterator[Metric]:
         yield from self._declared(engines, vllm=True)
         help = "Share of blocks in use, 0 to 1; blocks that only the prefix cache holds are free"
-        yield self._gauge(engines, "kv_cache_usage_perc", help, lambda s: s.kv_cache_usage)
+        used: Counts = {(engine,): stats.kv_cache_usage for engine, stats in engines.items()}
+        yield self._family(GaugeMetricFamily, "kv_cache_usage_perc", help, used)
         for key, help in (
             ("queries", "Prompt tokens of finished requests"),
             ("hits", "Prompt tokens found in the prefix cache"),
         ):
             found: Counts = {(engine,): counts[key] for engine, counts in self._prefix.items()}
             yield self._family(CounterMetricFamily, f"prefix_cache_{key}", help, found)
-        yield self._iterations(engines)
-        yield self._cache_info(engines)
-
-    def _cache_info(self, engines: Engines) -> Metric:
-        cache, compression = self._config.cache, self._config.compression
-        info: dict[str, Any] = {
-            "block_size": cache.block_size or "auto",
-            "num_gpu_blocks": 0,
-            "cache_dtype": cache.kv_cache_dtype,
-            "policy": compression.policy,
-            "policy_args": json.dumps(dict(compression.policy_args)),
-        }
-        counts: Counts = {
-            (engine, *map(str, {**info, "num_gpu_blocks": stats.blocks_total}.values())): 1
-            for engine, stats in engines.items()
-        }
-        help = "Always 1; the labels are settings"
-        return self._family(GaugeMetricFamily, "cache_config_info", help, counts, *info)
-
-    def _iterations(self, engines: Engines) -> Metric:
-        family = HistogramMetricFamily(
+        steps = HistogramMetricFamily(
             "kvserve:iteration_tokens_total", "Tokens per step of the engine", labels=_LABELS
         )
         bounds = [*map(floatToGoString, ITERATION_TOKENS), "+Inf"]
         for engine, stats in engines.items():
-            counts = accumulate(stats.iterations or (0,) * len(bounds))
-            buckets = list(zip(bounds, counts, strict=True))
-            family.add_metric((self._model, engine), buckets, stats.iteration_tokens_total)
-        return family
+            buckets = zip(bounds, accumulate(stats.iterations or (0,) * len(bounds)), strict=True)
+            steps.add_metric((self._model, engine), [*buckets], stats.iteration_tokens_total)
+        yield steps
+        cache, compression = self._config.cache, self._config.compression
+        labels = "block_size", "num_gpu_blocks", "cache_dtype", "policy", "policy_args"
+        size, form = str(cache.block_size or "auto"), cache.kv_cache_dtype
+        policy = compression.policy, json.dumps(dict(compression.policy_args))
+        settings: Counts = {
+            (engine, size, str(stats.blocks_total), form, *policy): 1
+            for engine, stats in engines.items()
+        }
+        help = "Always 1; the labels are settings"
+        yield self._family(GaugeMetricFamily, "cache_config_info", help, settings, *labels)
 
     def _request_families(self) -> Iterator[Metric]:
         ended: Counts = {
@@ -229,15 +218,16 @@ class Metrics:
     def _compression_families(self, engines: Engines) -> Iterator[Metric]:
         yield from self._declared(engines, vllm=False)
         help = "Held tokens over logical tokens of running requests"
-        yield self._gauge(
-            engines,
-            "kv_compression_ratio",
-            help,
-            lambda s: s.tokens_held / s.tokens_logical if s.tokens_logical else 1.0,
-        )
+        shares: Counts = {
+            (engine,): stats.tokens_held / stats.tokens_logical if stats.tokens_logical else 1.0
+            for engine, stats in engines.items()
+        }
+        yield self._family(GaugeMetricFamily, "kv_compression_ratio", help, shares)
         help = "Blocks that new requests can have"
-        name = "kv_admission_headroom_blocks"
-        yield self._gauge(engines, name, help, lambda s: s.blocks_free + s.blocks_cached)
+        room: Counts = {
+            (e,): stats.blocks_free + stats.blocks_cached for e, stats in engines.items()
+        }
+        yield self._family(GaugeMetricFamily, "kv_admission_headroom_blocks", help, room)
         missed: Counts = {
             (engine, cause): count
             for engine, stats in engines.items()
@@ -260,10 +250,6 @@ class Metrics:
         help = "Blocks that compactions freed"
         yield self._family(CounterMetricFamily, "kv_blocks_released", help, released, "policy")
 
-    def _gauge(self, engines: Engines, name: str, help: str, read: Read) -> Metric:
-        counts: Counts = {(engine,): read(stats) for engine, stats in engines.items()}
-        return self._family(GaugeMetricFamily, name, help, counts)
-
     def _family(self, kind: Kind, name: str, help: str, counts: Counts, *labels: str) -> Metric:
         """``counts`` by engine and the further ``labels``."""
         family = kind(f"kvserve:{name}", help, labels=(*_LABELS, *labels))
@@ -278,10 +264,8 @@ def _without_created(families: Iterable[Metric]) -> Iterator[Metric]:
         yield family
 
 
-def _renamed(family: Metric, prefix: str) -> Metric:
-    copy = Metric(family.name.replace("kvserve:", prefix, 1), family.documentation, family.type)
-    copy.samples = [
-        sample._replace(name=sample.name.replace("kvserve:", prefix, 1))
-        for sample in family.samples
-    ]
+def _mirrored(family: Metric) -> Metric:
+    """The same under vLLM's name."""
+    copy = Metric(family.name.replace("kvserve:", "vllm:", 1), family.documentation, family.type)
+    copy.samples = [s._replace(name=s.name.replace("kvserve:", "vllm:", 1)) for s in family.samples]
     return copy

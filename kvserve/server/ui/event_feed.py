@@ -58,12 +58,13 @@ class EventFeed:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the newest event whenever the reader is ready for one, until the server ends."""
         told, quiet = -1, time.monotonic()
-        while not self._over:
+        state = self._state
+        while not (state.draining or state.engine.dead_error is not None):
             number, event = self._newest
             if event and number != told:
                 told, quiet = number, time.monotonic()
                 yield event
-            elif time.monotonic() - quiet > self._state.settings.ping_interval:
+            elif time.monotonic() - quiet > state.settings.ping_interval:
                 quiet = time.monotonic()
                 yield _PING
             await asyncio.sleep(INTERVAL_S)
@@ -81,10 +82,6 @@ class EventFeed:
                 seen = now
                 self._newest = self._newest[0] + 1, encode_event(engine.stats, engine.pool)
             await asyncio.sleep(INTERVAL_S)
-
-    @property
-    def _over(self) -> bool:
-        return self._state.draining or self._state.engine.dead_error is not None
 
 
 def encode_event(stats: EngineStats, pool: PoolView | None) -> bytes:

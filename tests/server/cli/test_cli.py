@@ -29,36 +29,51 @@ def settings(*argv: str) -> tuple[EngineConfig, ServeSettings]:
 # ---- flags ------------------------------------------------------------------------------------
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
-    assert settings() == (EngineConfig(), ServeSettings())
+KARA = {"window": 32, "ratio": "1/3", "align": "block", "protect_prompt": True, "buffer": 8}
 
 
-def test_flags_of_every_kind() -> None:
-    config, server = settings(
-        *("--model-path", "m", "--max-model-len=32k", "--kv-cache-memory", "1.5GiB"),
-        *("--gpu-memory-utilization", "0.5", "--no-enable-chunked-prefill"),
-        *("--cudagraph-capture-sizes", "8", "1k"),
-        *("--dtype", "float16", "-tp", "1", "--seed", "-3"),
-        *("--served-model-name", "a", "b", "--port", "0", "--shutdown-timeout", "2.5"),
-    )
-    assert config == EngineConfig.from_flat(
-        model="m",
-        max_model_len=32_000,
-        kv_cache_memory=3 * 2**29,
-        gpu_memory_utilization=0.5,
-        enable_chunked_prefill=False,
-        cudagraph_capture_sizes=(8, 1000),
-        dtype="float16",
-        seed=-3,
-    )
-    assert server == ServeSettings(served_model_name=("a", "b"), port=0, shutdown_timeout=2.5)
-
-
-def test_the_model_as_an_argument() -> None:
-    assert settings("m")[0].model.model == "m"
-    assert settings("m", "--model", "m")[0].model.model == "m"
-    with pytest.raises(UsageError, match="twice: 'm' and --model 'n'"):
-        settings("m", "--model", "n")
+@pytest.mark.parametrize(
+    ("argv", "engine", "server"),
+    [
+        ((), {}, {}),
+        (("m",), {"model": "m"}, {}),
+        (("m", "--model", "m"), {"model": "m"}, {}),
+        (
+            (
+                *("--model-path", "m", "--max-model-len=32k", "--kv-cache-memory", "1.5GiB"),
+                *("--gpu-memory-utilization", "0.5", "--no-enable-chunked-prefill"),
+                *("--cudagraph-capture-sizes", "8", "1k", "--dtype", "float16", "-tp", "1"),
+                *("--seed", "-3", "--port", "0", "--shutdown-timeout", "2.5"),
+            ),
+            {"model": "m", "max_model_len": 32_000, "kv_cache_memory": 3 * 2**29}
+            | {"gpu_memory_utilization": 0.5, "enable_chunked_prefill": False}
+            | {"cudagraph_capture_sizes": (8, 1000), "dtype": "float16", "seed": -3},
+            {"port": 0, "shutdown_timeout": 2.5},
+        ),
+        (
+            (
+                *("--request-policies", "kara", "snapkv", "--allow-request-policy", "listed"),
+                *("--allowed-origins", "http://a", "http://b"),
+            ),
+            {"request_policies": ("kara", "snapkv"), "allow_request_policy": "listed"},
+            {"allowed_origins": ("http://a", "http://b")},
+        ),
+        (
+            (
+                *("--policy", "kara", "--policy.window", "32", "--policy.ratio=1/3"),
+                *("--policy.align", "block", "--policy.protect-prompt", "true"),
+                *("--policy-args", '{"buffer": 8}'),
+            ),
+            {"policy": "kara", "policy_args": KARA},
+            {},
+        ),
+        (("--policy.window", "-1"), {"policy_args": {"window": -1}}, {}),
+    ],
+)
+def test_flags_are_settings(
+    argv: tuple[str, ...], engine: dict[str, Any], server: dict[str, Any]
+) -> None:
+    assert settings(*argv) == (EngineConfig.from_flat(**engine), ServeSettings(**server))
 
 
 @pytest.mark.parametrize(
@@ -76,34 +91,6 @@ def test_sizes(text: str, size: int) -> None:
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="not a whole number"):
         read_size(text)
-
-
-def test_lists() -> None:
-    config, server = settings(
-        *("--request-policies", "kara", "snapkv", "--allow-request-policy", "listed"),
-        *("--allowed-origins", "http://a", "http://b"),
-    )
-    assert config.compression.request_policies == ("kara", "snapkv")
-    assert server.allowed_origins == ("http://a", "http://b")
-    with pytest.raises(UsageError, match="one after the other"):
-        settings("--allowed-origins", '["http://a"]')
-
-
-def test_policy_fields() -> None:
-    config, _ = settings(
-        *("--policy", "kara", "--policy.window", "32", "--policy.ratio=1/3", "--policy.align"),
-        *("block", "--policy.protect-prompt", "true", "--policy-args", '{"buffer": 8}'),
-    )
-    assert config.compression.policy == "kara"
-    assert config.compression.policy_args == {
-        "window": 32,
-        "ratio": "1/3",
-        "align": "block",
-        "protect_prompt": True,
-        "buffer": 8,
-    }
-    both = settings("--policy.window", "-1")[0], settings("--policy-args", '{"window": -1}')[0]
-    assert both[0] == both[1]
 
 
 # ---- precedence -------------------------------------------------------------------------------
@@ -140,9 +127,12 @@ def test_a_policy_in_the_file(tmp_path: Path) -> None:
     assert config.compression.policy_args == {"budget": 5}, "kara's window is not snapkv's"
 
 
-def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSERVE_PORT", "tcp://10.0.0.1:8000")
+def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSERVE_PORT", "tcp://10.0.0.1:8000")  # Kubernetes, of a service's name
     assert settings()[1].port == 8000
+    monkeypatch.setenv("KVSERVE_MAX_NUM_SEQS", "many")
+    with pytest.raises(UsageError, match="KVSERVE_MAX_NUM_SEQS: 'many' is not a whole number"):
+        settings()
 
 
 # ---- errors -----------------------------------------------------------------------------------
@@ -168,6 +158,8 @@ def test_a_kubernetes_service_called_kvserve(monkeypatch: pytest.MonkeyPatch) ->
         (["--api-key", ""], "--api-key must not be empty"),
         (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml"),
         (["m", "n"], "unexpected argument 'n'"),
+        (["m", "--model", "n"], "the model is given twice: 'm' and --model 'n'"),
+        (["--allowed-origins", '["http://a"]'], "give the values one after the other"),
     ],
 )
 def test_a_wrong_flag_or_value(
@@ -198,12 +190,6 @@ def test_a_wrong_file(tmp_path: Path, content: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         settings("--config", str(path))
     assert expected in str(caught.value) and str(path) in str(caught.value)
-
-
-def test_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSERVE_MAX_NUM_SEQS", "many")
-    with pytest.raises(UsageError, match="KVSERVE_MAX_NUM_SEQS: 'many' is not a whole number"):
-        settings()
 
 
 # ---- commands ---------------------------------------------------------------------------------

@@ -22,6 +22,22 @@ TOOL: Any = {
                        "$defs": {"City": {"type": "string"}}},
     },
 }  # fmt: skip
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "w?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
 
 
@@ -137,23 +153,7 @@ def test_a_named_call(thinking: RunningServer, stream: bool) -> None:
 
 
 def test_history_reaches_the_template(thinking: RunningServer) -> None:
-    messages: Any = [
-        {"role": "user", "content": "w?"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning": "hm",
-            "tool_calls": [
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
-                }
-            ],
-        },
-        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
-    ]
-    body = {"messages": messages, "tools": [TOOL], "max_tokens": 1}
+    body: dict[str, Any] = {"messages": HISTORY, "tools": [TOOL], "max_tokens": 1}
     assert thinking.post("/v1/chat/completions", **body).status_code == 200
     seen, kwargs = thinking.rendered
     assert seen[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
@@ -212,16 +212,9 @@ def test_marks_that_are_special_tokens_are_kept(start_server: StartServer) -> No
 
 
 def test_logprobs_ride_along(thinking: RunningServer) -> None:
-    messages: Any = [{"role": "user", "content": "SAY[<think>ab</think>cd]"}]
-    chunks = thinking.openai().chat.completions.create(
-        model=MODEL, messages=messages, stream=True, logprobs=True
-    )
-    seen = [
-        item.token
-        for chunk in chunks
-        if chunk.choices[0].logprobs is not None
-        for item in chunk.choices[0].logprobs.content or ()
-    ]
+    parts = payloads(thinking.chat("SAY[<think>ab</think>cd]", stream=True, logprobs=True))
+    scores = [part["choices"][0]["logprobs"] for part in parts]
+    seen = [item["token"] for each in scores if each is not None for item in each["content"]]
     assert "".join(seen) == "<think>ab</think>cd"
 
 

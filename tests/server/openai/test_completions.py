@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
@@ -16,32 +15,24 @@ from kvserve.server.openai.fields import _parse_prompt
 from kvserve.server.openai.responses import usage
 from kvserve.server.state import beside
 from tests.counting import lines_run
-from tests.server.conftest import MODEL, RunningServer, StartServer, payloads
+from tests.server.conftest import MODEL, RunningServer, StartServer, payloads, scored
 from tests.server.fake_engine import BOS, FakeEngine, FakeTokenizer
 
 
-def test_completion_with_the_openai_client(server: RunningServer) -> None:
+def test_answers_with_the_openai_client(server: RunningServer) -> None:
     answer = server.openai().completions.create(model=MODEL, prompt="hi", max_tokens=3)
     [choice] = answer.choices
-    assert choice.text == "0 1 2 "
-    assert choice.finish_reason == "length"
-    assert answer.object == "text_completion"
-    assert answer.id.startswith("cmpl-")
-    assert answer.usage is not None
+    assert (choice.text, choice.finish_reason) == ("0 1 2 ", "length")
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 3)
     assert answer.usage.total_tokens == 6
-    assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
-
-
-def test_chat_with_the_openai_client(server: RunningServer) -> None:
-    answer = server.openai().chat.completions.create(
+    chat = server.openai().chat.completions.create(
         model="alias", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=2
     )
-    [choice] = answer.choices
-    assert choice.message.role == "assistant"
-    assert choice.message.content == "0 1 "
-    assert answer.model == "alias"
+    message = chat.choices[0].message
+    assert (message.role, message.content, chat.model) == ("assistant", "0 1 ", "alias")
     assert server.prompts[-1] == "<user>hi<assistant>"
 
 
@@ -127,25 +118,14 @@ def test_defaults_of_the_checkpoint(start_server: StartServer) -> None:
 
 
 def test_kv_cache_details(server: RunningServer) -> None:
-    details = server.complete("abc", max_tokens=16, kv_policy="kara").json()["usage"][
-        "kv_cache_details"
-    ]
-    assert details == {
+    usage = server.complete("abc", max_tokens=16, kv_policy="kara").json()["usage"]
+    assert {name: count for name, count in usage["kv_cache_details"].items() if count} == {
         "policy": "kara",
         "logical_tokens": 20,
         "held_tokens": 4,
-        "held_entries": 0,
         "evicted_tokens": 16,
         "compactions": 2,
         "blocks_released": 1,
-        "peak_blocks": 0,
-        "held_bytes": 0,
-        "window_bytes": 0,
-        "log_bytes": 0,
-        "coded_entries": 0,
-        "codebook_entries": 0,
-        "resumed_tokens": 0,
-        "remainder_entries": 0,
     }
     batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4
@@ -164,81 +144,78 @@ def test_usage_counts_guesses_where_there_may_be_some() -> None:
     assert usage([found[0], output])["speculation"]["drafted_tokens"] == 5
 
 
-def test_completion_logprobs(server: RunningServer) -> None:
-    answer = server.openai().completions.create(model=MODEL, prompt="a", max_tokens=2, logprobs=2)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.tokens == ["0 ", "1 "]
-    assert logprobs.token_logprobs == [-0.5, -0.5]
-    assert logprobs.text_offset == [0, 2]
-    assert logprobs.top_logprobs == [{"0 ": -0.5, "alt2": -2.0}, {"1 ": -0.5, "alt2": -2.0}]
-
-
-def test_chat_logprobs(server: RunningServer) -> None:
-    answer = server.openai().chat.completions.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": "a"}],
-        max_tokens=2,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert [item.token for item in logprobs.content] == ["0 ", "1 "]
-    assert logprobs.content[0].bytes == list(b"d")  # those of its token, 100
-    assert [item.token for item in logprobs.content[0].top_logprobs] == ["0 ", "alt2"]
-    assert server.chat("a", max_tokens=1).json()["choices"][0]["logprobs"] is None
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "text", "tokens", "logprobs", "tops", "offsets"),
+    [
+        (
+            {"prompt": "a", "logprobs": 2, "max_tokens": 2},
+            "0 1 ",
+            ["0 ", "1 "],
+            [-0.5, -0.5],
+            [{"0 ": -0.5, "alt2": -2.0}, {"1 ": -0.5, "alt2": -2.0}],
+            [0, 2],
+        ),
+        (  # as lm-eval asks
+            {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": 2},
+            "abc0 1 ",
+            ["a", "b", "c", "0 ", "1 "],
+            [None, -1.0, -1.0, -0.5, -0.5],
+            [None, {"b": -1.0}, {"c": -1.0}, {"0 ": -0.5}, {"1 ": -0.5}],
+            [0, 1, 2, 3, 5],
+        ),
+        (
+            {"prompt": [97, 98], "echo": True, "logprobs": 1, "max_tokens": 1}
+            | {"return_tokens_as_token_ids": True},
+            "ab0 ",
+            ["token_id:97", "token_id:98", "token_id:100"],
+            [None, -1.0, -0.5],
+            [None, {"token_id:98": -1.0}, {"token_id:100": -0.5}],
+            [0, 1, 2],
+        ),
+    ],
+)
+def test_log_probabilities_of_completions(
+    server: RunningServer,
+    body: dict[str, Any],
+    text: str,
+    tokens: list[str],
+    logprobs: list[float | None],
+    tops: list[Any],
+    offsets: list[int],
+    stream: bool,
+) -> None:
+    answer = server.post("/v1/completions", **body, stream=stream)
+    choices = [part["choices"][0] for part in payloads(answer)]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert [*scored(answer).values()] == [tokens, logprobs, tops, offsets]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_named_by_their_ids(server: RunningServer, stream: bool) -> None:
-    ids: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 2, "stream": stream}
-
-    def logprobs(answer: httpx.Response) -> list[Any]:
-        choices = [part["choices"][0] for part in payloads(answer)]
-        return [choice["logprobs"] for choice in choices if choice["logprobs"]]
-
-    found = logprobs(server.complete([97, 98], echo=True, logprobs=2, **ids))
-    tokens = [token for part in found for token in part["tokens"]]
-    assert tokens == ["token_id:97", "token_id:98", "token_id:100", "token_id:101"]
-    tops = [name for part in found for top in part["top_logprobs"] for name in top or ()]
-    assert tops and all(name.startswith("token_id:") for name in tops)
-    found = logprobs(server.chat("a", logprobs=True, top_logprobs=2, **ids))
-    content = [item for part in found for item in part["content"]]
-    assert [item["token"] for item in content] == ["token_id:100", "token_id:101"]
-    assert all(t["token"].startswith("token_id:") for i in content for t in i["top_logprobs"])
-    assert content[0]["bytes"] == list(b"d")
+@pytest.mark.parametrize(
+    ("as_ids", "names"),
+    [
+        (False, [["0 ", "alt2"], ["1 ", "alt2"]]),
+        (True, [["token_id:100", "token_id:5002"], ["token_id:101", "token_id:5002"]]),
+    ],
+)
+def test_log_probabilities_of_chats(
+    server: RunningServer, as_ids: bool, names: list[list[str]], stream: bool
+) -> None:
+    body = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": as_ids}
+    parts = payloads(server.chat("a", max_tokens=2, stream=stream, **body))
+    scores = [part["choices"][0]["logprobs"] for part in parts]
+    content = [item for part in scores if part is not None for item in part["content"]]
+    assert [[top["token"] for top in item["top_logprobs"]] for item in content] == names
+    assert [item["token"] for item in content] == [name for name, _ in names]
+    assert content[0]["bytes"] == list(b"d")  # those of its token, 100
+    assert server.chat("a", max_tokens=1).json()["choices"][0]["logprobs"] is None
 
 
 def test_echo(server: RunningServer) -> None:
     assert server.complete("abc", echo=True, max_tokens=1).json()["choices"][0]["text"] == "abc0 "
     choices = server.complete([[97], [98]], echo=True, max_tokens=1, n=2).json()["choices"]
     assert [choice["text"] for choice in choices] == ["a0 ", "a0 ", "b0 ", "b0 "]
-
-
-def test_echo_with_logprobs(server: RunningServer) -> None:
-    """What lm-eval sends: token ids, echo, one token."""
-    body: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1}
-    [choice] = server.complete([97, 98, 99], **body).json()["choices"]
-    assert choice["text"] == "abc0 "
-    assert choice["logprobs"] == {
-        "tokens": ["a", "b", "c", "0 "],
-        "token_logprobs": [None, -1.0, -1.0, -0.5],
-        "top_logprobs": [None, {"b": -1.0}, {"c": -1.0}, {"0 ": -0.5}],
-        "text_offset": [0, 1, 2, 3],
-    }
-    chunks = list(
-        server.openai().completions.create(
-            model=MODEL, prompt=[97, 98, 99], echo=True, logprobs=1, max_tokens=2, stream=True
-        )
-    )
-    tokens, offsets = [], []
-    for chunk in chunks:
-        logprobs = chunk.choices[0].logprobs
-        assert logprobs is not None
-        tokens += logprobs.tokens or []
-        offsets += logprobs.text_offset or []
-    assert (tokens, offsets) == (["a", "b", "c", "0 ", "1 "], [0, 1, 2, 3, 5])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,13 +263,16 @@ def test_truncated_prompts(server: RunningServer) -> None:
     assert len(server.engine.seen[-1][0]) == 500
 
 
-def test_token_ids(server: RunningServer) -> None:
-    [choice] = server.complete("a", max_tokens=2, return_token_ids=True).json()["choices"]
-    assert choice["token_ids"] == [100, 101]
-    assert choice["prompt_token_ids"] == [BOS, 97]
-    answer = server.chat("a", max_tokens=2, return_token_ids=True).json()
-    assert answer["choices"][0]["token_ids"] == [100, 101]
-    assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids(server: RunningServer, stream: bool) -> None:
+    body = {"max_tokens": 3, "return_token_ids": True, "stream": stream}
+    for ask in (server.complete, server.chat):
+        parts = payloads(ask("a", **body))
+        choices = [choice for part in parts for choice in part["choices"]]
+        assert [i for choice in choices for i in choice.get("token_ids", ())] == [100, 101, 102]
+        # A whole chat answer has them beside its choices.
+        prompts = [each.get("prompt_token_ids") for each in (*parts, *choices)]
+        assert [ids for ids in prompts if ids] == [server.engine.seen[-1][0]]
 
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

@@ -23,9 +23,8 @@ from kvserve.server.http.app import create_app
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.checkpoints import write_checkpoint, write_tokenizer
-from tests.server.conftest import payloads
+from tests.server.conftest import scored
 from tests.server.openai import templates
-from tests.server.openai.test_templates import TOOL
 
 MARKS = (
     *("<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>"),
@@ -128,6 +127,12 @@ def bias(served: Served, *texts: str) -> dict[str, float]:
     return {str(served.token(text)): 100.0 for text in texts}
 
 
+def arguments_of(choice: dict[str, Any]) -> Any:
+    """Those of the only call."""
+    [call] = choice["message"]["tool_calls"]
+    return json.loads(call["function"]["arguments"])
+
+
 # ---- tools together with structured output (CASES F8) -------------------------------------------
 
 
@@ -189,8 +194,7 @@ def test_forced_calls_beside_an_answers_form(served: Served, choice: Any) -> Non
         max_tokens=100,
         parallel_tool_calls=False,
     )
-    [call] = answer["message"]["tool_calls"]
-    assert set(json.loads(call["function"]["arguments"])) == {"n"}
+    assert arguments_of(answer).keys() == {"n"}
 
 
 def test_harmony_forces_the_channel_and_not_the_bracket(served: Served) -> None:
@@ -207,8 +211,7 @@ def test_harmony_forces_the_channel_and_not_the_bracket(served: Served) -> None:
             logit_bias=bias(served, "c", "<|end|>", "<|constrain|>"),
             **forced,
         )
-        [call] = called["message"]["tool_calls"]
-        assert set(json.loads(call["function"]["arguments"])) == {"n"}
+        assert arguments_of(called).keys() == {"n"}
         assert called["finish_reason"] == "tool_calls"
 
 
@@ -225,8 +228,7 @@ def test_a_grammar_waits_only_for_a_model_that_thinks(served: Served) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     answer = served.chat(options=THINKS, tools=[SHORT], tool_choice=named, max_tokens=20,
                          logit_bias=bias(served, "m"))  # fmt: skip
-    [call] = answer["message"]["tool_calls"]
-    assert set(json.loads(call["function"]["arguments"])) == {"n"}
+    assert arguments_of(answer).keys() == {"n"}
 
 
 def test_a_model_that_thinks_is_free_until_it_ends(served: Served) -> None:
@@ -334,9 +336,8 @@ def test_arguments_may_be_named_elsewhere_than_at_the_root(served: Served, schem
             tools=[own], tool_choice=choice, max_tokens=90, parallel_tool_calls=False,
             logit_bias=bias(served, '"', "}", "]"),
         )  # fmt: skip
-        [call] = answer["message"]["tool_calls"]
         if answer["finish_reason"] != "length":
-            arguments = json.loads(call["function"]["arguments"])
+            arguments = arguments_of(answer)
             jsonschema.validate(arguments, schema)
             assert isinstance(arguments, dict)
 
@@ -465,12 +466,6 @@ def test_bytes_and_offsets_are_those_of_tokens(served: Served) -> None:
             assert all(len(names) >= 5 for names in found["top_logprobs"] if names)
 
 
-def scored(answer: httpx.Response) -> dict[str, list[Any]]:
-    parts = [choice["logprobs"] for part in payloads(answer) for choice in part["choices"]]
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [item for part in parts if part for item in part[name]] for name in names}
-
-
 # ---- the scores of a prompt (CASES F21) ---------------------------------------------------------
 
 
@@ -488,10 +483,3 @@ def test_no_token_is_generated_where_only_scores_are_asked(served: Served, strea
     assert '"finish_reason":"length"' in answer.text and '"completion_tokens":0' in answer.text
     for wrong in ({"echo": False}, {"prompt": "a", "max_tokens": -1}):
         assert served.post("/v1/completions", {**body, **wrong}).status_code == 400
-
-
-def test_tools_reach_real_templates(served: Served) -> None:
-    tokens = served.post(
-        "/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}
-    )
-    assert tokens.json()["count"] > 100

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from kvserve.server.openai.fields import UNSEEN
 from tests.server.conftest import MODEL, RunningServer
 from tests.server.fake_engine import FakeEngine
 
@@ -15,6 +16,32 @@ SAYS = (
     '<think>hm</think>Look: <tool_call>{"name": "weather", "arguments": {"city": "Bern"}}'
     "</tool_call>"
 )
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "w?"}]},
+    {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "x"}},
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "r", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Bern"}'},
+    {"type": "function_call_output", "call_id": "c", "output": "rain"},
+    {
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "It rains."}],
+    },
+    {"type": "custom_tool_call", "call_id": "d", "name": "apply_patch", "input": "*** Begin"},
+    {"type": "custom_tool_call_output", "call_id": "d", "output": "Done!"},
+    {"type": "function_call", "call_id": "e", "name": "view_image", "arguments": "null"},
+    {
+        "type": "function_call_output",
+        "call_id": "e",
+        "output": [
+            {"type": "input_text", "text": "it is"},
+            {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+        ],
+    },
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+    {"role": "user", "content": "why?"},
+]
+"""Of an agent, with what tools have shown, and what other servers have left."""
 
 
 @pytest.fixture
@@ -62,24 +89,30 @@ def test_items_and_their_events(server: RunningServer) -> None:
 
 
 def test_a_history(server: RunningServer) -> None:
-    items: Any = [
-        {"role": "user", "content": [{"type": "input_text", "text": "w?"}]},
-        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "r", "text": "hm"}]},
-        {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "rain"},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "It rains."}],
-        },
-        {"role": "user", "content": "sure?"},
-    ]
-    server.openai().responses.create(model=MODEL, input=items, tools=[TOOL], max_output_tokens=1)
+    """Kind: a history that is refused ends the conversation: the agent sends it with every turn."""
+    body = {"input": HISTORY, "tools": [TOOL], "max_output_tokens": 1}
+    answer = server.http.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    said = "input[1] (web_search_call), input[9] (input_image)"
+    assert answer.headers["X-Kvserve-Skipped"] == said
     messages, kwargs = server.rendered
-    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant", "user"]
-    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
-    assert messages[1]["reasoning"] == "hm"
     assert kwargs["tools"][0]["function"]["name"] == "weather"
+    calls, contents = [], []
+    for message in messages:
+        calls += [call["function"] for call in message.get("tool_calls", ())]
+        contents.append((message["role"], message["content"]))
+    assert calls == [
+        {"name": "weather", "arguments": {"city": "Bern"}},
+        {"name": "apply_patch", "arguments": {"input": "*** Begin"}},
+        {"name": "view_image", "arguments": {}},
+    ]
+    image = f"it is\n{UNSEEN}"
+    assert contents == [
+        *(("user", "w?"), ("assistant", ""), ("tool", "rain"), ("assistant", "It rains.")),
+        *(("tool", "Done!"), ("assistant", ""), ("tool", image)),
+        *(("assistant", "I will not."), ("user", "why?")),
+    ]
+    assert messages[1]["reasoning"] == "hm"
 
 
 def test_parse(server: RunningServer) -> None:
@@ -122,40 +155,6 @@ def test_codex_and_its_tools(server: RunningServer) -> None:
         said = "tools[1] (web_search), tools[2] (custom), tools[3] (local_shell)"
         assert answer.headers["X-Kvserve-Skipped"] == said
         assert '"function_call"' in answer.text
-
-
-def test_what_is_left_of_other_servers_in_a_history(server: RunningServer) -> None:
-    """Kind: a history that is refused ends the conversation: the agent sends it with every turn."""
-    items: Any = [
-        {"role": "user", "content": "w?"},
-        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"query": "x"}},
-        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
-        {"type": "custom_tool_call_output", "call_id": "c", "output": "Done!"},
-        {"type": "function_call", "call_id": "d", "name": "view_image", "arguments": "null"},
-        {
-            "type": "function_call_output",
-            "call_id": "d",
-            "output": [
-                {"type": "input_text", "text": "it is"},
-                {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
-            ],
-        },
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
-        {"role": "user", "content": "why?"},
-    ]
-    body = {"input": items, "tools": [TOOL], "max_output_tokens": 1}
-    answer = server.http.post("/v1/responses", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["X-Kvserve-Skipped"] == (
-        "input[1] (web_search_call), input[5] (input_image)"
-    )
-    messages, _ = server.rendered
-    patch, done, view, image, refusal = messages[1:6]
-    function = patch["tool_calls"][0]["function"]
-    assert function == {"name": "apply_patch", "arguments": {"input": "*** Begin"}}
-    assert view["tool_calls"][0]["function"]["arguments"] == {}
-    assert done["content"] == "Done!" and image["content"].startswith("it is\n(an image")
-    assert refusal["content"] == "I will not."
 
 
 def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> None:

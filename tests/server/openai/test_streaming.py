@@ -72,33 +72,6 @@ def test_several_prompts_and_choices(server: RunningServer) -> None:
     assert last["usage"]["completion_tokens"] == 12
 
 
-def test_logprobs_and_token_ids(server: RunningServer) -> None:
-    response = server.complete("a", max_tokens=3, logprobs=1, stream=True, return_token_ids=True)
-    choices = [chunk["choices"][0] for chunk in events(response.text)]
-    assert [i for choice in choices for i in choice["token_ids"]] == [100, 101, 102]
-    assert choices[0]["prompt_token_ids"] == [1, 97]
-    tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
-    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
-    assert (tokens, offsets) == (["0 ", "1 ", "2 "], [0, 2, 4])
-
-    response = server.chat("a", max_tokens=3, logprobs=True, stream=True, return_token_ids=True)
-    choices = [chunk["choices"][0] for chunk in events(response.text)]
-    entries = [
-        entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]
-    ]
-    assert [entry["token"] for entry in entries] == ["0 ", "1 ", "2 "]
-    assert [i for choice in choices for i in choice.get("token_ids", [])] == [100, 101, 102]
-
-
-def test_a_refusal_keeps_its_status(server: RunningServer) -> None:
-    response = server.complete("x" * 600, stream=True, max_tokens=None)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    response = server.chat("x", stream=True, kv_policy={"name": "kara", "windw": 1})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "kv_policy.windw"
-
-
 def test_a_failure_in_mid_stream(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
     response = server.complete("DIE", stream=True, max_tokens=40)

@@ -10,7 +10,7 @@ import pytest
 from tests.server.conftest import MODEL, StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.real_server import Server
-from tests.server.ui.browser import SIZES, VIEWS, Watched, answered, ask, send
+from tests.server.ui.browser import SIZES, VIEWS, Watched, ask
 
 pytestmark = pytest.mark.slow
 
@@ -158,17 +158,3 @@ def test_the_theme_button_changes_colours_and_is_remembered(live: Server, watche
     assert seen["light"] != seen["dark"]
     page.reload()
     assert "light" in page.inner_text("#theme")
-
-
-def test_two_turns_and_a_reload(start_server: StartServer, watched: Watched) -> None:
-    fake = start_server(allow_kv_trace=True)
-    page = watched.ready(fake.url)
-    ask(page, "SAY[one]", 50)
-    send(page, "SAY[two]")
-    answered(page)
-    assert fake.prompts[-1] == "<user>SAY[one]<assistant>one<user>SAY[two]<assistant>"
-    assert page.locator(".turn").count() == 2, "only the new turn is added"
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
-    assert page.locator(".said").all_inner_texts() == ["SAY[one]", "SAY[two]"]
-    assert page.locator(".markdown").first.inner_text().strip() == "one"

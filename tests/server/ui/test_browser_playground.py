@@ -192,6 +192,7 @@ def test_edit_and_regenerate(start_server: StartServer, watched: Watched) -> Non
     for text in ("SAY[one]", "SAY[two]"):
         send(page, text)
         answered(page)
+    assert page.locator(".turn").count() == 2, "only the new turn is added"
 
     def newest() -> str:
         return server.prompts[-1]
