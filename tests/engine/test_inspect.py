@@ -55,27 +55,6 @@ def test_a_forced_continuation_is_as_good_as_a_generated_one(llama_dir: Path) ->
     assert again[0].outputs[0].token_ids == output.outputs[0].token_ids, "force stayed on"
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {**KARA, "window": 32},
-        {"name": "snapkv", "budget": 24, "window": 8},
-        {"name": "keydiff", "budget": 24, "mode": "block", "block": 16},
-        {"name": "streaming_llm", "budget": 24},
-    ],
-)
-def test_chunks_and_blocks_make_no_difference(llama_dir: Path, policy: Any) -> None:
-    """Kara compresses what is generated, the others a prompt alone at its end."""
-    more = CONTINUATION if policy["name"] == "kara" else []
-    expected = inspect(llm_of(llama_dir, policy), PROMPT, more)
-    if not more:
-        assert expected.events[-1].seen == 37 and 24 >= expected.held.shape[2] >= 23
-    for settings in ({"block_size": 4}, {"max_num_batched_tokens": 7, "max_num_seqs": 1}):
-        found = inspect(llm_of(llama_dir, policy, **settings), PROMPT, more)
-        assert [event.seen for event in found.events] == [e.seen for e in expected.events]
-        assert np.array_equal(found.held, expected.held)
-
-
 def test_an_event_due_at_the_very_end_has_run(llama_dir: Path) -> None:
     found = inspect(llm_of(llama_dir), PROMPT, CONTINUATION[:20])
     assert [event.seen for event in found.events] == [57]
