@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.engine.policies.kara import Kara
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
 from tests.thinning import slow
 
 TOKENS = 140
@@ -23,22 +25,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"enable_chunked_prefill": False, "block_size": 6},
     {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_gpu_blocks_override": 20},
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LLM, list[list[int]]]:
-    llm = LLM(
-        str(directory),
-        policy=policy,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        kv_cache_memory=2**22,
-        **settings,
-    )
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm = make(directory, policy=policy, kv_cache_memory=2**22, **settings)
+    found = tokens_of(llm, PROMPTS, TOKENS)
     llm.engine.core.scheduler.check_integrity()
     assert llm.stats().kv_cache_usage == 0.0
-    return llm, [output.outputs[0].token_ids for output in outputs]
+    return llm, found
 
 
 @pytest.mark.parametrize(
