@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvserve import AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.core.core_process import ProcessClient
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -98,7 +99,9 @@ async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None
     await engine.start()
     stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "a")
     await anext(stream)
-    os.kill(engine._client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    client = engine._client
+    assert isinstance(client, ProcessClient) and client._process.pid is not None
+    os.kill(client._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         async for _ in stream:
             pass

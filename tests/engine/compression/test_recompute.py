@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
-from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts
 from tests.engine.models.decoding import make
 
@@ -40,31 +39,6 @@ def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
     with torch.inference_mode():
         found = recomputer.queries(np.zeros(1, int), rows.token_ids[0][at], at, at - evicted, heads)
     return found[0]
-
-
-def logged(llm: LLM, positions: list[int]) -> Tensor:
-    runner = llm.engine.core.runner
-    log, layout = runner.cache.query_log, runner.cache.layout
-    with torch.device(runner.batch.device):
-        lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
-        rows = torch.zeros(len(positions), dtype=torch.long)
-        slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
-        found = log.read(slots, torch.arange(layout.num_layers))
-    assert isinstance(found, Tensor)
-    return found
-
-
-@pytest.mark.parametrize("checkpoint", ["llama_dir", "qwen3_dir"])
-@pytest.mark.parametrize(("reduce", "heads"), [("heads", 8), ("group_mean", 2)])
-def test_without_an_event_they_equal_the_logged_ones(
-    checkpoint: str, reduce: str, heads: int, request: pytest.FixtureRequest
-) -> None:
-    directory: Path = request.getfixturevalue(checkpoint)
-    llm = running(directory, 60, window=100, query_reduce=reduce)
-    positions = list(range(11, 60))
-    expected = logged(llm, positions)
-    assert expected.abs().amax(dim=(1, 2, 3)).min() > 0.5
-    torch.testing.assert_close(recomputed(llm, positions, heads), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("events", [False, True])

@@ -54,13 +54,14 @@ def continuing(directory: Path, layout: str) -> list[dict[str, Any]]:
     """Policies of a layout whose conversations go on, and to which a later prompt means what
     generated text does."""
     spec, found = read_spec(directory), []
-    rows = RowState(*(np.array([n]) for n in (37, 80, 60, 70)))
+    known, computed, held, first = (np.array([n]) for n in (37, 80, 60, 70))
+    rows = RowState(known, computed, held, first)
     for each in SPECS:
         policy = make_policy(each).for_model(spec.num_layers, 4)
         fits = policy.granularity.fits(Granularity(layout))
         if fits and each["name"] != "none" and continuation_refusal(policy, spec) is None:
-            prompt, first = policy.event_trigger.next_turn(rows, np.array([120]))
-            if prompt[0] == 37 and first[0] == 70:
+            prompt, start = policy.event_trigger.next_turn(rows, np.array([120]))
+            if prompt[0] == 37 and start[0] == 70:
                 found.append(each)
     return found
 
