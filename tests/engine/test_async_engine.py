@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvserve import AsyncEngine, EngineConfig, SamplingParams
+from kvserve.engine.core.core_process import ProcessClient
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -33,12 +34,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(write_checkpoint("llama", tmp_path_factory.mktemp("model"), **sizes))
 
 
+def config_of(model: Path) -> EngineConfig:
+    return EngineConfig.from_flat(model=str(model), dtype="float32", num_gpu_blocks_override=2000)
+
+
 @pytest_asyncio.fixture(params=["thread", "process"])
 async def engine(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[AsyncEngine]:
-    config = EngineConfig.from_flat(
-        model=str(directory), dtype="float32", num_gpu_blocks_override=2000
-    )
-    started = AsyncEngine(config, mode=request.param)
+    started = AsyncEngine(config_of(directory), mode=request.param)
     await started.start()
     yield started
     await started.shutdown()
@@ -93,11 +95,13 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
 
 
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
-    engine = AsyncEngine(EngineConfig.from_flat(model=str(directory), num_gpu_blocks_override=2000))
+    engine = AsyncEngine(config_of(directory))
     await engine.start()
     stream = engine.generate("x", SamplingParams(max_tokens=LONG, ignore_eos=True), "a")
     await anext(stream)
-    os.kill(engine._client._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    client = engine._client
+    assert isinstance(client, ProcessClient) and client._process.pid is not None
+    os.kill(client._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         async for _ in stream:
             pass
@@ -125,10 +129,7 @@ async def test_a_slow_grammar_stalls_nobody(
         return compile_now(self, wanted)
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    config = EngineConfig.from_flat(
-        model=str(directory), dtype="float32", num_gpu_blocks_override=2000
-    )
-    engine = AsyncEngine(config, mode="thread")
+    engine = AsyncEngine(config_of(directory), mode="thread")
     await engine.start()
 
     def ask(name: str, spec: dict[str, object]) -> asyncio.Task[tuple[list[int], object]]:

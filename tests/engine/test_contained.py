@@ -33,7 +33,7 @@ from kvserve.scheduler.step.recovery import start_over
 from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger
 from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import random_prompts
-from tests.engine.test_pressure import POISON
+from tests.engine.test_pressure import POISON, before_steps
 from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
@@ -54,15 +54,14 @@ SCRATCH: list[weakref.ref[Tensor]] = []
 
 
 class FaultyTrigger:
-    """The trigger of another policy, until one of its methods is asked for the second time."""
+    """The trigger of another policy, until one of its methods is asked for the third time; or one
+    that wants to keep more than there is: once an `IndexError: index 256` of the block table."""
 
-    def __init__(self, trigger: Trigger, method: str) -> None:
-        self._trigger, self._method, self._calls = trigger, method, 0
+    def __init__(self, trigger: Trigger, fault: str) -> None:
+        self._trigger, self._fault, self._calls = trigger, fault, 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._trigger, name)
-        if name != self._method:
-            return found
 
         def fail_later(*args: Any) -> Any:
             self._calls += 1
@@ -70,7 +69,13 @@ class FaultyTrigger:
                 raise OverflowError("Python integer 3000000000 out of bounds for int32")
             return found(*args)
 
-        return fail_later
+        def keep_many(rows: RowState) -> EvictionSpec:
+            plan: EvictionSpec = found(rows)
+            return replace(plan, keep=np.full_like(plan.keep, 2**31 - 1))
+
+        if self._fault == "greedy" and name == "plan":
+            return keep_many
+        return fail_later if name == self._fault else found
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,7 @@ class Faulty(StreamingLLM):
 
     @property
     def event_trigger(self) -> Trigger:
-        trigger = super().event_trigger
-        if self.fault == "greedy":
-            return cast(Trigger, Greedy(trigger))
-        return cast(Trigger, FaultyTrigger(trigger, self.fault))
+        return cast(Trigger, FaultyTrigger(super().event_trigger, self.fault))
 
     def score(self, obs: Any) -> Tensor:
         if self.fault == "score":
@@ -95,21 +97,6 @@ class Faulty(StreamingLLM):
             SCRATCH.append(weakref.ref(scratch))
             raise torch.OutOfMemoryError("for what this policy wants")
         return super().score(obs)
-
-
-class Greedy:
-    """Wants to keep more than there is: once an `IndexError: index 256` of the block table."""
-
-    def __init__(self, trigger: Trigger) -> None:
-        self._trigger = trigger
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trigger, name)
-
-    def plan(self, rows: RowState) -> EvictionSpec:
-        plan = self._trigger.plan(rows)
-        many: IntArray = np.full_like(plan.keep, 2**31 - 1)
-        return EvictionSpec(**{**{f: getattr(plan, f) for f in plan.__slots__}, "keep": many})
 
 
 FAULTY: dict[str, Any] = {"name": "faulty", "budget": 16, "sinks": 2}
@@ -135,9 +122,7 @@ def test_a_policy_that_fails_ends_its_own_request(
     llm = LLM(str(llama_dir), policy=policy, async_scheduling=overlaps, **SETTINGS)
     expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     asked = [GREEDY] * len(PROMPTS)
-    asked[2] = SamplingParams(
-        temperature=0.0, max_tokens=40, ignore_eos=True, kv_policy={**FAULTY, "fault": fault}
-    )
+    asked[2] = replace(GREEDY, kv_policy={**FAULTY, "fault": fault})
     found = llm.generate(PROMPTS, asked, use_tqdm=False)
     reasons = [output.outputs[0].finish_reason for output in found]
     assert reasons == ["length", "length", "error", "length", "length", "length"]
@@ -236,7 +221,7 @@ def test_who_makes_every_step_fail_ends_alone(
     sampling.sample = fail_for_some  # type: ignore[assignment, method-assign]
     asked = [GREEDY] * len(PROMPTS)
     for i in bad:
-        asked[i] = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=7)
+        asked[i] = replace(GREEDY, logprobs=7)
     found = llm.generate(PROMPTS, asked, use_tqdm=False)
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one.outputs[0].finish_reason == "error") == (i in bad)
@@ -423,19 +408,6 @@ LONG = replace(GREEDY, max_tokens=60)
 NO_MEMORY = torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
 
-def follow(runner: ModelRunner) -> list[SchedulerOutput]:
-    """The newest step is always the last."""
-    steps: list[SchedulerOutput] = []
-    launch = runner.launch
-
-    def launched(output: SchedulerOutput) -> Any:
-        steps.append(output)
-        return launch(output)
-
-    runner.launch = launched  # type: ignore[method-assign]
-    return steps
-
-
 Operator = Callable[[ModelRunner], Any]
 SCARCE: dict[str, tuple[Operator, str, Callable[[SchedulerOutput], bool]]] = {
     "a prompt": (lambda r: r.model.layers[0], "forward", lambda s: len(s.prefill.rows) > 1),
@@ -459,12 +431,13 @@ def test_the_newest_ends_and_the_others_go_on(
 ) -> None:
     if policy == "none" and place in ("an event", "a swap"):
         pytest.skip("none has no events, and swaps nothing")
-    expected = LLM(str(llama_dir), policy=policy, **SETTINGS).generate(
-        PROMPTS, LONG, use_tqdm=False
-    )
+    plain = LLM(str(llama_dir), policy=policy, **SETTINGS)
+    expected = plain.generate(PROMPTS, LONG, use_tqdm=False)
     llm = LLM(str(llama_dir), policy=policy, async_scheduling=overlaps, **SETTINGS)
     core = llm.engine.core
-    steps, (operator, name, when) = follow(core.runner), SCARCE[place]
+    operator, name, when = SCARCE[place]
+    steps: list[SchedulerOutput] = []
+    before_steps(llm, steps.append)
     if place == "a swap":
         preempt_in_step(llm, 45)
     failed = fail_once(operator(core.runner), name, NO_MEMORY, lambda _: when(steps[-1]))
@@ -484,8 +457,7 @@ def test_the_newest_ends_and_the_others_go_on(
         if one.outputs[0].finish_reason == "length":
             assert len(known) == 60
             assert one.kv_cache_details.compactions == other.kv_cache_details.compactions
-    core.scheduler.check_integrity()
-    assert core.scheduler.blocks.headroom == core.scheduler.pool.capacity
+    whole(core)
 
 
 def preempt_in_step(llm: LLM, steps: int) -> None:

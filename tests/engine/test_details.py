@@ -43,7 +43,7 @@ def test_logged_queries_are_counted_apart(llama_dir: Path) -> None:
     none, _ = details_of(llama_dir, "none", 27)
     roomy, llm = details_of(llama_dir, {"name": "h2o", "budget": 100}, 27)
     cache = llm.engine.core.runner.cache
-    block = cache.block_bytes(cache.layout)
+    block = cache.kv[0].nbytes
     assert none.held_bytes == roomy.held_bytes == 3 * block
     assert none.log_bytes == 0 and roomy.log_bytes >= 3 * block
 
@@ -56,7 +56,7 @@ def test_bytes_of_layers_with_windows_are_told(tmp_path: Path) -> None:
     for policy in ("none", {"name": "streaming_llm", "budget": 40, "period": 1}):
         details, llm = details_of(directory, policy, 98)
         cache = llm.engine.core.runner.cache
-        block = cache.block_bytes(cache.layout)
+        block = cache.kv[0].nbytes
         told.append((details.held_bytes // block, details.window_bytes // block))
     assert told == [(7 + 3, 3), (3 + 3, 3)]
 

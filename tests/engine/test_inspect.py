@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvserve import LLM, SamplingParams
+from kvserve import SamplingParams
 from kvserve.engine.frontend.inspect import KeptPositions, inspect
 from kvserve.log import RequestError
 from kvserve.server.cli.commands import run
-from tests.checkpoints import random_prompts, write_tokenizer
+from tests.checkpoints import random_prompts, write_checkpoint, write_tokenizer
+from tests.engine.models.decoding import make
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
 KARA_FLAGS = ("--policy", "kara:window=20,buffer=4,chunk_budget=3,max_chunk=4,period=5")
 PROMPT, CONTINUATION = random_prompts([37, 70], seed=5)
 
 
-def llm_of(directory: Path, policy: Any = KARA, **settings: Any) -> LLM:
-    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
-
-
-def files(directory: Path) -> tuple[str, str]:
-    prompt, continuation = directory / "prompt.npy", directory / "continuation.json"
-    np.save(prompt, np.array(PROMPT))
-    continuation.write_text(json.dumps(CONTINUATION))
-    return str(prompt), str(continuation)
+llm_of = partial(make, policy=KARA)
 
 
 def test_a_forced_continuation_is_as_good_as_a_generated_one(llama_dir: Path) -> None:
@@ -55,27 +48,6 @@ def test_a_forced_continuation_is_as_good_as_a_generated_one(llama_dir: Path) ->
     assert again[0].outputs[0].token_ids == output.outputs[0].token_ids, "force stayed on"
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {**KARA, "window": 32},
-        {"name": "snapkv", "budget": 24, "window": 8},
-        {"name": "keydiff", "budget": 24, "mode": "block", "block": 16},
-        {"name": "streaming_llm", "budget": 24},
-    ],
-)
-def test_chunks_and_blocks_make_no_difference(llama_dir: Path, policy: Any) -> None:
-    """Kara compresses what is generated, the others a prompt alone at its end."""
-    more = CONTINUATION if policy["name"] == "kara" else []
-    expected = inspect(llm_of(llama_dir, policy), PROMPT, more)
-    if not more:
-        assert expected.events[-1].seen == 37 and 24 >= expected.held.shape[2] >= 23
-    for settings in ({"block_size": 4}, {"max_num_batched_tokens": 7, "max_num_seqs": 1}):
-        found = inspect(llm_of(llama_dir, policy, **settings), PROMPT, more)
-        assert [event.seen for event in found.events] == [e.seen for e in expected.events]
-        assert np.array_equal(found.held, expected.held)
-
-
 def test_an_event_due_at_the_very_end_has_run(llama_dir: Path) -> None:
     found = inspect(llm_of(llama_dir), PROMPT, CONTINUATION[:20])
     assert [event.seen for event in found.events] == [57]
@@ -89,7 +61,7 @@ def test_an_event_due_at_the_very_end_has_run(llama_dir: Path) -> None:
 def test_too_much_for_the_context_or_the_pool_is_refused(llama_dir: Path) -> None:
     with pytest.raises(RequestError, match="leaves room for 98"):
         inspect(llm_of(llama_dir, max_model_len=100), PROMPT, CONTINUATION)
-    small = llm_of(llama_dir, "none", num_gpu_blocks_override=5)
+    small = make(llama_dir, num_gpu_blocks_override=5)
     with pytest.raises(RequestError, match="pool"):
         inspect(small, PROMPT, CONTINUATION)
     with pytest.raises(RequestError, match=r"outside \[0, 128\)"):
@@ -103,13 +75,15 @@ def test_the_command_dumps_and_plots(
     llama_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    prompt, continuation = files(tmp_path)
+    prompt, continuation = tmp_path / "prompt.npy", tmp_path / "continuation.json"
+    np.save(prompt, np.array(PROMPT))
+    continuation.write_text(json.dumps(CONTINUATION))
     dump, plot = tmp_path / "kept.npz", tmp_path / "kept.png"
-    given = ("--prompt-ids", prompt, "--continuation-ids", continuation, *KARA_FLAGS)
+    given = ("--prompt-ids", str(prompt), "--continuation-ids", str(continuation), *KARA_FLAGS)
     saved = ("--dump", str(dump), "--plot", str(plot), "--policy.ratio", "0.4")
     assert run(["inspect", "--model", str(llama_dir), "--dtype", "float32", *given, *saved]) == 0
     kept = np.load(dump)
-    expected = inspect(llm_of(llama_dir, {**KARA, "ratio": 0.4}), PROMPT, CONTINUATION)
+    expected = inspect(make(llama_dir, policy={**KARA, "ratio": 0.4}), PROMPT, CONTINUATION)
     assert kept["counts"].shape == (3, 2) and kept["event_len"].tolist() == [57, 77, 92, 107]
     for layer in range(3):
         for head in range(2):
@@ -124,19 +98,12 @@ def test_the_command_dumps_and_plots(
 
 
 def test_text_goes_through_the_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_with_tokenizer: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = write_tokenizer(write_checkpoint("llama", tmp_path, vocab_size=259))
     flags = ("--prompt", "abcdef", *KARA_FLAGS)
-    assert run(["inspect", "--model", str(model_with_tokenizer), *flags]) == 0
+    assert run(["inspect", "--model", str(model), *flags]) == 0
     assert "6 tokens" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.checkpoints import write_checkpoint
-
-    directory = write_checkpoint("llama", tmp_path_factory.mktemp("text"), vocab_size=259)
-    return write_tokenizer(directory)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent, RequestOutput
 from kvserve.scheduler.arrays import IntArray
 from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make
 from tests.engine.policies.cases import UNEVEN_BLOCK, UNEVEN_CASES
 from tests.thinning import thinned
 
@@ -60,10 +61,6 @@ def check_counts(output: RequestOutput) -> list[KVTraceEvent]:
     return choice.kv_trace
 
 
-def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
-    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
-
-
 CODED = "spindlekv-codes"
 
 
@@ -78,7 +75,7 @@ CODED = "spindlekv-codes"
 )
 def test_what_is_left_is_what_is_counted(llama_dir: Path, name: str, overlapped: bool) -> None:
     policy = POLICIES[name]
-    llm = make_llm(llama_dir, policy, async_scheduling=overlapped, block_size=UNEVEN_BLOCK)
+    llm = make(llama_dir, policy=policy, async_scheduling=overlapped, block_size=UNEVEN_BLOCK)
     for output in traced(llm, PROMPTS, 60):
         events = check_counts(output)
         assert len(events) > 1
@@ -88,9 +85,9 @@ def test_what_is_left_is_what_is_counted(llama_dir: Path, name: str, overlapped:
 
 
 def test_the_positions_are_those_that_inspect_finds(llama_dir: Path) -> None:
-    (output,) = traced(make_llm(llama_dir, KARA), PROMPTS[:1], 72)
+    (output,) = traced(make(llama_dir, policy=KARA), PROMPTS[:1], 72)
     events = check_counts(output)
-    found = inspect(make_llm(llama_dir, KARA), PROMPTS[0], output.outputs[0].token_ids[:70])
+    found = inspect(make(llama_dir, policy=KARA), PROMPTS[0], output.outputs[0].token_ids[:70])
     assert [event.seen for event in events[1:]] == [event.seen for event in found.events]
     for count, event in enumerate(found.events, start=2):
         mask = held(events[:count], event.seen)
@@ -100,9 +97,8 @@ def test_the_positions_are_those_that_inspect_finds(llama_dir: Path) -> None:
 
 @pytest.mark.parametrize("swap_space", [0.0, 0.01])
 def test_a_sequence_that_makes_way_is_followed_on(llama_dir: Path, swap_space: float) -> None:
-    llm = make_llm(
-        llama_dir, KARA, num_gpu_blocks_override=14, max_num_seqs=8, swap_space=swap_space
-    )
+    how = {"num_gpu_blocks_override": 14, "max_num_seqs": 8, "swap_space": swap_space}
+    llm = make(llama_dir, policy=KARA, **how)
     outputs = traced(llm, PROMPTS, 90)
     starts = [sum(e.reason == "start" for e in check_counts(output)) for output in outputs]
     assert llm.engine.core.scheduler.totals.preemptions_total > 0
@@ -110,7 +106,7 @@ def test_a_sequence_that_makes_way_is_followed_on(llama_dir: Path, swap_space: f
 
 
 def test_several_ranks_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_llm(llama_dir, KARA).engine.core
+    core = make(llama_dir, policy=KARA).engine.core
     monkeypatch.setattr(core.runner.group, "size", 2)
     with pytest.raises(RequestError, match="tensor-parallel-size 1") as refused:
         core._tracer.check(10)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.engine.policies.kara import Kara
 from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
 from tests.thinning import slow
 
 TOKENS = 140
@@ -23,22 +25,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"enable_chunked_prefill": False, "block_size": 6},
     {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_gpu_blocks_override": 20},
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 
 
 def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LLM, list[list[int]]]:
-    llm = LLM(
-        str(directory),
-        policy=policy,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        kv_cache_memory=2**22,
-        **settings,
-    )
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm = make(directory, policy=policy, kv_cache_memory=2**22, **settings)
+    found = tokens_of(llm, PROMPTS, TOKENS)
     llm.engine.core.scheduler.check_integrity()
     assert llm.stats().kv_cache_usage == 0.0
-    return llm, [output.outputs[0].token_ids for output in outputs]
+    return llm, found
 
 
 @pytest.mark.parametrize(
@@ -58,60 +52,7 @@ def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
             assert llm.stats().preemptions_total > 0, "the pool was meant to be too small"
 
 
-def test_kara_with_a_window_never_reached_is_none_bit_for_bit(llama_dir: Path) -> None:
-    """Same tokens and the very same log-probabilities."""
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
-    results = []
-    for policy in ("none", {"name": "kara", "window": TOKENS + 1}):
-        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        results.append([(out.outputs[0].token_ids, out.outputs[0].logprobs) for out in outputs])
-        assert llm.stats().compactions_total == 0
-    assert results[0] == results[1]
-
-
 KEEP_ALL = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"query_source": "recompute", "query_reduce": "heads", "query_stride": 2},
-        *slow(
-            {"query_reduce": "heads"},
-            {"query_dtype": "fp8"},
-            {"query_source": "recompute"},
-            {"queries": "buffer"},
-            {"protect_prompt": False},
-            {"protect_prompt": False, "query_source": "recompute", "query_reduce": "heads"},
-        ),
-    ],
-)
-def test_kara_gives_the_same_tokens_alone_crowded_chunked_and_preempted(
-    llama_dir: Path, fields: dict[str, Any]
-) -> None:
-    policy = {
-        "name": "kara",
-        "window": 20,
-        "buffer": 4,
-        "ratio": 0.3,
-        "chunk_budget": 2,
-        "max_chunk": 4,
-        "period": 1,  # so that a small pool makes no event come early
-        **fields,
-    }
-    ample, expected = generate(llama_dir, policy)
-    assert ample.stats().compactions_total > len(PROMPTS)
-    for settings in SETTINGS:
-        llm, tokens = generate(llama_dir, policy, **settings)
-        assert tokens == expected, settings
-        assert llm.stats().compactions_total >= ample.stats().compactions_total
-    alone = []
-    for prompt in PROMPTS:
-        (output,) = ample.generate([prompt], GREEDY, use_tqdm=False)
-        alone.append(output.outputs[0].token_ids)
-    assert alone == expected
 
 
 def test_slot_order_does_not_matter(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

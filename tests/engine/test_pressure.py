@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
 from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
@@ -27,15 +31,24 @@ KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget":
 POISON = 1e15  # not NaN: SDPA multiplies what it masks by 0
 
 
+generate = partial(tokens_of, prompts=PROMPTS, count=TOKENS)
+
+
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
     settings = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **settings}
-    return LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings)
+    return make(directory, policy=policy, **settings)
 
 
-def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+def before_steps(llm: LLM, look: Callable[[SchedulerOutput], object]) -> None:
+    """Call ``look`` with each step that is about to be launched."""
+    runner = llm.engine.core.runner
+    launch = runner.launch
+
+    def launched(output: SchedulerOutput) -> LaunchedStep:
+        look(output)
+        return launch(output)
+
+    runner.launch = launched  # type: ignore[method-assign]
 
 
 def right_guesses(output: SchedulerOutput, step: LaunchedStep, rows: int) -> IntArray:
@@ -193,13 +206,11 @@ def test_32_prompts_of_nearly_the_whole_pool(llama_dir: Path, swap_space: int) -
         llama_dir, policy, block_size=4, num_gpu_blocks_override=14, swap_space=swap_space
     )
     core = tight.engine.core
-    launch = core.runner.launch
 
-    def moves_on(output: SchedulerOutput) -> LaunchedStep:
+    def moves_on(output: SchedulerOutput) -> None:
         assert output.num_tokens or output.moves or not core.scheduler.has_work
-        return launch(output)
 
-    core.runner.launch = moves_on  # type: ignore[method-assign]
+    before_steps(tight, moves_on)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     outputs = tight.generate(prompts, params, use_tqdm=False)
     alone = make_llm(llama_dir, policy, block_size=4, num_gpu_blocks_override=14)
@@ -213,14 +224,8 @@ def test_branches_hold_one_copy_of_a_prompt_that_a_policy_cuts(llama_dir: Path) 
     """n = 4 under a prefill policy: the prompt is stored once until each branch has its own cut."""
     (prompt,) = random_prompts([64], seed=7)
     llm = make_llm(llama_dir, {"name": "snapkv", "budget": 16, "window": 4}, block_size=4)
-    pool, launch = llm.engine.core.scheduler.pool, llm.engine.core.runner.launch
-    used = []
-
-    def measured(output: SchedulerOutput) -> LaunchedStep:
-        used.append(pool.capacity - pool.num_free)
-        return launch(output)
-
-    llm.engine.core.runner.launch = measured  # type: ignore[method-assign]
+    pool, used = llm.engine.core.scheduler.pool, list[int]()
+    before_steps(llm, lambda _: used.append(pool.capacity - pool.num_free))
     params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     assert all(len(branch.token_ids) == 20 for branch in output.outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.log import RequestError
 from kvserve.outputs import RequestOutput
+from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make
 
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {"name": "none"},
@@ -86,3 +89,18 @@ def test_answers_are_those_of_requests_alone(name: str, seeds: int) -> None:
     found = [compare(name, seed) for seed in range(seeds)]
     assert sum(compared for compared, _ in found) > 2 * seeds
     assert not [seed for seed, (_, different) in enumerate(found) if different]
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"), [("none", 70 + 59), (POLICIES["kara, prompts kept"], 70)]
+)
+def test_a_follow_up_turn_finds_the_answer_it_continues(
+    llama_dir: Path, policy: Any, found: int
+) -> None:
+    """Under Kara the answer's blocks no longer name its tokens: only the prompt is found."""
+    prompt, more = random_prompts([70, 5])
+    llm = make(llama_dir, policy=policy)
+    (first,) = answers(llm, [prompt], [60])
+    talk = prompt + first.outputs[0].token_ids + more
+    (second,) = answers(llm, [talk], [60])
+    assert second.num_cached_tokens == found // 16 * 16

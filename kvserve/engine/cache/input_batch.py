@@ -262,22 +262,18 @@ class InputBatch(RowArrays):
         if chunks is not None:
             torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
         if self._windows is not None or self._writers:
-            self._update_groups(batch, count, chunks)
+            rows = self._rows[: len(batch.rows)] if chunks is None else chunks.rows
+            real = rows < count
+            if chunks is not None:
+                real &= chunks.real
+            if self._windows is not None:
+                self._windows.update(batch, rows, batch.positions, real)
+            if self._newest is not None:
+                self._newest.update(batch, self.rounded_at[rows], real)
+            new = self._further_slots(rows, batch.positions)
+            for buffer, slots in zip(batch.further, new, strict=True):
+                buffer.copy_(torch.where(real, slots, 0))
         return self.last_token[: len(batch.rows)]
-
-    def _update_groups(self, batch: ForwardBatch, count: Tensor, chunks: Chunks | None) -> None:
-        """The same for further groups."""
-        rows = self._rows[: len(batch.rows)] if chunks is None else chunks.rows
-        real = rows < count
-        if chunks is not None:
-            real &= chunks.real
-        if self._windows is not None:
-            self._windows.update(batch, rows, batch.positions, real)
-        if self._newest is not None:
-            self._newest.update(batch, self.rounded_at[rows], real)
-        new = self._further_slots(rows, batch.positions)
-        for buffer, slots in zip(batch.further, new, strict=True):
-            buffer.copy_(torch.where(real, slots, 0))
 
     def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""

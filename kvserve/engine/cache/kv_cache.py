@@ -14,7 +14,6 @@ from kvserve.engine.cache.entry_store import (
     EntryStore,
     QuantizedEntries,
     RawEntries,
-    block_bytes,
     memory_shape,
 )
 from kvserve.engine.cache.query_log import LogForm, QueryLog
@@ -85,17 +84,13 @@ class KVCache:
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
         blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
         self.query_log = QueryLog(blocks_of_queries, log, kernels)
-        self.logs_shares = self.query_log.holds_shares
+        self.logs_shares = log.dtype == "int4"
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""
         self._kernels = kernels
         self._newest: RawEntries | None = None
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
-
-    def block_bytes(self, layout: KVLayout) -> int:
-        """Bytes of a block of ``layout``, whose heads may be those of all ranks."""
-        return block_bytes(layout, self.form)
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""

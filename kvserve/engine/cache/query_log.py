@@ -63,22 +63,17 @@ class QueryLog:
     """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
 
     def __init__(self, blocks: Queries, form: LogForm, kernels: StorageKernels) -> None:
-        self.blocks, self.form = blocks, form
+        self.blocks = blocks
         self.block_tokens: int = blocks.shape[2]
         """Tokens whose queries one block holds."""
         self.heads = form.heads
         """Vectors that a token logs."""
         self._kernels = kernels
 
-    @property
-    def holds_shares(self) -> bool:
-        """Whether each query is stored with the share of its attention that newest entries got."""
-        return self.form.dtype == "int4"
-
     def store(self, layer: int, slots: Tensor, q: Tensor, shares: Tensor | None) -> None:
         """Log one layer's queries: ``layer`` is its place in a block, ``slots`` int64 [R, T].
 
-        q: [T, Hq, D]; shares: float32 [T, Hq], logarithms, if the log ``holds_shares``.
+        q: [T, Hq, D]; shares: float32 [T, Hq], logarithms, if it is in 4 bits.
         """
         if isinstance(self.blocks, Tensor):
             self._kernels.store_queries(self.blocks, layer, slots, q)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.row_groups import KINDS, RowGroup, Shapes
+from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
 
 
@@ -22,6 +21,7 @@ class WindowRows(RowGroup):
     """Blocks of the newest tokens, in the columns of their logical positions."""
 
     spec_type = WindowSpec
+    spec: WindowSpec
 
     def over(self, batch: ForwardBatch, rows: Tensor, columns: IntArray) -> ForwardBatch:
         """``batch`` with what layers with windows see: tokens at ``batch.positions [T]`` of ``rows
@@ -52,7 +52,7 @@ class WindowRows(RowGroup):
             query_slots=None,
             last=last,
             first=self._first(last),
-            most_seen=self.window + int(np.diff(batch.starts).max()),
+            most_seen=self.spec.window + int(np.diff(batch.starts).max()),
             tables=table,
             columns=columns,
             codes=None,
@@ -62,13 +62,8 @@ class WindowRows(RowGroup):
         )
         return replace(batch, windowed=own)
 
-    @property
-    def window(self) -> int:
-        assert isinstance(self.spec, WindowSpec)
-        return self.spec.window
-
     def _first(self, last: Tensor) -> Tensor:
-        return (last - self.window + 1).clamp(min=0)
+        return (last - self.spec.window + 1).clamp(min=0)
 
     def _lanes(self, positions: Tensor) -> Tensor:
         """[T] -> [LG, R, T], dense."""
@@ -89,12 +84,8 @@ class NewestRows(RowGroup):
     """
 
     spec_type = NewestSpec
+    spec: NewestSpec
     writes = True
-
-    def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
-        super().__init__(spec, shapes, device)
-        assert isinstance(spec, NewestSpec)
-        self.window = spec.window
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         cache.hold_newest(self.spec.block_tokens)
@@ -109,7 +100,7 @@ class NewestRows(RowGroup):
         size = self.spec.block_tokens
         columns = -(-columns * self._cache.layout.block_size // size)
         columns = np.minimum(columns, self.tables[0].shape[3])
-        first = torch.maximum(batch.positions // self.window * self.window, rounded_at)
+        first = torch.maximum(batch.positions // self.spec.window * self.spec.window, rounded_at)
         return self._of_kinds(batch, first, columns)
 
     def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
@@ -120,7 +111,7 @@ class NewestRows(RowGroup):
     def update(self, batch: ForwardBatch, rounded_at: Tensor, real: Tensor) -> None:
         """Fill the buffers that ``nothing_of`` gave ``batch``, for its ``real [T]`` tokens; what
         they see of others is filled in."""
-        first = torch.maximum(batch.positions // self.window * self.window, rounded_at)
+        first = torch.maximum(batch.positions // self.spec.window * self.spec.window, rounded_at)
         first = torch.where(real, first, batch.positions + 1)
         columns = np.zeros(0, np.int64)
         new = self._of_kinds(batch, first, columns)
@@ -163,7 +154,7 @@ class NewestRows(RowGroup):
             query_slots=None,
             last=seen.expand(lanes).contiguous(),
             first=first.expand(lanes).contiguous(),
-            most_seen=self.window + int(np.diff(batch.starts).max()),
+            most_seen=self.spec.window + int(np.diff(batch.starts).max()),
             tables=table,
             block_tokens=self.spec.block_tokens,
             columns=columns,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from kvserve.engine.cache.code_rows import CodeStore, CodeTables
@@ -276,8 +277,7 @@ def _with_new(
     The last place of both is a dummy.
     """
     length, room = keys.shape[3], 2 * keys.shape[3] + 1
-    vectors = torch.cat([book.vectors, _room(book.vectors, room)], dim=3)
-    stood = torch.cat([book.position, _room(book.position, room)], dim=3)
+    vectors, stood = pad(book.vectors, (0, 0, 0, room)), pad(book.position, (0, room))
     number, behind = torch.arange(length, device=keys.device), book.counts
     for entries, which, count in zip((keys, values), centres, new, strict=True):
         to = torch.where(number < count[..., None], behind[..., None] + number, -1)
@@ -291,7 +291,3 @@ def _with_new(
 def _gather(x: Tensor, number: Tensor) -> Tensor:
     """x: [E, L, H, M, D]; number: [E, L, H, N] -> [E, L, H, N, D]."""
     return x.gather(3, number[..., None].expand(*number.shape, x.shape[-1]))
-
-
-def _room(x: Tensor, more: int) -> Tensor:
-    return x.new_zeros(*x.shape[:3], more, *x.shape[4:])

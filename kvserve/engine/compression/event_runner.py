@@ -65,36 +65,34 @@ class EventRunner:
         if not (scheduled.compactions or scheduled.observations):
             return [], None
         watch, batch, compressor = Stopwatch(self._batch.device), self._batch, self._compressor
+        tables = batch.block_tables, batch.log_tables
         for events in scheduled.compactions:
             policy = self._policies[events.policy_id]
             with _blaming(events.seq_ids):
                 if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
-                    compressor.run(events, policy, batch.block_tables, batch.log_tables)
+                    compressor.run(events, policy, *tables)
                 elif events.kind is EventKind.CODED:
                     self._coder.run(events, found)
                 else:
-                    compressor.run_observed(events, policy, found, batch.block_tables)
+                    compressor.run_observed(events, policy, found, tables[0])
                 batch.after_compaction(events)
                 if self._group.size > 1:
                     batch.add_to_fingerprint(events.rows, self._group)
         answers = []
         for events in scheduled.observations:
             with _blaming(events.seq_ids):
-                answers.append(self._score(events, self._policies[events.policy_id]))
+                policy = self._policies[events.policy_id]
+                scored: dict[int, Any]
+                if events.kind is EventKind.CODED:
+                    assert self._codes is not None and isinstance(policy, SpindleKV)
+                    coded = self._codes.code_tables(*tables)
+                    answer, scored = self._coder.observe(events, policy, coded)
+                else:
+                    answer, scored = compressor.observe(events, policy, *tables)
+                self._scored[-1].update(scored)
+                answers.append(groups_of(answer, batch.layout))
         watch.stop()
         return answers, watch
-
-    def _score(self, events: Events, policy: Policy) -> Tensor:
-        """What the host needs to know of the events (``EventKind``)."""
-        tables = self._batch.block_tables, self._batch.log_tables
-        if events.kind is EventKind.CODED:
-            assert self._codes is not None and isinstance(policy, SpindleKV)
-            answer, found = self._coder.observe(events, policy, self._codes.code_tables(*tables))
-            self._scored[-1].update(found)
-        else:
-            answer, kept = self._compressor.observe(events, policy, *tables)
-            self._scored[-1].update(kept)
-        return groups_of(answer, self._batch.layout)
 
     def compute_pruned(self, task: Events, *, logs_queries: bool) -> Tensor:
         """Compute a prompt that is pruned between layers; its last hidden state [1, hidden]."""

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
@@ -73,22 +73,11 @@ OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[BaseException], None]
 
 
-class EngineClient(Protocol):
-    """A core that runs elsewhere. The callbacks run in the event loop that called ``start``."""
-
-    @property
-    def suspended(self) -> bool: ...
-
-    async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo: ...
-
-    def send(self, command: Command) -> None: ...
-
-    async def stop(self) -> None: ...
-
-
 class ThreadClient:
     """The core in a thread of this process. It shares the interpreter lock with its client, which
-    costs a fifth of the throughput, so servers take a process (``core_process``)."""
+    costs a fifth of the throughput, so servers take a process (``core_process``).
+
+    Callbacks run in the event loop that called ``start``."""
 
     suspended = False
 
@@ -156,7 +145,7 @@ def run_core(
 
     with closing(grammars):
         while True:
-            core.check()
+            core.executor.check()
             ended: list[FinishedSequence] = []
             reset = False
             refused.clear()

@@ -142,7 +142,9 @@ class EngineCore:
             with self.executor.together():
                 launched = self.executor.launch(output)
         except Exception as error:
-            launched = _as_out_of_memory(error)
+            launched = error
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+                launched = torch.OutOfMemoryError(str(error))  # of a CPU, as torch has it for a GPU
             self._check_containable(launched)
         return StepInFlight(output, compactions, launched, traced)
 
@@ -298,10 +300,6 @@ class EngineCore:
         ended = [self._sequences.end(seq) for seq in finished]
         return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
 
-    def check(self) -> None:
-        """``EngineDeadError`` if a tensor-parallel rank has ended."""
-        self.executor.check()
-
     def close(self) -> None:
         """End the other ranks and helpers; this core makes no further step."""
         self.grammars.close()
@@ -327,10 +325,3 @@ def _forget_frames(error: Exception) -> None:
     this cycle.
     """
     error.__traceback__ = error.__cause__ = error.__context__ = None
-
-
-def _as_out_of_memory(error: Exception) -> Exception:
-    """Turn the CPU's out-of-memory errors (torch's, Python's) into the one torch has for a GPU."""
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return torch.OutOfMemoryError(str(error))
-    return error

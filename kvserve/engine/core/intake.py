@@ -177,6 +177,9 @@ class Intake:
                 )
 
     def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
+        if not new.branch or new.request_id != self._rules_of[0]:
+            # A request's branches come one after another, and share its rules.
+            self._rules_of = new.request_id, RowRules.of(new)
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
         grammar, wanted = None, new.structured_output
@@ -192,19 +195,13 @@ class Intake:
             seed=seed ^ branch,
             min_len=prompt + new.min_tokens,
             logprobs=new.logprobs,
-            rules=self._rules(new),
+            rules=self._rules_of[1],
             think_end=-1 if new.thinking_token_budget is None else new.thinking_end or 0,
             think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
             grammar=grammar,
         )
-
-    def _rules(self, new: NewSequence) -> RowRules | None:
-        """The request's rules: its branches come one after another, and share them."""
-        if not new.branch or new.request_id != self._rules_of[0]:
-            self._rules_of = new.request_id, RowRules.of(new)
-        return self._rules_of[1]
 
 
 def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:

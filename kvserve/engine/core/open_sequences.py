@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.remainders import remainder_bytes
 from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.messages import FinishedSequence, NewSequence
@@ -45,8 +46,8 @@ class OpenSequences:
         self._tracer = tracer
         self._grammars = grammars
         # The scheduler's layout has the heads of all ranks.
-        layout, cache = scheduler.layout, executor.runner.cache
-        self.block_bytes = cache.block_bytes(layout)
+        layout = scheduler.layout
+        self.block_bytes = block_bytes(layout, executor.runner.cache.form)
         self.remainder_bytes = remainder_bytes(layout)
 
     def __len__(self) -> int:
@@ -79,8 +80,15 @@ class OpenSequences:
                 known.queued_seconds, known.waiting_since = now - known.waiting_since, None
 
     def end(self, seq: Sequence) -> FinishedSequence:
-        """Forget a sequence that has ended; what it reports."""
-        self._give_back(seq)
+        """Forget a sequence that has ended, and free what it held outside the pool; its report."""
+        self._tracer.drop(seq.seq_id)
+        if seq.seq_id in self._scored:
+            self._scored.discard(seq.seq_id)
+            if not self._scored:
+                self._executor.forget_scores()
+        if seq.sampling is not None and seq.sampling.grammar is not None:
+            seq.sampling = None
+            self._grammars.count_ended()
         known = self._open.pop(seq.seq_id, None)
         assert seq.finish_reason is not None
         if seq.finish_reason == "length" and seq.num_tokens < seq.max_len:
@@ -120,14 +128,3 @@ class OpenSequences:
             remainder_entries=seq.remainder_entries,
             **seq.held_counts,
         )
-
-    def _give_back(self, seq: Sequence) -> None:
-        """Free memory outside the pool that only sequences of this kind need."""
-        self._tracer.drop(seq.seq_id)
-        if seq.seq_id in self._scored:
-            self._scored.discard(seq.seq_id)
-            if not self._scored:
-                self._executor.forget_scores()
-        if seq.sampling is not None and seq.sampling.grammar is not None:
-            seq.sampling = None
-            self._grammars.count_ended()

@@ -45,7 +45,11 @@ class PoolWatch:
         numbers[rows] = np.arange(len(rows))
         owners = block_owners(blocks, numbers)
         step = max(1, -(-len(owners) // MOST_CELLS))
-        cells = runs_of(owners[::step]).ravel().tolist()
+        shown = owners[::step]
+        # As runs: an owner, and how often it comes in a row.
+        starts = np.flatnonzero(np.diff(shown, prepend=-1))
+        lengths = np.diff(starts, append=len(shown))
+        cells = np.stack([shown[starts], lengths], axis=1).ravel().tolist()
         logged = blocks.log.blocks_of_rows(len(numbers))[rows].tolist()
         return PoolView(time.time(), stats, step, cells, logged)
 
@@ -72,10 +76,3 @@ def block_owners(blocks: BlockManager, numbers: IntArray) -> IntArray:
         for table in group.tables:
             owners[table.named_by_row(len(numbers))[0]] = OTHER
     return owners[1:]
-
-
-def runs_of(labels: IntArray) -> IntArray:
-    """``labels [n]`` as runs ``[m, 2]``: a label, and how often it comes in a row."""
-    starts = np.flatnonzero(np.diff(labels, prepend=-1))
-    lengths = np.diff(starts, append=len(labels))
-    return np.stack([labels[starts], lengths], axis=1)

@@ -33,19 +33,14 @@ class HostCopy:
         if device != "cuda":
             return
         if tensors:
-            self._tensors = self._start_copy()
+            words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
+            host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(words, non_blocking=True)
+            # These are valid once an event behind the copy is complete.
+            parts = zip(host.split([x.numel() for x in self._tensors]), self._tensors, strict=True)
+            self._tensors = [part.view(x.dtype).view(x.shape) for part, x in parts]
         self._copied = torch.cuda.Event()
         self._copied.record()
-
-    def _start_copy(self) -> list[Tensor]:
-        """Start the copy. The host tensors are valid once an event behind it is complete."""
-        words = torch.cat([x.contiguous().view(torch.int32).flatten() for x in self._tensors])
-        host = torch.empty(words.shape, dtype=torch.int32, pin_memory=True)
-        host.copy_(words, non_blocking=True)
-        parts = host.split([x.numel() for x in self._tensors])
-        return [
-            part.view(x.dtype).view(x.shape) for part, x in zip(parts, self._tensors, strict=True)
-        ]
 
     def wait(self) -> list[np.ndarray[Any, Any]]:
         """Wait for the copy, and the device's work before it: arrays of float32 and int32."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import (
     Abort,
-    EngineClient,
     ResetPrefixCache,
     ThreadClient,
     WatchPool,
@@ -23,6 +22,9 @@ from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats, PoolView
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.core_process import ProcessClient
 
 _Event = RequestOutput | Exception
 
@@ -47,7 +49,7 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.pool: PoolView | None = None
         """The newest view while ``watch_pool`` is on."""
-        self._client: EngineClient
+        self._client: ThreadClient | ProcessClient
         if mode == "process":
             from kvserve.engine.core.core_process import ProcessClient
 

@@ -98,7 +98,14 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
     runner, total = llm.engine.core.runner, len(prompt) + len(continuation)
     if runner.group.size > 1:
         raise RequestError("positions are followed on one rank only; use --tensor-parallel-size 1")
-    _check(llm, continuation, total)
+    info = llm.engine.core.info
+    if total + _MORE_TOKENS > info.max_model_len:
+        raise RequestError(
+            f"prompt and continuation have {total} tokens; the context of {info.max_model_len} "
+            f"leaves room for {info.max_model_len - _MORE_TOKENS} to inspect"
+        )
+    if any(not 0 <= token < info.vocab_size for token in continuation):
+        raise RequestError(f"the continuation holds a token id outside [0, {info.vocab_size})")
     layout = runner.cache.layout
     kept = KeptPositions(layout.num_layers, layout.num_kv_heads)
     given = torch.tensor([*continuation, 0, 0], device=runner.batch.device)
@@ -122,17 +129,6 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
         weights = remainders.whole.bias[:, 0].cpu().numpy()  # its row is nobody's yet
     details = output.kv_cache_details
     return Inspection(ids, kept.held_at(total), kept.events, details, weights)
-
-
-def _check(llm: LLM, continuation: Sequence[int], total: int) -> None:
-    info = llm.engine.core.info
-    if total + _MORE_TOKENS > info.max_model_len:
-        raise RequestError(
-            f"prompt and continuation have {total} tokens; the context of {info.max_model_len} "
-            f"leaves room for {info.max_model_len - _MORE_TOKENS} to inspect"
-        )
-    if any(not 0 <= token < info.vocab_size for token in continuation):
-        raise RequestError(f"the continuation holds a token id outside [0, {info.vocab_size})")
 
 
 def _by_lane(prefix: str, held: IntArray) -> dict[str, IntArray]:

@@ -78,7 +78,7 @@ class LLM(SaysWhatIsAbsent):
     def close(self) -> None:
         """End the other ranks; nothing can be generated afterwards."""
         with self._lock:
-            self.engine.close()
+            self.engine.core.close()
 
     def stats(self) -> EngineStats:
         """The pool and the counters, as ``GET /v1/kv/stats`` has them."""

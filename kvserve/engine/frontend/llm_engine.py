@@ -66,10 +66,6 @@ class LLMEngine:
             changed += [out for out in self._outputs.process(ended)[0] if out not in changed]
         return changed
 
-    def close(self) -> None:
-        """End the other tensor-parallel ranks."""
-        self.core.close()
-
     def stats(self) -> EngineStats:
         return self.core.stats()
 

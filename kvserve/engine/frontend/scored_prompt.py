@@ -34,9 +34,18 @@ class ScoredPrompt(Sequence[Entry]):
     def take(self, scored: PromptLogprobs) -> None:
         """Add a chunk. A prompt that was preempted is scored again: what is known is skipped."""
         new = len(self) - scored.start
-        columns = _columns(scored)
-        self._chunks.append(tuple(column[new:] for column in columns))  # type: ignore[arg-type]
-        self._ends.append(max(len(self), scored.start + len(columns[0])))
+        tokens = np.frombuffer(scored.token_ids, np.int32)
+        shape = len(tokens), scored.count
+        self._chunks.append(
+            (
+                tokens[new:],
+                np.frombuffer(scored.logprobs, np.float32)[new:],
+                np.frombuffer(scored.ranks, np.int32)[new:],
+                np.frombuffer(scored.top_ids, np.int32).reshape(shape)[new:],
+                np.frombuffer(scored.top_logprobs, np.float32).reshape(shape)[new:],
+            )
+        )
+        self._ends.append(max(len(self), scored.start + len(tokens)))
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -75,14 +84,3 @@ class ScoredPrompt(Sequence[Entry]):
                 if other != token:
                     entry[other] = Logprob(value, place, text(other))
             yield entry
-
-
-def _columns(scored: PromptLogprobs) -> _Columns:
-    shape = len(scored.ranks) // np.dtype(np.int32).itemsize, scored.count
-    return (
-        np.frombuffer(scored.token_ids, np.int32),
-        np.frombuffer(scored.logprobs, np.float32),
-        np.frombuffer(scored.ranks, np.int32),
-        np.frombuffer(scored.top_ids, np.int32).reshape(shape),
-        np.frombuffer(scored.top_logprobs, np.float32).reshape(shape),
-    )

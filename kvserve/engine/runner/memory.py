@@ -145,7 +145,11 @@ def limit_threads(ranks: int = 1) -> tuple[str, str]:
     cores = _cores()
     before = _core_times()
     time.sleep(_SECONDS)
-    idle = _idle_cores(before, _core_times(), cores)
+    after, idle = _core_times(), 0.0
+    for core in cores:  # an unknown one counts as idle
+        spent = [b - a for a, b in zip(before.get(core, ()), after.get(core, ()), strict=True)]
+        total = sum(spent)
+        idle += sum(spent[column] for column in _IDLE) / total if total else 1.0
     threads = max(1, min(threads, _quota(), round(idle)) // ranks)
     torch.set_num_threads(threads)
     return str(threads), f"{idle:.1f} of {len(cores)} cores were idle at start-up; OMP_NUM_THREADS"
@@ -174,15 +178,3 @@ def _core_times() -> dict[int, list[int]]:
         return {}
     found = (line for line in lines if line and line[0][:3] == "cpu" and line[0][3:].isdigit())
     return {int(line[0][3:]): [int(ticks) for ticks in line[1:]] for line in found}
-
-
-def _idle_cores(
-    before: dict[int, list[int]], after: dict[int, list[int]], cores: set[int]
-) -> float:
-    """How many of ``cores`` were idle between two measurements; an unknown one counts as idle."""
-    idle = 0.0
-    for core in cores:
-        spent = [b - a for a, b in zip(before.get(core, ()), after.get(core, ()), strict=True)]
-        total = sum(spent)
-        idle += sum(spent[column] for column in _IDLE) / total if total else 1.0
-    return idle

@@ -190,12 +190,6 @@ class ModelRunner:
         """Called with a sequence's id, the position of the first token that is predicted and logits
         [T, V], where a prompt is scored."""
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Memory beside the pool: what scoring takes at most, unless a single window needs more,
-        and scores kept for later events."""
-        return self.compressor.observer.scratch_bytes + self.batch.kept_scores.nbytes
-
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
         """Run the largest step on padding: ``tokens`` of a prompt, then a draw for every row."""

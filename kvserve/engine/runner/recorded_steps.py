@@ -54,7 +54,8 @@ class RecordedSteps:
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
         self._parts = parts
-        self._recorder = Recorder()
+        self._memory = _Memory()
+        """Tapes write to the same memory, so they are never played at once."""
         self._tapes: dict[Shape, _Recorded] = {}
         self._most_rows = parts.rows.block_tables.shape[1]
         # All kinds are tried now, with no row, so that they store in the null block: what is said
@@ -127,16 +128,26 @@ class RecordedSteps:
     def _record(self, shape: Shape, *, made: bool = False) -> _Recorded | None:
         """Record the calls of such a step, unless torch computes something in its layers."""
         step = self._step(shape)
-        filling = self._recorder.record(step.update, made=made)
-        compute = partial(step.compute, filling.answer)
-        computing = self._recorder.record(compute, made=made)
-        self.refused = self.refused or computing.refused
-        if computing.refused is not None:
+        filling, ids, by_torch = self._calls_of(step.update, made)
+        computing, hidden, refused = self._calls_of(partial(step.compute, ids), made)
+        self.refused = self.refused or refused
+        if refused is not None:
             return None
-        by_torch = filling.refused is not None  # of further cache groups
-        calls = computing.calls if by_torch else filling.calls + computing.calls
-        self._tapes[shape] = _Recorded(step, Tape(calls), computing.answer, by_torch)
+        updates = by_torch is not None  # of further cache groups
+        calls = computing if updates else filling + computing
+        self._tapes[shape] = _Recorded(step, Tape(calls), hidden, updates)
         return self._tapes[shape]
+
+    @torch.inference_mode()
+    def _calls_of(
+        self, compute: Callable[[], Tensor], made: bool
+    ) -> tuple[list[Call], Tensor, str | None]:
+        """The calls of compiled kernels in ``compute``, and where a tape of them leaves its answer,
+        which is there now if they are ``made``. Last, the first of torch's operators that computed
+        something: a tape would lack it."""
+        with recorded(made=made) as calls, _Watch(self._memory) as watch:
+            answer = compute()
+        return calls, answer, watch.refused
 
 
 def _fill(step: PaddedStep, lengths: IntArray, token_ids: Tensor) -> None:
@@ -182,31 +193,6 @@ class _Recorded:
 _ALIGNED = 64
 _CHUNK = 2**20
 _ALLOCATES = ("empty", "empty_like", "new_empty")
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """``answer`` is where a tape of the ``calls`` leaves what it computes. ``refused`` is the first
-    of torch's operators that computed something: a tape would lack it."""
-
-    calls: list[Call]
-    answer: Tensor
-    refused: str | None
-
-
-class Recorder:
-    """Tapes of one recorder write to the same memory, so they are never played at once."""
-
-    def __init__(self) -> None:
-        self._memory = _Memory()
-
-    @torch.inference_mode()
-    def record(self, compute: Callable[[], Tensor], *, made: bool = True) -> Recording:
-        """Compute, and note the calls of compiled kernels; unless they are ``made``, the answer is
-        what a tape leaves there."""
-        with recorded(made=made) as calls, _Watch(self._memory) as watch:
-            answer = compute()
-        return Recording(calls, answer, watch.refused)
 
 
 class _Watch(TorchDispatchMode):

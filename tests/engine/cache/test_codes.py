@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,22 +23,21 @@ from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.messages.sequence import Sequence
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.policies.uneven.test_uneven_engine import (
+    BLOCK,
+    PROMPT,
+    TOKENS,
+    alone,
+    make_llm,
+)
 from tests.scheduler.traffic import preempt_now_and_then
 
 pytestmark = pytest.mark.compiler
 
-BLOCK = 4
-(PROMPT,) = random_prompts([70], seed=8)
 MATES = random_prompts([3, 22, 55, 4, 41, 90], seed=9)
-TOKENS = 40
 SPINDLE = {"name": "spindlekv", "window": 4, "flush_every": 8}
 NOTHING_MERGES = {**SPINDLE, "ratio": 1, "theta_k": 0.9999, "theta_v": 0.9999}
 MUCH_MERGES = {**SPINDLE, "ratio": 0.6, "theta_k": 0.6, "theta_v": 0.5}
-
-
-def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
-    settings = {"block_size": BLOCK, "max_num_seqs": 16, "dtype": "float32", **settings}
-    return LLM(str(directory), policy=policy, skip_tokenizer_init=True, **settings)
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[KVCacheDetails]]:
@@ -47,20 +45,6 @@ def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     tokens = [output.outputs[0].token_ids for output in outputs]
     return tokens, [output.kv_cache_details for output in outputs]
-
-
-def logits_of(llm: LLM) -> list[Tensor]:
-    """The logits of every token that a request alone samples."""
-    model, seen = llm.engine.core.runner.model, list[Tensor]()
-    original = model.logits
-
-    def record(hidden: Tensor) -> Tensor:
-        seen.append(original(hidden))
-        return seen[-1]
-
-    model.logits = record  # type: ignore[method-assign]
-    generate(llm, [PROMPT])
-    return seen
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -75,12 +59,11 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
 
     monkeypatch.setattr(coder, "extend", nobody)
     settings = {"attention_backend": "cpu", "kv_layout": "head", "dtype": dtype}
-    exact = logits_of(make_llm(llama_dir, "none", **settings))
+    _, _, exact, _ = alone(make_llm(llama_dir, "none", **settings))
     policy = {**NOTHING_MERGES, "raw_fallback": False}
     llm = make_llm(llama_dir, policy, **settings)
-    got = logits_of(llm)
-    assert len(got) == len(exact) == TOKENS
-    assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+    _, _, got, _ = alone(llm)
+    assert len(got) == TOKENS and torch.equal(got, exact)
     _, (details,) = generate(llm, [PROMPT])
     assert details.coded_entries > 0 and details.codebook_entries == 2 * details.coded_entries
     assert details.compactions == 1 + (TOKENS - 1) // 8
@@ -221,19 +204,6 @@ def test_raw_prompt_blocks_stay_shareable(llama_dir: Path) -> None:
     assert second.num_cached_tokens == (len(PROMPT) - 4) // BLOCK * BLOCK
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
     assert second.kv_cache_details == first.kv_cache_details
-
-
-def test_codes_share_a_batch_with_other_policies(llama_dir: Path) -> None:
-    policies: list[Any] = [MUCH_MERGES, "none", {"name": "adakv", "budget": 20, "window": 4}]
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, kv_policy=policy)
-        for policy in policies
-    ]
-    llm = make_llm(llama_dir, MUCH_MERGES, max_num_batched_tokens=50)
-    outputs = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
-    for policy, output in zip(policies, outputs, strict=True):
-        alone = generate(make_llm(llama_dir, policy), [PROMPT])[0][0]
-        assert output.outputs[0].token_ids == alone, policy
 
 
 def test_inspect_says_what_codes_did(llama_dir: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
+from kvserve import SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.core.start_up_table import log_row
 from kvserve.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4)
 
@@ -73,10 +74,9 @@ def test_fp8_entries_come_back_within_their_precision(dtype: torch.dtype) -> Non
 def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
     peaks, tokens = {}, {}
     for dtype in ("model", "fp8"):
-        fields = {"window": 100, "buffer": 4, "ratio": 0.5, "period": 20, "query_dtype": dtype}
-        fields["query_reduce"] = "group_mean"
-        policy = {"name": "kara", **fields}
-        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
+        policy = {"name": "kara", "window": 100, "buffer": 4, "ratio": 0.5, "period": 20}
+        policy |= {"query_dtype": dtype, "query_reduce": "group_mean"}
+        llm = make(llama_dir, policy=policy)
         params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
         (output,) = llm.generate(random_prompts([4]), params, use_tqdm=False)
         assert output.kv_cache_details.compactions == 1

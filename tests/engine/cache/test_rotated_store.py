@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
@@ -20,15 +19,12 @@ from kvserve.kernels.storage import TORCH
 from kvserve.kernels.store_kv import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.models.decoding import make, tokens
 from tests.meta_device import KARA
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def tokens_of(model: Path, **settings: Any) -> list[list[int]]:
-    llm = LLM(str(model), dtype="float32", skip_tokenizer_init=True, block_size=8, **settings)
-    outputs = llm.generate(random_prompts([5, 33]), GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return tokens(make(model, block_size=8, **settings), random_prompts([5, 33]), 24)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,17 @@ from tests.engine.policies.cases import Case
 from tests.engine.policies.test_conformance import Lab, Run, same
 
 _KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
+_OTHER = {"ratio": 0.3, "query_reduce": "heads"}
+_RECOMPUTED = {"query_source": "recompute", "query_stride": 2, "remainder": "off"}
 _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
 CASES = [
     Case("kara", {**_KARA, "remainder": "off"}, [(57, 48), (77, 59)]),
     Case("kara", _KARA, []),
     Case("kara", {**_KARA, "remainder": "off", "chunk_budget": 0, "group_aggregate": "max"}, []),
     Case("kara", {**_KARA, "group_aggregate": "rms", "query_stride": 2, "buffer": 0}, []),
+    Case("kara", {**_KARA, "ratio": 0.3, "remainder": "fitted"}, []),
+    Case("kara", {**_KARA, **_OTHER, "queries": "buffer", "protect_prompt": False}, []),
+    Case("kara", {**_KARA, **_OTHER, **_RECOMPUTED}, []),
     Case("snapkv", {"budget": 14, "threshold": 22, "window": 4, **_THRESHOLD}, []),
     Case("snapkv", {"budget": 18, "window": 5, "query_dtype": "int4"}, []),
     Case(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.frontend.inspect import inspect
-from kvserve.kernels.slot_mapping import slot_mapping
 from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
 KARA |= {"query_dtype": "model"}  # recomputed queries are not rounded
@@ -22,8 +22,7 @@ KARA |= {"query_dtype": "model"}  # recomputed queries are not rounded
 
 def running(directory: Path, tokens: int, **fields: Any) -> LLM:
     """An engine in the midst of a sequence, with ``tokens`` of them computed."""
-    policy = {**KARA, **fields}
-    llm = LLM(str(directory), policy=policy, dtype="float32", skip_tokenizer_init=True)
+    llm = make(directory, policy={**KARA, **fields})
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     llm.engine.add_request("a", PROMPT, params)
     while llm.engine.core.scheduler.rows.num_computed[0] < tokens:
@@ -42,50 +41,19 @@ def recomputed(llm: LLM, positions: list[int], heads: int) -> Tensor:
     return found[0]
 
 
-def logged(llm: LLM, positions: list[int]) -> Tensor:
-    runner = llm.engine.core.runner
-    log, layout = runner.cache.query_log, runner.cache.layout
-    with torch.device(runner.batch.device):
-        lanes = torch.tensor(positions).expand(layout.num_layers, log.heads, -1)
-        rows = torch.zeros(len(positions), dtype=torch.long)
-        slots = slot_mapping(runner.batch.log_tables, rows, lanes, log.block_tokens)
-        found = log.read(slots, torch.arange(layout.num_layers))
-    assert isinstance(found, Tensor)
-    return found
-
-
-@pytest.mark.parametrize("checkpoint", ["llama_dir", "qwen3_dir"])
-@pytest.mark.parametrize(("reduce", "heads"), [("heads", 8), ("group_mean", 2)])
-def test_without_an_event_they_equal_the_logged_ones(
-    checkpoint: str, reduce: str, heads: int, request: pytest.FixtureRequest
-) -> None:
-    directory: Path = request.getfixturevalue(checkpoint)
-    llm = running(directory, 60, window=100, query_reduce=reduce)
-    positions = list(range(11, 60))
-    expected = logged(llm, positions)
-    assert expected.abs().amax(dim=(1, 2, 3)).min() > 0.5
-    torch.testing.assert_close(recomputed(llm, positions, heads), expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("events", [False, True])
 def test_any_subset_equals_the_full_pass(llama_dir: Path, events: bool) -> None:
     llm = running(llama_dir, 78, window=20 if events else 100)
     assert (llm.stats().compactions_total > 2) is events
     start = int(llm.engine.core.scheduler.rows.first_uncompressed_pos[0])
+    runner = llm.engine.core.runner
+    before = runner.cache.kv.clone(), runner.batch.kv_lens.clone()
     full = recomputed(llm, list(range(start, 78)), 8)
     for subset in ([start], [77], [start + 1, start + 5, 77], list(range(77, start, -3))):
         found = recomputed(llm, subset, 8)
         places = torch.tensor(subset) - start
         torch.testing.assert_close(found, full[..., places, :], atol=1e-4, rtol=1e-4)
-
-
-def test_recomputing_changes_nothing(llama_dir: Path) -> None:
-    llm = running(llama_dir, 70)
-    runner = llm.engine.core.runner
-    before = runner.cache.kv.clone(), runner.batch.kv_lens.clone()
-    recomputed(llm, [60, 69], 2)
-    assert torch.equal(runner.cache.kv, before[0])
-    assert torch.equal(runner.batch.kv_lens, before[1])
+    assert torch.equal(runner.cache.kv, before[0]) and torch.equal(runner.batch.kv_lens, before[1])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +73,7 @@ def test_the_first_event_keeps_what_logged_queries_would(
     found = []
     for source in ("log", "recompute"):
         policy = {**KARA, "window": 20, "ratio": 0.4, "query_source": source, **fields}
-        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
+        llm = make(llama_dir, policy=policy)
         found.append(inspect(llm, prompt, continuation))
         assert (llm.engine.core.scheduler.blocks.log.blocks.any()) == (source == "log")
     log, recompute = (inspection.events[0] for inspection in found)
@@ -118,8 +86,8 @@ def test_stride_and_buffer_choose_other_tokens(llama_dir: Path) -> None:
     kept = []
     for fields in ({}, {"query_stride": 2}, {"queries": "buffer"}, {"query_reduce": "group_mean"}):
         policy = {**KARA, "window": 32, "ratio": 0.4, "query_source": "recompute", **fields}
-        llm = LLM(str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True)
-        kept.append(inspect(llm, prompt, continuation).held.tobytes())
+        found = inspect(make(llama_dir, policy=policy), prompt, continuation)
+        kept.append(found.held.tobytes())
     assert len(set(kept)) == len(kept)
 
 
@@ -129,10 +97,7 @@ def test_an_unprotected_prompt_is_compressed_at_its_end(llama_dir: Path) -> None
     (prompt,) = random_prompts([75], seed=4)
     held = []
     for settings in ({}, {"max_num_batched_tokens": 9, "max_num_seqs": 1}, {"block_size": 4}):
-        llm = LLM(
-            str(llama_dir), policy=policy, dtype="float32", skip_tokenizer_init=True, **settings
-        )
-        found = inspect(llm, prompt)
+        found = inspect(make(llama_dir, policy=policy, **settings), prompt)
         assert [event.seen for event in found.events] == [75]
         assert found.held.shape[2] == 75 - 4 * (16 - 4)
         assert (found.held[..., -11:] == np.arange(64, 75)).all()

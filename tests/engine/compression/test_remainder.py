@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve import LLM, SamplingParams
+from kvserve import LLM
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
-from tests.engine.compression.test_compaction import run_one
 from tests.engine.dense_reference import load_dense
 from tests.engine.evicting_reference import (
     EvictingPass,
@@ -28,8 +27,11 @@ from tests.engine.evicting_reference import (
     fitted,
     mean,
 )
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
 from tests.engine.policies.cases import PROMPT, UNEVEN_BLOCK, UNEVEN_CASES, Case
 from tests.engine.policies.test_conformance import IDS, Lab, Run, generate, same
+from tests.engine.policies.uneven.test_uneven_engine import alone
 from tests.thinning import thinned
 
 _KARA: dict[str, Any] = {"window": 16, "buffer": 4, "ratio": 0.25, "period": 4}
@@ -55,9 +57,6 @@ CASES = [
     Case("h2o", {"budget": 20, "remainder": "mean"}, []),
     Case("snapkv", {"budget": 18, "window": 5, "remainder": "fitted"}, []),
 ]
-# What the log rounds, and what it is told of attention, is compared run against run alone.
-FITTED = Case("kara", {**_KARA, "remainder": "fitted"}, [])
-OTHERS = [Case("kara", {**_KARA, "ratio": ratio}, []) for ratio in (0.3, 0.5, 0.6)]
 LABELS = [case.label for case in CASES]
 EACH = pytest.mark.parametrize("case", CASES, ids=LABELS)
 
@@ -163,20 +162,6 @@ def test_company_does_not_matter(lab: Lab, case: Case, company: str) -> None:
     same(lab.alone(case.label), COMPANY[company](lab)[case.label])
 
 
-def test_what_is_fitted_is_the_same_alone_and_in_any_company(tmp_path: Path) -> None:
-    """Fitted to queries that were logged in 4 bits."""
-    directory = write_checkpoint("llama", tmp_path)
-    lab = Lab(directory, "model", "auto", [FITTED, *OTHERS], "int4")
-    alone = lab.alone(FITTED.label)
-    assert FITTED.make().leaves == "fitted" and len(alone.events) >= 3
-    same(alone, lab.crowd[FITTED.label])
-    for swap_space in (0, 1):
-        engine = lab.engine(swap_space=swap_space, max_num_seqs=2, block_size=4)
-        runs = generate(engine, [(IDS, FITTED.spec)] * 4)
-        for run in runs:
-            same(alone, run)
-
-
 def test_usage_counts_what_is_left(lab: Lab) -> None:
     run = lab.alone(LABELS[0])
     layout = lab._one.llm.engine.core.runner.cache.layout
@@ -224,34 +209,26 @@ LEAVING = [
 def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
     """Lanes that drop differently many, and blocks that are dropped where they lie."""
     directory, spec = write_checkpoint("llama", tmp_path), {**UNEVEN_CASES[name], "remainder": kind}
-    tokens, logits, kept = run_one(directory, spec, IDS, least=1, block_size=UNEVEN_BLOCK)
+    tokens, events, logits, _ = alone(make(directory, policy=spec, block_size=UNEVEN_BLOCK), IDS)
+    assert events
     policy = make_policy(spec).for_model(2, UNEVEN_BLOCK)
     fit: Fit = mean
     if policy.leaves == "fitted":
-        ends = [event.seen for event in kept.events]
+        ends = [event.seen for event in events]
         first = 0 if "threshold" not in name or not policy.protect_prompt else PROMPT  # type: ignore[attr-defined]
         fit = fitted(lambda e: (list(range(ends[e] - policy.protected, ends[e])), None), first)
-    found = evicting_pass(load_dense(directory), IDS + tokens[:-1], kept.events, fit)
+    found = evicting_pass(load_dense(directory), IDS + tokens[:-1], events, fit)
     expected = found.logits[PROMPT - 1 :].float()
-    torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
-def test_backends_agree(tmp_path: Path, backend: str) -> None:
-    directory = write_checkpoint("qwen3", tmp_path)
-    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-    answers = []
-    for name in ("auto", backend):
-        llm = LLM(
-            str(directory),
-            policy={"name": "kara", **_KARA},
-            dtype="float32",
-            skip_tokenizer_init=True,
-            attention_backend=name,
-        )
-        outputs = llm.generate([IDS, IDS[:9], IDS[3:30]], params, use_tqdm=False)
-        assert all(output.kv_cache_details.remainder_entries for output in outputs)
-        answers.append([output.outputs[0].token_ids for output in outputs])
+def test_backends_agree(tmp_path: Path) -> None:
+    directory, answers = write_checkpoint("qwen3", tmp_path), []
+    for backend in ("auto", "torch"):
+        llm = make(directory, policy={"name": "kara", **_KARA}, attention_backend=backend)
+        answers.append(tokens_of(llm, [IDS, IDS[:9], IDS[3:30]], 50))
+        remainders = llm.engine.core.runner.batch.remainders
+        assert remainders is not None and remainders.used
     assert answers[0] == answers[1]
 
 

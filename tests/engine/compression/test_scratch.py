@@ -1,17 +1,23 @@
-"""What events take beside the pool fits what was reserved for it, however long a prompt is."""
+"""What an event moves; and what events take beside the pool fits what was reserved for it, however
+long a prompt is."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bench.gpu_runs.jobs import CONFIGS
 from kvserve import LLM
+from kvserve.engine.compression.moves import plan_moves
 from kvserve.engine.compression.observer import SCRATCH_BYTES, event_bytes
 from kvserve.engine.models import loader
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.warm_up import first_event
 from kvserve.kernels.int4_log import quantize
 from kvserve.kernels.scores.causal_scores import (
@@ -22,11 +28,31 @@ from kvserve.kernels.scores.causal_scores import (
 )
 from kvserve.kernels.scores.key_similarity import anchor_similarity
 from kvserve.scheduler.layout import Granularity, KVLayout
-from tests.meta_device import no_likenesses, on_a_device
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.triggers.trigger import EventKind, EvictionSpec
+from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
+from tests.meta_device import KARA, no_likenesses, on_a_device
 from tests.peak_bytes import PeakBytes
 from tests.thinning import slow
 
 __all__ = ["no_likenesses", "on_a_device"]
+
+
+def test_plan_follows_the_worked_example() -> None:
+    """b=4, prompt 5, 14 entries, W=8, U=2, N=3: two heads keep different places."""
+    kept = torch.tensor([[[[0, 2, 5], [1, 2, 3]]]])
+    one, three, five, six, eight = (np.array([value]) for value in (1, 3, 5, 6, 8))
+    events = EvictionSpec(five, one, six, three, five, eight, five)
+    row, old = np.zeros(1, int), np.full((1, 1, 1), 14)
+    new = old - events.evicted
+    task = Events(0, EventKind.EVEN, row, row, events, old, None, new, five, five, five)
+    assert task.new_lens.item() == 11
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=8, block_size=4)
+    plan = plan_moves(task, kept + 5, three, layout)
+    assert plan.counts.tolist() == [[[6, 6]]]
+    assert plan.src[0, 0].tolist() == [[5, 7, 10, 11, 12, 13], [6, 7, 8, 11, 12, 13]]
 
 
 @pytest.mark.usefixtures("on_a_device")
@@ -108,3 +134,24 @@ def test_what_is_reserved_grows_with_the_context() -> None:
     assert event_bytes(layout, 2048) == SCRATCH_BYTES
     assert event_bytes(layout, 8192) < 1.25 * SCRATCH_BYTES
     assert event_bytes(layout, 131_072) < 0.025 * 80e9
+
+
+def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are observed as many at a time as the scratch holds; one at a time is no other."""
+    results = []
+    for scratch in (2**28, 1):
+        llm = make(llama_dir, policy=KARA)
+        compressor, most = llm.engine.core.runner.compressor, 0
+        monkeypatch.setattr(compressor.observer, "scratch_bytes", scratch)
+        observed = compressor.observer.observe
+
+        def watched(*args: Any) -> Iterator[tuple[slice, slice, Any, Observation]]:
+            nonlocal most
+            for some, layers, scores, observation in observed(*args):  # noqa: B023
+                most = max(most, len(observation.keys))
+                yield some, layers, scores, observation
+
+        monkeypatch.setattr(compressor.observer, "observe", watched)
+        results.append(tokens_of(llm, random_prompts([11, 7, 19], seed=4), 90))
+        assert (most == 1) == (scratch == 1)
+    assert results[0] == results[1]

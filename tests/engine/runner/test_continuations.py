@@ -26,6 +26,7 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.models.decoding import row_of
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.runner.test_cuda_graph import KARA, SIZES, make_llm, make_plain
 from tests.engine.test_pressure import watch
@@ -50,23 +51,19 @@ DEFAULT = {"name": "snapkv", "budget": 64}
 
 
 def continuing(directory: Path, layout: str) -> list[dict[str, Any]]:
-    """Policies of a layout whose conversations go on."""
+    """Policies of a layout whose conversations go on, and to which a later prompt means what
+    generated text does."""
     spec, found = read_spec(directory), []
+    known, computed, held, first = (np.array([n]) for n in (37, 80, 60, 70))
+    rows = RowState(known, computed, held, first)
     for each in SPECS:
         policy = make_policy(each).for_model(spec.num_layers, 4)
         fits = policy.granularity.fits(Granularity(layout))
         if fits and each["name"] != "none" and continuation_refusal(policy, spec) is None:
-            found.append(each)
+            prompt, start = policy.event_trigger.next_turn(rows, np.array([120]))
+            if prompt[0] == 37 and start[0] == 70:
+                found.append(each)
     return found
-
-
-def goes_on(spec: dict[str, Any]) -> bool:
-    """Whether a later prompt means to a policy what generated text does."""
-    numbers = (np.array([n]) for n in (37, 80, 60, 70))
-    known, computed, held, first = numbers
-    rows = RowState(known, computed, held, first)
-    prompt, first = make_policy(spec).event_trigger.next_turn(rows, np.array([120]))
-    return bool(prompt[0] == 37 and first[0] == 70)
 
 
 PROMPT = random_prompts([37], seed=7)[0]
@@ -160,7 +157,7 @@ def test_turns_are_one_sequence(
     llama_dir: Path, layout: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every policy to which a later prompt is more of the same; what it holds is the same, too."""
-    policies = [spec for spec in continuing(llama_dir, layout) if goes_on(spec)]
+    policies = continuing(llama_dir, layout)
     if layout != "model":  # the others have been there
         policies = [
             p for p in policies if policy_class(p["name"]).granularity is not Granularity.MODEL
@@ -385,8 +382,8 @@ def test_flags(llama_dir: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             make_llm(llama_dir, KARA, **settings)
     llm = make_llm(llama_dir, "none", continuations="on", continuation_memory=2**20)
-    rows = {name: (state, why) for name, state, why in llm.engine.core.info.summary}
-    assert rows["continuations"][0] == "on" and "prefix cache" in rows["continuations"][1]
+    _, state, why = row_of(llm, "continuations")
+    assert state == "on" and "prefix cache" in why
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts
 from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.models.decoding import make, row_of
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
-from tests.engine.test_pressure import PROMPTS, watch
+from tests.engine.test_pressure import PROMPTS, before_steps, watch
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
@@ -38,8 +39,7 @@ EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 
 
 def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
-    settings = {"block_size": 4, "max_num_seqs": 40, "dtype": "float32", **settings}
-    return LLM(str(directory), policy=policy, skip_tokenizer_init=True, **settings)
+    return make(directory, policy=policy, **{"block_size": 4, "max_num_seqs": 40, **settings})
 
 
 def make_plain(directory: Path, policy: Any, **settings: Any) -> LLM:
@@ -86,18 +86,14 @@ def follow(llm: LLM) -> list[int]:
     """How many steps were in flight as each was launched."""
     collected: list[int] = []
     depth: list[int] = []
-    runner, core = llm.engine.core.runner, llm.engine.core
-    launch, take_in = runner.launch, core._take_in
-
-    def launched(output: SchedulerOutput) -> LaunchedStep:
-        depth.append(len(depth) - len(collected))
-        return launch(output)
+    core = llm.engine.core
+    take_in = core._take_in
 
     def taken(*args: Any) -> Any:
         collected.append(1)
         return take_in(*args)
 
-    runner.launch = launched  # type: ignore[method-assign]
+    before_steps(llm, lambda _: depth.append(len(depth) - len(collected)))
     core._take_in = taken  # type: ignore[method-assign, assignment]
     return depth
 
@@ -156,8 +152,8 @@ def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
     with pretend_cuda() as queue:
         llm = make_plain(llama_dir, KARA, num_gpu_blocks_override=200)
         generate(llm, PROMPTS[:2], [KARA] * 2)
-        summary = {row[0]: row[1] for row in llm.engine.core.info.summary}
-    assert queue.graphs == 0 and summary["cuda graphs"] == summary["overlapped steps"] == "off"
+        states = [row_of(llm, name)[1] for name in ("cuda graphs", "overlapped steps")]
+    assert queue.graphs == 0 and states == ["off", "off"]
 
 
 @pytest.mark.parametrize("sizes", [SIZES, ()], ids=["captured", "recorded"])
@@ -312,6 +308,5 @@ def test_steps_overlap_while_nothing_is_guessed(
 
 @pytest.mark.parametrize("on", [None, True, False])
 def test_the_startup_table_says_whether_steps_overlap(llama_dir: Path, on: bool | None) -> None:
-    summary = make_llm(llama_dir, "none", async_scheduling=on).engine.core.info.summary
-    (row,) = [row for row in summary if row[0] == "overlapped steps"]
-    assert row[1] == ("on" if on else "off") and "--async-scheduling" in row[2]
+    _, state, why = row_of(make_llm(llama_dir, "none", async_scheduling=on), "overlapped steps")
+    assert state == ("on" if on else "off") and "--async-scheduling" in why

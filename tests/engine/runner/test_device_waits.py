@@ -130,16 +130,12 @@ def test_no_step_waits(policy: dict[str, Any], sizes: tuple[int, ...], tmp_path:
 @pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "captured"])
 def test_guesses_are_checked_without_waits(sizes: tuple[int, ...], tmp_path: Path) -> None:
     """The device sees for itself how many were right."""
-    how = {
-        "speculative_config": LOOKUP | {"prompt_lookup_min": 1},
-        "cudagraph_capture_sizes": sizes,
-    }
-    llm = small_engine(tmp_path, KARA, **how)
+    lookup = LOOKUP | {"prompt_lookup_min": 1}
+    llm = small_engine(tmp_path, KARA, speculative_config=lookup, cudagraph_capture_sizes=sizes)
     always_guess(llm)
     with nothing_is_waited_for():
-        llm.generate(
-            random_prompts([5, 17, 33, 1]), [GREEDY, DRAWN, GREEDY, GREEDY], use_tqdm=False
-        )
+        params = [GREEDY, DRAWN, GREEDY, GREEDY]
+        llm.generate(random_prompts([5, 17, 33, 1]), params, use_tqdm=False)
     assert llm.stats().draft_tokens_total >= llm.stats().accepted_tokens_total > 0
     graphs = llm.engine.core.runner.graphs
     assert (graphs is None) == (not sizes)

@@ -22,13 +22,14 @@ from kvserve.engine.core import build
 from kvserve.engine.device import pages
 from kvserve.engine.runner import memory, rank
 from kvserve.engine.runner.plan import EnginePlan
+from tests.engine.models.decoding import make
 
 GIB = 2**30
 
 
 def make_llm(directory: Path, **settings: Any) -> LLM:
-    settings = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings}
-    return LLM(str(directory), dtype="float32", skip_tokenizer_init=True, **settings)
+    sizes = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return make(directory, **sizes, **settings)
 
 
 @pytest.mark.parametrize("layout", ["model", "layer", "head"])

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import ConfigError
@@ -21,6 +20,7 @@ from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import LOOKUP, SPECULATIVE, Oracle, always_guess
+from tests.engine.models.decoding import row_of
 from tests.engine.runner.test_cuda_graph import (
     KARA,
     PROMPTS,
@@ -29,7 +29,7 @@ from tests.engine.runner.test_cuda_graph import (
     make_plain,
     run,
 )
-from tests.engine.test_pressure import watch
+from tests.engine.test_pressure import before_steps, watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
 
@@ -255,17 +255,13 @@ def test_guesses_leave_room_for_prompts(llama_dir: Path) -> None:
     plain = generate(make_plain(llama_dir, "none"), PROMPTS, ["none"] * 8)
     settings = {"max_num_batched_tokens": 12, "max_num_seqs": 6}
     llm, _ = guessing(llama_dir, "none", plain, 1.0, **settings)
-    launch, seen = llm.engine.core.runner.launch, []
-
-    def watched(output: Any) -> Any:
-        if output.drafts is not None:
-            seen.append((output.drafts.num_guessed, output.num_decoding, output.num_tokens))
-        return launch(output)
-
-    llm.engine.core.runner.launch = watched  # type: ignore[method-assign]
+    steps: list[SchedulerOutput] = []
+    before_steps(llm, steps.append)
     assert generate(llm, PROMPTS, ["none"] * 8) == plain
-    assert seen and all(guessed <= (12 - rows) // 2 for guessed, rows, _ in seen)
-    assert max(tokens for *_, tokens in seen) == 12
+    guessing_steps = [step for step in steps if step.drafts is not None]
+    for step in guessing_steps:
+        assert step.drafts and step.drafts.num_guessed <= (12 - step.num_decoding) // 2
+    assert max(step.num_tokens for step in guessing_steps) == 12
 
 
 def test_settings_are_named(llama_dir: Path) -> None:
@@ -281,8 +277,7 @@ def test_settings_are_named(llama_dir: Path) -> None:
             make_llm(llama_dir, "none", speculative_config=given)
     for given, state in (({}, "off"), (SPECULATIVE, "ngram, up to 5 tokens")):
         llm = make_llm(llama_dir, "none", speculative_config=given)
-        rows = {name: said for name, said, _ in llm.engine.core.info.summary}
-        assert rows["speculation"] == state
+        assert row_of(llm, "speculation")[1] == state
 
 
 def test_engine_wide_events_are_refused_guesses(llama_dir: Path) -> None:
@@ -299,12 +294,8 @@ def test_repeated_text_takes_fewer_steps(llama_dir: Path) -> None:
     text = random_prompts([90], seed=2)[0]
     given = torch.tensor([*text, *text[:80], 0, 0, 0, 0, 0, 0])
     llm = make_llm(llama_dir, KARA, speculative_config=LOOKUP, max_num_batched_tokens=40)
-
-    def forced(positions: Tensor) -> Tensor:
-        return given[positions]
-
     always_guess(llm)  # what a guess costs depends on what else this machine does
-    llm.engine.core.runner.force = forced
+    llm.engine.core.runner.force = given.__getitem__
     params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
     (output,) = llm.generate([text], params, use_tqdm=False)
     assert output.outputs[0].token_ids == text[:80]

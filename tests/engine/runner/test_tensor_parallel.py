@@ -22,16 +22,18 @@ from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.models.decoding import make
+from tests.engine.test_pressure import before_steps
 from tests.quantized_checkpoints import AWQ, fp8_config, quantize
 
 KARA = {"name": "kara", "window": 16, "buffer": 4, "period": 1}
+TRIATTENTION = {"name": "triattention", "budget": 30, "period": 4, "recent": 2}
 REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": "none"},
     {"kv_policy": KARA},
@@ -43,16 +45,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": {"name": "chunkkv", "budget": 24, "chunk_size": 6}},
     {"kv_policy": {"name": "pyramidinfer", "min_context": 6, "decay": 0.2, "period": 8}},
     {"kv_policy": {"name": "h2o", "budget": 30}},
-    {"kv_policy": {"name": "triattention", "budget": 30, "period": 4, "recent": 2}},
-    {
-        "kv_policy": {
-            "name": "triattention",
-            "budget": 30,
-            "period": 4,
-            "recent": 2,
-            "mode": "union",
-        }
-    },
+    {"kv_policy": TRIATTENTION},
+    {"kv_policy": {**TRIATTENTION, "mode": "union"}},
     {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 1.0},
     {"kv_policy": "none", "prompt_logprobs": 2, "logprobs": 2},
 ]
@@ -61,15 +55,9 @@ PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 55, 48, 37, 45])
 
 @contextmanager
 def started(directory: Path, ranks: int, **settings: Any) -> Iterator[LLM]:
-    llm = LLM(
-        str(directory),
-        policy={"name": "snapkv", "budget": 24, "window": 6, "query_dtype": "int4"},
-        dtype="float32",
-        skip_tokenizer_init=True,
-        tensor_parallel_size=ranks,
-        kv_layout="layer",
-        **settings,
-    )
+    policy = {"name": "snapkv", "budget": 24, "window": 6, "query_dtype": "int4"}
+    how = {"policy": policy, "tensor_parallel_size": ranks, "kv_layout": "layer"}
+    llm = make(directory, **how, **settings)
     try:
         yield llm
     finally:
@@ -129,14 +117,8 @@ def _numbers(output: RequestOutput) -> list[float]:
 def test_ranks_that_hold_different_entries_end_the_engine(llama_dir: Path) -> None:
     with started(llama_dir, 2) as llm:
         assert "tensor parallel" in str(llm.engine.core.info.summary)
-        runner = llm.engine.core.runner
-        launch = runner.launch
-
-        def drift(output: SchedulerOutput) -> LaunchedStep:
-            runner.batch.last_token.fill_(3)
-            return launch(output)
-
-        runner.launch = drift  # type: ignore[method-assign]
+        last_token = llm.engine.core.runner.batch.last_token
+        before_steps(llm, lambda _: last_token.fill_(3))
         with pytest.raises(EngineDeadError, match="no longer hold the same entries"):
             generate(llm)
         with pytest.raises(EngineDeadError):
@@ -161,12 +143,11 @@ def test_an_interrupted_step_ends_the_engine(llama_dir: Path) -> None:
     """The other rank is in the middle of a step that this one will never finish."""
     with started(llama_dir, 2) as llm:
         (process,) = llm.engine.core.executor._processes
-        runner = llm.engine.core.runner
 
-        def interrupted(output: SchedulerOutput) -> LaunchedStep:
+        def interrupt(output: SchedulerOutput) -> None:
             raise KeyboardInterrupt
 
-        runner.launch = interrupted  # type: ignore[method-assign]
+        before_steps(llm, interrupt)
         with pytest.raises(KeyboardInterrupt):
             generate(llm)
         assert process.poll() is not None

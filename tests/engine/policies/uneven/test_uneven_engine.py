@@ -46,7 +46,7 @@ def make_llm(directory: Path, policy: Any, **settings: Any) -> LLM:
 Alone = tuple[list[int], list[Event], torch.Tensor, LLM]
 
 
-def alone(llm: LLM) -> Alone:
+def alone(llm: LLM, prompt: list[int] = PROMPT) -> Alone:
     """Tokens, events and logits of a request that has the engine to itself."""
     runner = llm.engine.core.runner
     layout, original = runner.cache.layout, runner.model.logits
@@ -58,7 +58,7 @@ def alone(llm: LLM) -> Alone:
 
     runner.model.logits = record  # type: ignore[method-assign]
     runner.compressor.on_moves = kept.on_moves
-    (tokens,) = generate(llm, [PROMPT])
+    (tokens,) = generate(llm, [prompt])
     runner.model.logits = original  # type: ignore[method-assign]
     runner.compressor.on_moves = None
     return tokens, kept.events, torch.cat(logits).cpu(), llm
