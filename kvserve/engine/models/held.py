@@ -27,7 +27,7 @@ from kvserve.engine.models.storage import (
     StoredLevels,
     Transposed,
 )
-from kvserve.engine.models.weights import BY_INPUTS, TRANSPOSED, matrix_sources
+from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, matrix_sources
 from kvserve.kernels.weight_levels import BLOCK, LevelForm
 
 _LEAST = 4
@@ -46,7 +46,7 @@ def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     quantized = spec.quantization
     if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
         return quantized
-    return Transposed() if weight.endswith(TRANSPOSED) else Plain()
+    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
 
 
 def hold_levels(
@@ -61,7 +61,7 @@ def hold_levels(
     matrices, widened = {}, Counter[str]()
     for matrix, sources in matrix_sources(spec).items():
         if checkpoint is None:
-            found = _hold_random(spec, matrix, group)
+            found = _hold_random(spec, matrix, sources, group)
         else:
             found = _hold(spec, matrix, sources, checkpoint, group)
         if isinstance(found, Hold) and not product:
@@ -108,13 +108,13 @@ def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
     return spec.experts_of(int(layer)) if name.startswith("mlp.") else None
 
 
-def _hold_random(spec: ModelSpec, matrix: str, group: RankGroup) -> Hold | str:
+def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGroup) -> Hold | str:
     if not isinstance(spec.quantization, Packed) or not matrix.startswith("layers."):
+        return ""
+    if sources[0].endswith(ALL_EXPERTS):  # of which Packed has no form
         return ""
     form, part = spec.quantization.form(None, matrix), spec.part(group.size)
     experts = _experts_of(part, matrix)
-    if experts is not None and spec.sinks:  # gpt-oss, of whose experts Packed has no form
-        return ""
     inner = part.intermediate_size if experts is None else experts.intermediate_size
     width = {"out": part.num_heads * part.head_dim, "down": inner}
     count = width.get(matrix.rpartition(".")[2], spec.hidden_size)
