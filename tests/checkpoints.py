@@ -15,32 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
     GptOssForCausalLM,
-    GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
-    Olmo2Config,
     Olmo2ForCausalLM,
-    Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 
@@ -65,22 +52,19 @@ _SHAPE: dict[str, Any] = {
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _TWO_OF_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
-_KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
-    "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
+    "llama": (LlamaForCausalLM, {"head_dim": 16}),
     "llama-mha-tied": (
-        LlamaConfig,
         LlamaForCausalLM,
         {"num_key_value_heads": 8, "tie_word_embeddings": True},
     ),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
     "internlm2": (
-        LlamaConfig,
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "granite": (
-        GraniteConfig,
         GraniteForCausalLM,
         {
             "embedding_multiplier": 2.0,
@@ -91,7 +75,6 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     # Layers with windows beside layers without: every second one, and two of three.
     "gpt-oss": (
-        GptOssConfig,
         GptOssForCausalLM,
         {
             **{"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
@@ -99,7 +82,6 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gemma2": (
-        Gemma2Config,
         Gemma2ForCausalLM,
         {
             **{"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 12},
@@ -107,18 +89,16 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gemma3": (
-        Gemma3TextConfig,
         Gemma3ForCausalLM,
         {
             **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
             **{"query_pre_attn_scalar": 16, "layer_types": [*_TWO_OF_THREE, *_TWO_OF_THREE[:2]]},
         },
     ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5}),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 2}),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "phi3": (Phi3ForCausalLM, {"pad_token_id": 2}),
     "qwen3-moe": (
-        Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {
             "head_dim": 16,
@@ -130,26 +110,25 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "smollm3": (
-        SmolLM3Config,
         SmolLM3ForCausalLM,
         {"no_rope_layer_interval": 2, "pad_token_id": 2},
     ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}),
 }
 
 
 def architecture_of(kind: str) -> str:
     """The architecture that such a checkpoint names."""
-    name: str = _KINDS[kind][1].__name__
+    name: str = _KINDS[kind][0].__name__
     return "InternLM2ForCausalLM" if kind == "internlm2" else name
 
 
 def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
     """Save a float32 model whose logits differ enough for greedy decoding to be stable."""
-    config_class, model_class, extra = _KINDS[kind]
+    model_class, extra = _KINDS[kind]
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**{**_SHAPE, **extra, **changes}))
+    model: PreTrainedModel = model_class(model_class.config_class(**{**_SHAPE, **extra, **changes}))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, 0.3)
