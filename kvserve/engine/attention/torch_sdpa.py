@@ -44,8 +44,14 @@ class TorchAttention:
         self._buffers: list[Tensor] = []
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """The batch in spans."""
-        spans, remainders = _spans_of(batch, self._block_size, self._dtype), batch.remainders
+        """One span per size class of chunks and caches, so short ones are not padded to long
+        ones."""
+        lengths, remainders = np.diff(batch.starts), batch.remainders
+        classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
+        spans = [
+            _span(batch, np.flatnonzero(classes == size), lengths, self._block_size, self._dtype)
+            for size in np.unique(classes)
+        ]
         if remainders is not None and not remainders.used:
             remainders = None  # they want a mask for each head
         newest = batch.newest  # of spans, entries of both are counted together
@@ -250,16 +256,6 @@ class Span:
     mask: Tensor
     unseen: Tensor
     newest: Span | None
-
-
-def _spans_of(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
-    """One span per size class of chunks and caches, so short ones are not padded to long ones."""
-    lengths = np.diff(batch.starts)
-    classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
-    return [
-        _span(batch, np.flatnonzero(classes == size), lengths, block_size, dtype)
-        for size in np.unique(classes)
-    ]
 
 
 def _span(
