@@ -97,6 +97,14 @@ def test_pyramidkv_in_decode_keeps_no_more_than_a_layer_has() -> None:
     ]
 
 
+def test_pyramidkv_counts_stop_at_what_a_layer_has() -> None:
+    """Budgets are 24 and 12 before the window; the upper layer has 5."""
+    policy = PyramidKV(budget=20, window=2, trigger="threshold", threshold=22)
+    scores = torch.rand(1, 2, 2, 24)
+    scores[:, 1, :, :19] = -torch.inf
+    assert policy.choose(scores, 26, 20).counts.tolist() == [[[26, 26], [7, 7]]]
+
+
 # ---- Ada-KV -------------------------------------------------------------------------------------
 
 TWO_HEADS = [
