@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,7 @@ _TWO_OF_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
     "llama": (LlamaForCausalLM, {"head_dim": 16}),
-    "llama-mha-tied": (
-        LlamaForCausalLM,
-        {"num_key_value_heads": 8, "tie_word_embeddings": True},
-    ),
+    "llama-mha-tied": (LlamaForCausalLM, {"num_key_value_heads": 8, "tie_word_embeddings": True}),
     "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
     "internlm2": (
         LlamaForCausalLM,
@@ -67,10 +65,8 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "granite": (
         GraniteForCausalLM,
         {
-            "embedding_multiplier": 2.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 0.5,
+            **{"embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.5, "logits_scaling": 0.5},
         },
     ),
     # Layers with windows beside layers without: every second one, and two of three.
@@ -101,18 +97,11 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
         {
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
+            **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
         },
     ),
-    "smollm3": (
-        SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "pad_token_id": 2},
-    ),
+    "smollm3": (SmolLM3ForCausalLM, {"no_rope_layer_interval": 2, "pad_token_id": 2}),
     "qwen2": (Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}),
 }
@@ -155,31 +144,42 @@ def _rewrite_as_internlm2(directory: Path, llama: Any) -> None:
         "mlp.up_proj": "feed_forward.w3",
         "mlp.down_proj": "feed_forward.w2",
     }
-    tensors = load_file(directory / "model.safetensors")
     kv_heads, head_dim = llama.num_key_value_heads, llama.head_dim
-    for layer in range(llama.num_hidden_layers):
-        attention = f"model.layers.{layer}.self_attn."
-        q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
-        groups = []
-        for head in range(kv_heads):
-            size = len(q) // kv_heads
-            kv = slice(head * head_dim, (head + 1) * head_dim)
-            groups += [q[head * size : (head + 1) * size], k[kv], v[kv]]
-        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(groups)
-    for llama_name, name in names.items():
-        tensors = {key.replace(llama_name, name): tensor for key, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors")
-    raw = json.loads((directory / "config.json").read_text())
-    rope = raw.pop("rope_parameters")
-    raw |= {
+    with edited_tensors(directory) as tensors:
+        for layer in range(llama.num_hidden_layers):
+            attention = f"model.layers.{layer}.self_attn."
+            q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
+            by_kv_head = [part.view(kv_heads, -1, head_dim, part.shape[1]) for part in (q, k, v)]
+            fused = torch.cat(by_kv_head, dim=1).flatten(0, 2)
+            tensors[f"model.layers.{layer}.attention.wqkv.weight"] = fused
+        for llama_name, name in names.items():
+            for key in [key for key in tensors if llama_name in key]:
+                tensors[key.replace(llama_name, name)] = tensors.pop(key)
+    rope = llama.rope_parameters
+    changes: dict[str, Any] = {
         "architectures": ["InternLM2ForCausalLM"],
         "model_type": "internlm2",
         "bias": False,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": {"type": rope["rope_type"], "factor": rope["factor"]},
     }
-    del raw["attention_bias"], raw["mlp_bias"], raw["head_dim"]
-    (directory / "config.json").write_text(json.dumps(raw))
+    left_out = "rope_parameters", "attention_bias", "mlp_bias", "head_dim"
+    edit_config(directory, **changes, **dict.fromkeys(left_out))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Set fields of a checkpoint's config.json; ``None`` takes one out."""
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+
+
+@contextmanager
+def edited_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a checkpoint in one file; what is done to them is written back."""
+    tensors = load_file(directory / "model.safetensors")
+    yield tensors
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -195,18 +195,12 @@ class Generated:
     logits: Tensor
 
 
-def generate(
-    directory: Path,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    dtype: torch.dtype = torch.float32,
-    attention: str = "eager",
-) -> list[Generated]:
-    """Greedy decoding by transformers, one prompt at a time."""
+def generate(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generated]:
+    """Greedy decoding by transformers in float32, one prompt at a time."""
     if (directory / _AS_LLAMA).exists():
         directory = directory / _AS_LLAMA
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention
+        directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     out = []
     for prompt in prompts:

@@ -92,7 +92,10 @@ def _hold(
     if len({x.form(checkpoint, name) for x, name in pairs[:alike]}) > 1:
         return "its parts have several forms"
     form, width = levels[0].form(checkpoint, sources[0]), levels[0].shape(checkpoint, sources[0])[1]
-    columns = _columns(matrix, width, group)
+    columns = slice(0, width)
+    if matrix.endswith(BY_INPUTS):  # this rank's
+        size = width // group.size
+        columns = slice(group.rank * size, (group.rank + 1) * size)
     groups = [x.groups(checkpoint, name)[columns] for x, name in pairs]
     experts = _experts_of(spec, matrix)
     each = len(sources) if experts is None else len(sources) // experts.count
@@ -122,14 +125,6 @@ def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGr
     return _arranged(form, [groups], of_experts=False)
 
 
-def _columns(matrix: str, width: int, group: RankGroup) -> slice:
-    """This rank's inputs."""
-    if not matrix.endswith(BY_INPUTS):
-        return slice(0, width)
-    size = width // group.size
-    return slice(group.rank * size, (group.rank + 1) * size)
-
-
 def _arranged(
     form: LevelForm, groups: list[Tensor], *, of_experts: bool, table: bool = False
 ) -> Hold | str:
@@ -137,7 +132,11 @@ def _arranged(
     inputs are brought together, and filled up with none to whole groups."""
     orders, count = None, len(groups[0])
     in_order = all(bool((own.diff() >= 0).all()) for own in groups)
-    runs = [_runs(own if in_order else own.sort().values) for own in groups]
+    # How many inputs in turn have one group.
+    runs: list[list[int]] = [
+        (own if in_order else own.sort().values).unique_consecutive(return_counts=True)[1].tolist()
+        for own in groups
+    ]
     if in_order and all(own == runs[0] for own in runs):
         held = gcd(*runs[0][:-1]) or count
     else:
@@ -159,12 +158,6 @@ def _arranged(
     for filled, own in zip(order, orders, strict=True):
         filled[: len(own)] = own
     return Hold(form, inputs, order if of_experts else order[0])
-
-
-def _runs(groups: Tensor) -> list[int]:
-    """How many inputs in turn have one group."""
-    sizes: list[int] = groups.unique_consecutive(return_counts=True)[1].tolist()
-    return sizes
 
 
 def _together(groups: Tensor, size: int) -> Tensor:

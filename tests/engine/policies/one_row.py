@@ -19,8 +19,8 @@ Places = list[list[list[int]]]
 
 
 @contextmanager
-def installed(*policies: type[Policy]) -> Iterator[None]:
-    """There are these plug-ins."""
+def plug_ins(*policies: type[Policy]) -> Iterator[None]:
+    """Let these policies be installed."""
 
     class Entry:
         def __init__(self, policy: type[Policy]) -> None:

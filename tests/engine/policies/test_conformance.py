@@ -26,7 +26,7 @@ from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import DensePass, Vectors, dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongEntries
-from tests.engine.policies.one_row import installed
+from tests.engine.policies.one_row import plug_ins
 from tests.engine.recorder import Choice, Record, Recorder, vectors_of
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
@@ -279,7 +279,7 @@ class Lab:
 @pytest.fixture(scope="module", autouse=True)
 def outsider() -> Iterator[None]:
     """``long_entries`` is installed as a plug-in would be."""
-    with installed(LongEntries):
+    with plug_ins(LongEntries):
         yield
 
 

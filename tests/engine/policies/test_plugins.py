@@ -18,7 +18,7 @@ from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.checkpoints import write_checkpoint
-from tests.engine.policies.one_row import choose, installed, observe
+from tests.engine.policies.one_row import choose, observe, plug_ins
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Votes(BudgetedPolicy):
 
 
 @pytest.fixture(autouse=True)
-def plug_ins() -> Iterator[None]:
-    with installed(SmallKeys, LargeValues, Votes):
+def own_plug_ins() -> Iterator[None]:
+    with plug_ins(SmallKeys, LargeValues, Votes):
         yield
 
 
