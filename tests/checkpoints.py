@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,32 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
     GptOssForCausalLM,
-    GraniteConfig,
     GraniteForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
-    Olmo2Config,
     Olmo2ForCausalLM,
-    Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 
@@ -65,33 +53,24 @@ _SHAPE: dict[str, Any] = {
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 _TWO_OF_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
-_KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
-    "llama": (LlamaConfig, LlamaForCausalLM, {"head_dim": 16}),
-    "llama-mha-tied": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"num_key_value_heads": 8, "tie_word_embeddings": True},
-    ),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
+    "llama": (LlamaForCausalLM, {"head_dim": 16}),
+    "llama-mha-tied": (LlamaForCausalLM, {"num_key_value_heads": 8, "tie_word_embeddings": True}),
+    "mistral": (MistralForCausalLM, {"sliding_window": None, "head_dim": 16}),
     "internlm2": (
-        LlamaConfig,
         LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     ),
     "granite": (
-        GraniteConfig,
         GraniteForCausalLM,
         {
-            "embedding_multiplier": 2.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 0.5,
+            **{"embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+            **{"residual_multiplier": 0.5, "logits_scaling": 0.5},
         },
     ),
     # Layers with windows beside layers without: every second one, and two of three.
     "gpt-oss": (
-        GptOssConfig,
         GptOssForCausalLM,
         {
             **{"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
@@ -99,7 +78,6 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gemma2": (
-        Gemma2Config,
         Gemma2ForCausalLM,
         {
             **{"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 12},
@@ -107,49 +85,39 @@ _KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
     "gemma3": (
-        Gemma3TextConfig,
         Gemma3ForCausalLM,
         {
             **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
             **{"query_pre_attn_scalar": 16, "layer_types": [*_TWO_OF_THREE, *_TWO_OF_THREE[:2]]},
         },
     ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5}),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 2}),
+    "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "phi3": (Phi3ForCausalLM, {"pad_token_id": 2}),
     "qwen3-moe": (
-        Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {
-            "head_dim": 16,
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
+            **{"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
         },
     ),
-    "smollm3": (
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "pad_token_id": 2},
-    ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "smollm3": (SmolLM3ForCausalLM, {"no_rope_layer_interval": 2, "pad_token_id": 2}),
+    "qwen2": (Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}),
 }
 
 
 def architecture_of(kind: str) -> str:
     """The architecture that such a checkpoint names."""
-    name: str = _KINDS[kind][1].__name__
+    name: str = _KINDS[kind][0].__name__
     return "InternLM2ForCausalLM" if kind == "internlm2" else name
 
 
 def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:
     """Save a float32 model whose logits differ enough for greedy decoding to be stable."""
-    config_class, model_class, extra = _KINDS[kind]
+    model_class, extra = _KINDS[kind]
     torch.manual_seed(0)
-    model: PreTrainedModel = model_class(config_class(**{**_SHAPE, **extra, **changes}))
+    model: PreTrainedModel = model_class(model_class.config_class(**{**_SHAPE, **extra, **changes}))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, 0.3)
@@ -176,31 +144,42 @@ def _rewrite_as_internlm2(directory: Path, llama: Any) -> None:
         "mlp.up_proj": "feed_forward.w3",
         "mlp.down_proj": "feed_forward.w2",
     }
-    tensors = load_file(directory / "model.safetensors")
     kv_heads, head_dim = llama.num_key_value_heads, llama.head_dim
-    for layer in range(llama.num_hidden_layers):
-        attention = f"model.layers.{layer}.self_attn."
-        q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
-        groups = []
-        for head in range(kv_heads):
-            size = len(q) // kv_heads
-            kv = slice(head * head_dim, (head + 1) * head_dim)
-            groups += [q[head * size : (head + 1) * size], k[kv], v[kv]]
-        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = torch.cat(groups)
-    for llama_name, name in names.items():
-        tensors = {key.replace(llama_name, name): tensor for key, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors")
-    raw = json.loads((directory / "config.json").read_text())
-    rope = raw.pop("rope_parameters")
-    raw |= {
+    with edited_tensors(directory) as tensors:
+        for layer in range(llama.num_hidden_layers):
+            attention = f"model.layers.{layer}.self_attn."
+            q, k, v = (tensors.pop(f"{attention}{part}_proj.weight") for part in "qkv")
+            by_kv_head = [part.view(kv_heads, -1, head_dim, part.shape[1]) for part in (q, k, v)]
+            fused = torch.cat(by_kv_head, dim=1).flatten(0, 2)
+            tensors[f"model.layers.{layer}.attention.wqkv.weight"] = fused
+        for llama_name, name in names.items():
+            for key in [key for key in tensors if llama_name in key]:
+                tensors[key.replace(llama_name, name)] = tensors.pop(key)
+    rope = llama.rope_parameters
+    changes: dict[str, Any] = {
         "architectures": ["InternLM2ForCausalLM"],
         "model_type": "internlm2",
         "bias": False,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": {"type": rope["rope_type"], "factor": rope["factor"]},
     }
-    del raw["attention_bias"], raw["mlp_bias"], raw["head_dim"]
-    (directory / "config.json").write_text(json.dumps(raw))
+    left_out = "rope_parameters", "attention_bias", "mlp_bias", "head_dim"
+    edit_config(directory, **changes, **dict.fromkeys(left_out))
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Set fields of a checkpoint's config.json; ``None`` takes one out."""
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+
+
+@contextmanager
+def edited_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a checkpoint in one file; what is done to them is written back."""
+    tensors = load_file(directory / "model.safetensors")
+    yield tensors
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -216,18 +195,12 @@ class Generated:
     logits: Tensor
 
 
-def generate(
-    directory: Path,
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    dtype: torch.dtype = torch.float32,
-    attention: str = "eager",
-) -> list[Generated]:
-    """Greedy decoding by transformers, one prompt at a time."""
+def generate(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[Generated]:
+    """Greedy decoding by transformers in float32, one prompt at a time."""
     if (directory / _AS_LLAMA).exists():
         directory = directory / _AS_LLAMA
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention
+        directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     out = []
     for prompt in prompts:

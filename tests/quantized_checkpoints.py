@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import edit_config, write_checkpoint
 
 GROUP = 16
 Tensors = dict[str, torch.Tensor]
@@ -72,7 +71,7 @@ def e4m3_values() -> Array:
     return np.where(codes & 128, -size, size)
 
 
-def to_fp8(weight: Array, per_channel: bool) -> tuple[Tensors, Array]:
+def to_fp8(weight: Array, *, per_channel: bool) -> tuple[Tensors, Array]:
     """Stored tensors of a weight, by what follows its module's name; and what they mean."""
     largest = np.abs(weight).max(axis=1, keepdims=True) if per_channel else np.abs(weight).max()
     scale = torch.tensor(np.atleast_1d(largest / 448)).bfloat16()
@@ -187,13 +186,7 @@ def in_levels(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-def quantize(
-    kind: str,
-    directory: Path,
-    config: dict[str, Any],
-    per_channel: bool = False,
-    **changes: Any,
-) -> Path:
+def quantize(kind: str, directory: Path, config: dict[str, Any], **changes: Any) -> Path:
     """Write ``directory`` quantised, and return a plain checkpoint of what its weights mean."""
     write_checkpoint(kind, directory, **changes)
     plain = directory / "plain"
@@ -209,18 +202,13 @@ def quantize(
         if of_experts:
             parts, values = to_mxfp4(weight)
         elif config.get("format") in ("float-quantized", "naive-quantized"):
-            parts, values = to_fp8(weight, per_channel)
+            strategy = config["config_groups"]["group_0"]["weights"]["strategy"]
+            parts, values = to_fp8(weight, per_channel=strategy == "channel")
         else:
             parts, values = in_levels(name, weight, config)
         stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
         meant[name] = torch.tensor(values).float()
     save_file({name: t.contiguous() for name, t in stored.items()}, directory / "model.safetensors")
     save_file({name: t.contiguous() for name, t in meant.items()}, plain / "model.safetensors")
-    set_config(directory, config)
+    edit_config(directory, quantization_config=config)
     return plain
-
-
-def set_config(directory: Path, config: dict[str, Any]) -> None:
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps({**raw, "quantization_config": config}))

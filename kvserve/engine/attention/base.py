@@ -165,15 +165,9 @@ class LayerCache(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class BatchAttention:
-    """Attention of one batch's tokens over the paged cache they were just stored in."""
-
-    forward: Attend
-
-
-class Attend(Protocol):
-    """One layer's attention."""
+class BatchAttention(Protocol):
+    """Attention of one batch's tokens, layer by layer, over the paged cache they were just stored
+    in."""
 
     def __call__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,27 +28,20 @@ class ByPhase:
             return self.prefill.plan(batch)
         prefill = self.prefill.plan(batch.part(decoding, chunks))
         decode = self.decode.plan(batch.part(0, decoding))
-        return BatchAttention(partial(_one_behind_the_other, decoding, decode, prefill))
 
+        def one_behind_the_other(
+            layer: int,
+            q: Tensor,
+            cache: LayerCache,
+            shares: Tensor | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            front, behind = slice(decoding), slice(decoding, None)
+            before, after = (None, None) if shares is None else (shares[front], shares[behind])
+            decoded = decode(layer, q[front], cache, before, sinks)
+            return torch.cat([decoded, prefill(layer, q[behind], cache, after, sinks)])
 
-def _one_behind_the_other(
-    decoding: int,
-    decode: BatchAttention,
-    prefill: BatchAttention,
-    layer: int,
-    q: Tensor,
-    cache: LayerCache,
-    shares: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    front, behind = slice(decoding), slice(decoding, None)
-    before, after = (None, None) if shares is None else (shares[front], shares[behind])
-    return torch.cat(
-        [
-            decode.forward(layer, q[front], cache, before, sinks),
-            prefill.forward(layer, q[behind], cache, after, sinks),
-        ]
-    )
+        return one_behind_the_other
 
 
 class ByLayer:
@@ -64,18 +56,16 @@ class ByLayer:
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         assert batch.windowed is not None, "the cache has no tables for layers with windows"
         full, newest = self.backend.plan(batch), self.backend.plan(batch.windowed)
-        return BatchAttention(partial(self._forward, full, newest))
 
-    def _forward(
-        self,
-        full: BatchAttention,
-        newest: BatchAttention,
-        layer: int,
-        q: Tensor,
-        cache: LayerCache,
-        shares: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if layer in self.windowed:  # none of their queries is logged
-            return newest.forward(layer, q, cache, None, sinks)
-        return full.forward(layer, q, cache, shares, sinks)
+        def by_layer(
+            layer: int,
+            q: Tensor,
+            cache: LayerCache,
+            shares: Tensor | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            if layer in self.windowed:  # none of their queries is logged
+                return newest(layer, q, cache, None, sinks)
+            return full(layer, q, cache, shares, sinks)
+
+        return by_layer

@@ -6,7 +6,6 @@ Not run on a GPU yet: tested against a stand-in with its signature (flash-attn 2
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import torch
@@ -36,31 +35,27 @@ class FlashAttention:
         starts = to_device(batch.starts, tables.device, torch.int32)
         held_starts = F.pad(held.cumsum(1, dtype=torch.int32), (1, 0))
         longest = int(np.diff(batch.starts).max())
-        return BatchAttention(partial(self._forward, tables, starts, held_starts, longest))
 
-    def _forward(
-        self,
-        tables: Tensor,
-        starts: Tensor,
-        held_starts: Tensor,
-        longest: int,
-        layer: int,
-        q: Tensor,
-        cache: LayerCache,
-        shares: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        assert shares is None and sinks is None, "refused by select.py where there are any"
-        keys, values, group = cache.keys_values(layer)
-        return self._attend(
-            q,
-            keys,
-            values,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=held_starts[group],
-            max_seqlen_q=longest,
-            max_seqlen_k=tables.shape[-1] * keys.shape[1],
-            softmax_scale=self._scale,
-            causal=True,
-            block_table=tables[group],
-        )
+        def attend(
+            layer: int,
+            q: Tensor,
+            cache: LayerCache,
+            shares: Tensor | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            assert shares is None and sinks is None, "refused by select.py where there are any"
+            keys, values, group = cache.keys_values(layer)
+            return self._attend(
+                q,
+                keys,
+                values,
+                cu_seqlens_q=starts,
+                cu_seqlens_k=held_starts[group],
+                max_seqlen_q=longest,
+                max_seqlen_k=tables.shape[-1] * keys.shape[1],
+                softmax_scale=self._scale,
+                causal=True,
+                block_table=tables[group],
+            )
+
+        return attend

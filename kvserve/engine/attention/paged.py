@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -53,7 +52,31 @@ class PagedAttention:
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Takes bounds from what the host knows, so that it does not wait for the device."""
         newest = [] if batch.newest is None else self._chunks(batch.newest)
-        return BatchAttention(partial(self._attend, batch, self._chunks(batch), newest))
+        chunks = self._chunks(batch)
+
+        def attend(
+            layer: int,
+            q: Tensor,
+            cache: LayerCache,
+            shares: Tensor | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            keys, values, group = cache.keys_values(layer)
+            codes, remainders, more = batch.codes, batch.remainders, None
+            if batch.newest is not None:
+                k, v, own = cache.newest_keys_values(layer)
+                more = Newest(k, v, batch.newest.tables[own], newest[own], batch.newest.recent)
+            return self._kernel(
+                *(q, keys, values, batch.tables[group], chunks[group], self._scale),
+                codes=None if codes is None else codes[group],
+                shares=wanted_shares(shares, batch.recent),
+                remainder=None if remainders is None else remainders.layer(layer),
+                sinks=sinks,
+                soft_cap=self._soft_cap,
+                newest=more,
+            )
+
+        return attend
 
     def _chunks(self, batch: ForwardBatch) -> list[QuerySegments]:
         """Of each layer group."""
@@ -68,29 +91,3 @@ class PagedAttention:
             QuerySegments(rows, last, max_held, starts, max_chunk, first)
             for last, first in zip(batch.last.contiguous(), firsts, strict=True)
         ]
-
-    def _attend(
-        self,
-        batch: ForwardBatch,
-        chunks: list[QuerySegments],
-        newest: list[QuerySegments],
-        layer: int,
-        q: Tensor,
-        cache: LayerCache,
-        shares: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        keys, values, group = cache.keys_values(layer)
-        codes, remainders, more = batch.codes, batch.remainders, None
-        if batch.newest is not None:
-            k, v, own = cache.newest_keys_values(layer)
-            more = Newest(k, v, batch.newest.tables[own], newest[own], batch.newest.recent)
-        return self._kernel(
-            *(q, keys, values, batch.tables[group], chunks[group], self._scale),
-            codes=None if codes is None else codes[group],
-            shares=wanted_shares(shares, batch.recent),
-            remainder=None if remainders is None else remainders.layer(layer),
-            sinks=sinks,
-            soft_cap=self._soft_cap,
-            newest=more,
-        )

@@ -115,11 +115,6 @@ def _cpu_library(needs: Needs) -> CDLL:
     return load_library("paged_attention", *defines_of(form.key, form.value))
 
 
-def _make_triton(needs: Needs) -> AttentionBackend:
-    how = needs.scale, needs.block_size, needs.soft_cap
-    return ByPhase(PagedAttention(paged_attention_triton, *how))
-
-
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
     """The limits of both packages that kvserve adapts."""
     if find_spec(package) is None:
@@ -158,7 +153,9 @@ _CANDIDATES = (
         name="triton",
         how=lambda needs: "Triton kernels, read blocks where they lie",
         devices=("cuda",),
-        make=_make_triton,
+        make=lambda needs: ByPhase(
+            PagedAttention(paged_attention_triton, needs.scale, needs.block_size, needs.soft_cap)
+        ),
         storage=storage.TRITON,
         codes=True,
         only_named=("cpu",),

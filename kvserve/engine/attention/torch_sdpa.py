@@ -44,13 +44,19 @@ class TorchAttention:
         self._buffers: list[Tensor] = []
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
-        """The batch in spans."""
-        spans, remainders = _spans_of(batch, self._block_size, self._dtype), batch.remainders
+        """One span per size class of chunks and caches, so short ones are not padded to long
+        ones."""
+        lengths, remainders = np.diff(batch.starts), batch.remainders
+        classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
+        spans = [
+            _span(batch, np.flatnonzero(classes == size), lengths, self._block_size, self._dtype)
+            for size in np.unique(classes)
+        ]
         if remainders is not None and not remainders.used:
             remainders = None  # they want a mask for each head
         newest = batch.newest  # of spans, entries of both are counted together
         recent = (newest or batch).recent
-        return BatchAttention(partial(self._forward, spans, recent, remainders))
+        return partial(self._forward, spans, recent, remainders)
 
     def _forward(
         self,
@@ -60,34 +66,34 @@ class TorchAttention:
         layer: int,
         q: Tensor,
         cache: LayerCache,
-        wanted: Tensor | None = None,
+        shares: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         keys, values, group = cache.keys_values(layer)
-        shares = wanted_shares(wanted, recent)
+        wanted = wanted_shares(shares, recent)
         remainder = None if remainders is None else remainders.layer(layer)
         newest = None
         if spans and spans[0].newest is not None:
             newest = cache.newest_keys_values(layer)[:2]
         blocks = keys, values, newest, remainder, sinks
         if len(spans) == 1 and spans[0].tokens is None:
-            return self._attend(spans[0], group, q[:, None], *blocks, shares)[:, 0]
+            return self._attend(spans[0], group, q[:, None], *blocks, wanted)[:, 0]
         out = torch.empty_like(q)
         for span in spans:
             if span.tokens is None:
                 at = slice(span.tables.shape[1])
-                own = None if shares is None else Shares(shares.out[at], shares.recent[at])
+                own = None if wanted is None else Shares(wanted.out[at], wanted.recent[at])
                 out[at] = self._attend(span, group, q[at, None], *blocks, own)[:, 0]
                 continue
             own = None
-            if shares is not None:
-                recent = shares.recent[span.tokens]
-                own = Shares(shares.out.new_empty(*recent.shape, q.shape[1]), recent)
+            if wanted is not None:
+                recent = wanted.recent[span.tokens]
+                own = Shares(wanted.out.new_empty(*recent.shape, q.shape[1]), recent)
             attended = self._attend(span, group, q[span.tokens], *blocks, own)
             valid = slice(None) if span.valid is None else span.valid
             out[span.tokens[valid]] = attended[valid]
-            if shares is not None and own is not None:
-                shares.out[span.tokens[valid]] = own.out[valid]
+            if wanted is not None and own is not None:
+                wanted.out[span.tokens[valid]] = own.out[valid]
         return out
 
     def _attend(
@@ -250,16 +256,6 @@ class Span:
     mask: Tensor
     unseen: Tensor
     newest: Span | None
-
-
-def _spans_of(batch: ForwardBatch, block_size: int, dtype: torch.dtype) -> list[Span]:
-    """One span per size class of chunks and caches, so short ones are not padded to long ones."""
-    lengths = np.diff(batch.starts)
-    classes = _size_class(lengths, least=1) * 64 + _size_class(batch.columns, least=8)
-    return [
-        _span(batch, np.flatnonzero(classes == size), lengths, block_size, dtype)
-        for size in np.unique(classes)
-    ]
 
 
 def _span(

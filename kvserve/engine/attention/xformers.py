@@ -6,7 +6,6 @@ Not run on a GPU yet: tested against a stand-in with its signature (xformers 0.0
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,29 +40,28 @@ class XformersAttention:
         )
         # The host knows only upper bounds: the rows' lengths are put in on the device.
         masks = [replace(mask, k_seqinfo=replace(mask.k_seqinfo, seqlen=seqlen)) for seqlen in held]
-        return BatchAttention(partial(self._forward, tables, masks))
 
-    def _forward(
-        self,
-        tables: Tensor,
-        masks: list[Any],
-        layer: int,
-        q: Tensor,
-        cache: LayerCache,
-        shares: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        assert shares is None and sinks is None, "refused by select.py where there are any"
-        keys, values, group = cache.keys_values(layer)
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
-        tokens, q_heads, dim = q.shape
-        heads = keys.shape[2]
-        blocks, shape = tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)
-        # One row after the other, and the query heads of a KV head share its keys.
-        k, v = (
-            x.index_select(0, blocks).view(1, -1, heads, 1, dim).expand(shape)
-            for x in (keys, values)
-        )
-        attend = self._fmha.memory_efficient_attention_forward
-        folded = q.reshape(1, tokens, heads, -1, dim)
-        return attend(folded, k, v, attn_bias=masks[group], scale=self._scale).reshape(q.shape)
+        def attend(
+            layer: int,
+            q: Tensor,
+            cache: LayerCache,
+            shares: Tensor | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            assert shares is None and sinks is None, "refused by select.py where there are any"
+            keys, values, group = cache.keys_values(layer)
+            assert isinstance(keys, Tensor) and isinstance(values, Tensor), "levels are refused"
+            tokens, q_heads, dim = q.shape
+            heads = keys.shape[2]
+            blocks, shape = tables[group].flatten(), (-1, -1, -1, q_heads // heads, -1)
+            # One row after the other, and the query heads of a KV head share its keys.
+            k, v = (
+                x.index_select(0, blocks).view(1, -1, heads, 1, dim).expand(shape)
+                for x in (keys, values)
+            )
+            folded = q.reshape(1, tokens, heads, -1, dim)
+            how = {"attn_bias": masks[group], "scale": self._scale}
+            found: Tensor = self._fmha.memory_efficient_attention_forward(folded, k, v, **how)
+            return found.reshape(q.shape)
+
+        return attend

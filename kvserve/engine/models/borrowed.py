@@ -167,45 +167,6 @@ class Borrowed(Transformer):
         hidden: Tensor = answer.last_hidden_state[0]
         return hidden
 
-    def attend(
-        self,
-        module: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """One layer's q, k, v: [1, heads, T, D] -> [1, T, Hq, D]. ``ConfigError`` names what of the
-        ``options`` our attention does not do."""
-        layer, spec, sinks = int(module.layer_idx), self.spec, options.get("s_aux")
-        windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
-        for name, known in (
-            ("softcap", options.get("softcap") == spec.soft_cap),
-            ("s_aux", spec.sinks),
-            ("sliding_window", windowed),
-            ("sinks", False),
-            ("position_bias", False),
-        ):
-            if options.get(name) is not None and not known:
-                raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
-        if v.shape[-1] != k.shape[-1] or k.shape[1] != spec.num_kv_heads:
-            shapes = f"{list(k.shape)} and values {list(v.shape)}"
-            raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
-        step = self._step
-        assert step is not None
-        step.layers.append(layer)
-        if sinks is not None and layer not in self.sinks:
-            self.sinks[layer] = sinks.detach().float().contiguous()
-        if step.given is None:
-            return torch.zeros_like(q).transpose(1, 2)
-        batch, cache, attention = step.given
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        if scaling is not None and scaling != self.scale:
-            q = q * (scaling / self.scale)
-        cache.store(layer, batch, k, v)
-        return attend(layer, q, batch, cache, attention, self.sinks.get(layer))[None]
-
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
         name = self.causal.base_model_prefix
@@ -294,16 +255,43 @@ def load_borrowed(
 
 def _attend(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer."""
+    """What transformers calls for each layer: q, k, v [1, heads, T, D] -> [1, T, Hq, D].
+    ``ConfigError`` names what of the ``options`` our attention does not do."""
     model: Borrowed = module.kvserve_model()
-    return model.attend(module, query, key, value, scaling, options), None
+    layer, spec, sinks = int(module.layer_idx), model.spec, options.get("s_aux")
+    windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
+    for name, known in (
+        ("softcap", options.get("softcap") == spec.soft_cap),
+        ("s_aux", spec.sinks),
+        ("sliding_window", windowed),
+        ("sinks", False),
+        ("position_bias", False),
+    ):
+        if options.get(name) is not None and not known:
+            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
+    if v.shape[-1] != k.shape[-1] or k.shape[1] != spec.num_kv_heads:
+        shapes = f"{list(k.shape)} and values {list(v.shape)}"
+        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+    step = model._step
+    assert step is not None
+    step.layers.append(layer)
+    if sinks is not None and layer not in model.sinks:
+        model.sinks[layer] = sinks.detach().float().contiguous()
+    if step.given is None:
+        return torch.zeros_like(q).transpose(1, 2), None
+    batch, cache, attention = step.given
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    if scaling is not None and scaling != model.scale:
+        q = q * (scaling / model.scale)
+    cache.store(layer, batch, k, v)
+    return attend(layer, q, batch, cache, attention, model.sinks.get(layer))[None], None
 
 
 def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:

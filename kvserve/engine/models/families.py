@@ -4,7 +4,7 @@ only it has."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvserve.log import ConfigError
@@ -96,10 +96,6 @@ class Variant(Flags):
     tied: bool = False
     local_theta: float | None = None
     states_longest: bool = False
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        return {flag.name: getattr(self, flag.name) for flag in fields(Flags)}
 
 
 _GEMMA = Variant(

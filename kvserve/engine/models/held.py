@@ -27,7 +27,7 @@ from kvserve.engine.models.storage import (
     StoredLevels,
     Transposed,
 )
-from kvserve.engine.models.weights import BY_INPUTS, TRANSPOSED, matrix_sources
+from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, matrix_sources
 from kvserve.kernels.weight_levels import BLOCK, LevelForm
 
 _LEAST = 4
@@ -46,7 +46,7 @@ def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     quantized = spec.quantization
     if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
         return quantized
-    return Transposed() if weight.endswith(TRANSPOSED) else Plain()
+    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
 
 
 def hold_levels(
@@ -61,7 +61,7 @@ def hold_levels(
     matrices, widened = {}, Counter[str]()
     for matrix, sources in matrix_sources(spec).items():
         if checkpoint is None:
-            found = _hold_random(spec, matrix, group)
+            found = _hold_random(spec, matrix, sources, group)
         else:
             found = _hold(spec, matrix, sources, checkpoint, group)
         if isinstance(found, Hold) and not product:
@@ -92,7 +92,10 @@ def _hold(
     if len({x.form(checkpoint, name) for x, name in pairs[:alike]}) > 1:
         return "its parts have several forms"
     form, width = levels[0].form(checkpoint, sources[0]), levels[0].shape(checkpoint, sources[0])[1]
-    columns = _columns(matrix, width, group)
+    columns = slice(0, width)
+    if matrix.endswith(BY_INPUTS):  # this rank's
+        size = width // group.size
+        columns = slice(group.rank * size, (group.rank + 1) * size)
     groups = [x.groups(checkpoint, name)[columns] for x, name in pairs]
     experts = _experts_of(spec, matrix)
     each = len(sources) if experts is None else len(sources) // experts.count
@@ -108,26 +111,18 @@ def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
     return spec.experts_of(int(layer)) if name.startswith("mlp.") else None
 
 
-def _hold_random(spec: ModelSpec, matrix: str, group: RankGroup) -> Hold | str:
+def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGroup) -> Hold | str:
     if not isinstance(spec.quantization, Packed) or not matrix.startswith("layers."):
+        return ""
+    if sources[0].endswith(ALL_EXPERTS):  # of which Packed has no form
         return ""
     form, part = spec.quantization.form(None, matrix), spec.part(group.size)
     experts = _experts_of(part, matrix)
-    if experts is not None and spec.sinks:  # gpt-oss, of whose experts Packed has no form
-        return ""
     inner = part.intermediate_size if experts is None else experts.intermediate_size
     width = {"out": part.num_heads * part.head_dim, "down": inner}
     count = width.get(matrix.rpartition(".")[2], spec.hidden_size)
     groups = torch.arange(count) // (form.group or count)
     return _arranged(form, [groups], of_experts=False)
-
-
-def _columns(matrix: str, width: int, group: RankGroup) -> slice:
-    """This rank's inputs."""
-    if not matrix.endswith(BY_INPUTS):
-        return slice(0, width)
-    size = width // group.size
-    return slice(group.rank * size, (group.rank + 1) * size)
 
 
 def _arranged(
@@ -137,7 +132,11 @@ def _arranged(
     inputs are brought together, and filled up with none to whole groups."""
     orders, count = None, len(groups[0])
     in_order = all(bool((own.diff() >= 0).all()) for own in groups)
-    runs = [_runs(own if in_order else own.sort().values) for own in groups]
+    # How many inputs in turn have one group.
+    runs: list[list[int]] = [
+        (own if in_order else own.sort().values).unique_consecutive(return_counts=True)[1].tolist()
+        for own in groups
+    ]
     if in_order and all(own == runs[0] for own in runs):
         held = gcd(*runs[0][:-1]) or count
     else:
@@ -159,12 +158,6 @@ def _arranged(
     for filled, own in zip(order, orders, strict=True):
         filled[: len(own)] = own
     return Hold(form, inputs, order if of_experts else order[0])
-
-
-def _runs(groups: Tensor) -> list[int]:
-    """How many inputs in turn have one group."""
-    sizes: list[int] = groups.unique_consecutive(return_counts=True)[1].tolist()
-    return sizes
 
 
 def _together(groups: Tensor, size: int) -> Tensor:

@@ -54,7 +54,16 @@ def find_model(
         )
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:
-        return _download(name, revision, download_dir, patterns)
+        from huggingface_hub import snapshot_download
+
+        fetched = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=list(_DUPLICATES),
+        )
+        return Path(fetched)
     except Exception as error:  # any error of the network, the disk or the hub
         raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
 
@@ -100,21 +109,6 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: cannot read {path} ({error}); fetch it again") from None
     return value
-
-
-def _download(
-    name: str, revision: str | None, download_dir: str | None, patterns: list[str]
-) -> Path:
-    from huggingface_hub import snapshot_download
-
-    directory = snapshot_download(
-        name,
-        revision=revision,
-        cache_dir=download_dir,
-        allow_patterns=patterns,
-        ignore_patterns=list(_DUPLICATES),
-    )
-    return Path(directory)
 
 
 def _problem(error: Exception, name: str, revision: str | None, download_dir: str | None) -> str:

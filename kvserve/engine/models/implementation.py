@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,7 +33,9 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
     if config.model_impl != "transformers" and directory.is_dir():
         text = text_part(raw, where, architecture)
         if text is not None:
-            return parse_spec({**text, **_of_text(config.hf_overrides)}, where)
+            whole = "architectures", "model_type", "text_config", "vision_config"
+            of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
+            return parse_spec({**text, **of_text}, where)
     ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
@@ -45,12 +45,6 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
             "quantised weights and no GGUF into them"
         )
     return borrowed_spec(directory, config.hf_overrides, architecture)
-
-
-def _of_text(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of a wrapper's config.json that may be meant for its text part."""
-    whole = "architectures", "model_type", "text_config", "vision_config"
-    return {name: value for name, value in overrides.items() if name not in whole}
 
 
 def model_rows(

@@ -137,7 +137,15 @@ def _fill_randomly(model: nn.Module, seed: int) -> None:
     for matrix in model.modules():
         if isinstance(matrix, Levels):
             of_levels |= set(matrix.parameters())
-            _fill_levels(matrix, generator)
+            if matrix.form.e4m3:
+                numbers = torch.empty_like(matrix.levels, dtype=torch.float32)
+                numbers.normal_(generator=generator)
+                matrix.levels.copy_(numbers.to(FP8).view(torch.uint8))
+            else:
+                matrix.levels.random_(0, 256, generator=generator)
+            matrix.scales.fill_(0.02 if matrix.form.e4m3 else 0.07 / 2**matrix.form.bits)
+            if matrix.offsets is not None:
+                matrix.offsets.zero_()
     for name, parameter in model.named_parameters():
         if parameter in of_levels:
             continue
@@ -145,18 +153,6 @@ def _fill_randomly(model: nn.Module, seed: int) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def _fill_levels(matrix: Levels, generator: torch.Generator) -> None:
-    form, levels = matrix.form, matrix.levels
-    if form.e4m3:
-        numbers = torch.empty_like(levels, dtype=torch.float32).normal_(generator=generator)
-        levels.copy_(numbers.to(FP8).view(torch.uint8))
-    else:
-        levels.random_(0, 256, generator=generator)
-    matrix.scales.fill_(0.02 if form.e4m3 else 0.07 / 2**form.bits)
-    if matrix.offsets is not None:
-        matrix.offsets.zero_()
 
 
 @contextmanager

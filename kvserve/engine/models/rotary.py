@@ -24,12 +24,11 @@ class Rotary:
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        self._dtype = dtype
-        self._rope = rope
-        self._dim = head_dim
+        self._rope, self._dim, self._dtype = rope, head_dim, dtype
         self._exponents = _exponents(head_dim).to(device)
         self._inv_freq = inverse_frequencies(rope, head_dim).to(device)
-        self._scale = attention_factor(rope)
+        self.factor = attention_factor(rope)
+        """What rotated queries and keys are multiplied by, beside the rotation."""
         self._table: tuple[Tensor, Tensor] | None = None
         self._take_rows: TakeRows
 
@@ -48,33 +47,25 @@ class Rotary:
         """float32 [D / 2], if they are the same for all positions and lengths."""
         return None if self._rope.kind == "dynamic" else self._inv_freq
 
-    @property
-    def factor(self) -> float:
-        """What rotated queries and keys are multiplied by, beside the rotation."""
-        return self._scale
-
     def at(self, positions: Tensor, prompt_lens: Tensor) -> tuple[Tensor, Tensor]:
         """positions, prompt_lens (of each token's sequence): [T] -> cos, sin: [T, 1, D]."""
         if self._table is not None:
             cos, sin = (self._take_rows(table, positions)[:, None] for table in self._table)
             return cos, sin
         inv_freq = self._inv_freq
-        if self._rope.kind == "dynamic":
-            inv_freq = self._dynamic(torch.maximum(prompt_lens, positions + 1))
+        if self._rope.kind == "dynamic":  # the base grows with the length
+            rope, dim, factor = self._rope, self._dim, self._rope.parameters["factor"]
+            lengths = torch.maximum(prompt_lens, positions + 1)
+            growth = factor * lengths.clamp(min=rope.original) / rope.original - (factor - 1)
+            bases = (rope.theta * growth ** (dim / (dim - 2)))[:, None]
+            inv_freq = 1.0 / bases**self._exponents
         return self._computed(positions, inv_freq)
 
     def _computed(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * inv_freq
-        return self._both_halves(angles.cos()), self._both_halves(angles.sin())
-
-    def _dynamic(self, lengths: Tensor) -> Tensor:
-        """lengths: [T] -> float32 [T, D/2]; the base grows with the length."""
-        rope, dim, factor = self._rope, self._dim, self._rope.parameters["factor"]
-        growth = factor * lengths.clamp(min=rope.original) / rope.original - (factor - 1)
-        return 1.0 / (rope.theta * growth ** (dim / (dim - 2)))[:, None] ** self._exponents
-
-    def _both_halves(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x], dim=-1)[:, None].mul(self._scale).to(self._dtype)
+        halves = angles.cos(), angles.sin()
+        cos, sin = (torch.cat([x, x], dim=-1)[:, None] * self.factor for x in halves)
+        return cos.to(self._dtype), sin.to(self._dtype)
 
 
 def _exponents(dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,9 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         raise config.error(f"has heads of {head_dim} dimensions; RoPE needs an even number")
     eos, quantized = raw.get("eos_token_id"), config.part("quantization_config")
     rope, rope_of_windows = _ropes(config, variant)
+    max_position = config.count("max_position_embeddings")
+    if rope.kind not in ("default", "llama3") and not variant.states_longest:  # before scaling
+        max_position = max(max_position, int(rope.original * rope.parameters["factor"]))
     return ModelSpec(
         architecture=architecture,
         num_layers=layers,
@@ -192,8 +195,8 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         vocab_size=config.count("vocab_size"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=_max_position(config, rope, variant),
-        **variant.flags,
+        max_position=max_position,
+        **{flag.name: getattr(variant, flag.name) for flag in fields(Flags)},
         **windows_of(config, architecture, layers),
         tied_embeddings=bool(raw.get("tie_word_embeddings", variant.tied)),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -279,9 +282,9 @@ def _rope(config: Fields, theta: float) -> RopeSpec:
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in _ROPE_TYPES or any(isinstance(v, dict) for v in rope.raw.values()):
         raise config.error(f"asks for RoPE type {kind!r}; kvserve has {', '.join(_ROPE_TYPES)}")
-    for fields in (rope, config):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.error("sets partial_rotary_factor, which kvserve does not run")
+    for each in (rope, config):
+        if each.number("partial_rotary_factor", 1.0) != 1.0:
+            raise each.error("sets partial_rotary_factor, which kvserve does not run")
     needed, optional = _ROPE_TYPES[kind]
     missing = [name for name in needed if rope.raw.get(name) is None]
     if missing:
@@ -293,12 +296,3 @@ def _rope(config: Fields, theta: float) -> RopeSpec:
         original = config.count("original_max_position_embeddings", original)
     theta = rope.number("rope_theta", config.number("rope_theta", theta))
     return RopeSpec(theta, kind, original, {name: rope.number(name, 0.0) for name in given})
-
-
-def _max_position(config: Fields, rope: RopeSpec, variant: Variant) -> int:
-    """The longest context with scaled RoPE; for llama3, gpt-oss and Gemma 3 it is
-    max_position_embeddings itself."""
-    stated = config.count("max_position_embeddings")
-    if rope.kind in ("default", "llama3") or variant.states_longest:
-        return stated
-    return max(stated, int(rope.original * rope.parameters["factor"]))

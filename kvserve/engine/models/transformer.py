@@ -304,6 +304,6 @@ def attend(
     shares = None
     if batch.query_slots is not None and cache.logs_shares:
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    attended = attention.forward(index, q, cache, shares, sinks)
+    attended = attention(index, q, cache, shares, sinks)
     cache.log(index, batch, q, shares)
     return attended

@@ -50,6 +50,12 @@ _GEMMA = {
     "post_norm": "pre_feedforward_layernorm",
     "after_mlp": "post_feedforward_layernorm",
 }
+_GPT_OSS = {
+    **_LLAMA,
+    "router": "mlp.router",
+    "experts_gate_up": "mlp.experts.gate_up_proj",
+    "experts_down": "mlp.experts.down_proj",
+}
 _MIXTRAL = {
     **_LLAMA,
     "router": "block_sparse_moe.gate",
@@ -66,14 +72,15 @@ _OLMO2 = {
 _NAMES = {
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
-    "GptOssForCausalLM": {**_LLAMA, "router": "mlp.router"},
+    "GptOssForCausalLM": _GPT_OSS,
     "InternLM2ForCausalLM": _INTERNLM2,
     "MixtralForCausalLM": _MIXTRAL,
     "Olmo2ForCausalLM": _OLMO2,
     "Phi3ForCausalLM": {**_LLAMA, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
 }
-TRANSPOSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""How names end that gpt-oss gives to all experts at once."""
+ALL_EXPERTS = (_GPT_OSS["experts_gate_up"], _GPT_OSS["experts_down"])
+"""How tensors' names end that hold all experts at once, undivided: gpt-oss's, which are transposed
+where they are no MXFP4."""
 BY_INPUTS = ("out", "down")
 """How matrices end of which ranks have parts of the inputs; of others, of the outputs."""
 
@@ -150,16 +157,16 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
         own = {"qkv": qkv, "out": [names["out"]]}
         if experts is None:
             own |= {"mlp.gate_up": gate_up, "mlp.down": [names["down"]]}
-        elif not spec.sinks:
+        elif "experts_down" in names:
+            for matrix in ("gate_up", "down"):
+                sources[f"layers.{index}.mlp.{matrix}"] = [prefix + names[f"experts_{matrix}"]]
+        else:
             each = [names["expert"].format(expert) for expert in range(experts.count)]
             halves = names["expert_gate"], names["expert_up"]
             own["mlp.gate_up"] = [name + half for name in each for half in halves]
             own["mlp.down"] = [name + names["expert_down"] for name in each]
         for matrix, parts in own.items():
             sources[f"layers.{index}.{matrix}"] = [f"{prefix}{part}.weight" for part in parts]
-        if experts is not None and spec.sinks:
-            for matrix, name in zip(("mlp.gate_up", "mlp.down"), TRANSPOSED, strict=True):
-                sources[f"layers.{index}.{matrix}"] = [prefix + name]
     return sources
 
 
@@ -168,6 +175,9 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
     targets = {"model.norm.weight": Target.whole(model.norm)}
     held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
     for matrix, sources in matrix_sources(model.spec).items():
+        if sources[0].endswith(ALL_EXPERTS):
+            targets[sources[0]] = Target.whole(held[matrix])
+            continue
         targets |= zip(sources, _parts(model, matrix, held[matrix], len(sources)), strict=True)
         if matrix.endswith("qkv") and model.spec.qkv_bias:
             biases = [name.removesuffix("weight") + "bias" for name in sources]
@@ -188,7 +198,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
         if isinstance(layer.mlp, Experts):
             others[f"{names['router']}.weight"] = layer.mlp.router
             others[f"{names['router']}.bias"] = layer.mlp.router_bias
-            of_gate_up, of_down = (f"{name}_bias" for name in TRANSPOSED)
+            of_gate_up, of_down = (f"{name}_bias" for name in ALL_EXPERTS)
             others |= {of_gate_up: layer.mlp.gate_up_bias, of_down: layer.mlp.down_bias}
         for name, tensor in others.items():
             if tensor is not None:
@@ -199,8 +209,6 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
 def _parts(model: Transformer, matrix: str, tensor: Any, count: int) -> list[Target]:
     """Where each of ``count`` weights of the checkpoint goes in a matrix, or in its bias."""
     spec, group = model.part, model.group
-    if len(tensor.shape) == 3 and spec.sinks:  # gpt-oss has all experts in one tensor, undivided
-        return [Target.whole(tensor)]
     if len(tensor.shape) == 3:
         experts = tensor.shape[0]
         own = [_parts(model, matrix, tensor[i], count // experts) for i in range(experts)]

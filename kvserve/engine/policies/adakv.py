@@ -171,21 +171,7 @@ class AdaKV(BudgetedPolicy):
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """Each head keeps its protected entries, and the best of the others up to its budget."""
-        newest = length - scores.shape[-1]
-        counts = self.head_budgets(scores, self._layer_budgets(scores, length, keep)) + newest
-        return Selection(uneven_best_and_newest(scores, length, counts), counts)
-
-    def _layer_budgets(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        """Mean budget per head of each layer, without the protected entries: int64 [L, 1]."""
-        num_layers, scorer = scores.shape[1], self.scores_by
-        budgets = [keep - self.protected] * num_layers
-        if isinstance(scorer, PyramidKV):
-            budgets = scorer.layer_budgets(num_layers, length, keep, self.trigger)
-        return layers(budgets, scores)
-
-    def head_budgets(self, scores: Tensor, base: Tensor) -> Tensor:
-        """Entries that each head keeps: int64 [E, L, Hkv]. ``base [L, 1]``: their mean."""
-        share = Fraction(str(self.alpha))
+        base, share = self._layer_budgets(scores, length, keep), Fraction(str(self.alpha))
         competing = self._weighted(scores, base) if self.normalize else scores
         if self.floor == "hard":
             own = base * share.numerator // share.denominator
@@ -195,7 +181,16 @@ class AdaKV(BudgetedPolicy):
         if self.floor == "mix":
             exact = self.exact_total or self.trigger == "threshold"
             counts = share_out(counts, base, share, exact)
-        return counts.minimum((scores > -torch.inf).sum(dim=-1))
+        counts = counts.minimum((scores > -torch.inf).sum(dim=-1)) + length - scores.shape[-1]
+        return Selection(uneven_best_and_newest(scores, length, counts), counts)
+
+    def _layer_budgets(self, scores: Tensor, length: int, keep: int) -> Tensor:
+        """Mean budget per head of each layer, without the protected entries: int64 [L, 1]."""
+        num_layers, scorer = scores.shape[1], self.scores_by
+        budgets = [keep - self.protected] * num_layers
+        if isinstance(scorer, PyramidKV):
+            budgets = scorer.layer_budgets(num_layers, length, keep, self.trigger)
+        return layers(budgets, scores)
 
     def _weighted(self, scores: Tensor, base: Tensor) -> Tensor:
         """Each head's scores times the share of its mass that its best ``base`` entries hold."""

@@ -16,10 +16,6 @@ from kvserve.engine.policies.parts.arguments import (
     counts_tokens,
     exact_ratio,
     field_names,
-    integers,
-    number,
-    odd,
-    one_of,
     require,
 )
 from kvserve.engine.policies.scoring import Observation, Remainder
@@ -36,10 +32,6 @@ __all__ = [
     "argument",
     "exact_ratio",
     "field_names",
-    "integers",
-    "number",
-    "odd",
-    "one_of",
     "require",
 ]
 

@@ -66,13 +66,10 @@ class PromptPolicy(Policy):
         return AtPrefillEnd(self.entries, self.num_queries)
 
     def check(self) -> None:
-        self.check_budget(self.least_in_words)
-
-    def check_budget(self, allowed: str) -> None:
-        """Raise ``PolicyError`` unless the fields agree; ``allowed`` words the smallest budget."""
         if self.ratio is None:
             enough = number_wanted(self.budget, int, self.least) is None
-            require(enough, "budget", self.budget, f"an integer {allowed} (or give ratio)")
+            allowed = f"an integer {self.least_in_words} (or give ratio)"
+            require(enough, "budget", self.budget, allowed)
         else:
             require(self.budget is None, "budget", self.budget, "left out where ratio is given")
 
@@ -99,8 +96,8 @@ class BudgetedPolicy(PromptPolicy):
         limit = common.limit(self.budget, self.threshold)
         return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
 
-    def check_budget(self, allowed: str) -> None:
-        super().check_budget(allowed)
+    def check(self) -> None:
+        super().check()
         if self.trigger == "prefill":
             fixed = self.threshold is None
             require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")

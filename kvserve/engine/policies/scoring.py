@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,8 +113,7 @@ class Observation:
     def causal_remainder(self, dropped: Tensor, *, absolute: bool = False) -> Remainder:
         """What stands for the places ``dropped``, bool [E, L, Hkv, n], by the attention of
         ``causal``."""
-        shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder, self.sinks
+        beside = self._beside(absolute)
         sums = causal_log_sums(self.queries, self.keys, self.scale, *beside)
         keys = self.keys[..., : dropped.shape[-1], :]
         probs = probs_of(self.queries, keys, sums, self.scale)
@@ -131,8 +131,7 @@ class Observation:
 
         ``absolute``: the softmax runs over all that a query saw, evicted or unobserved entries too.
         """
-        shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder, self.sinks
+        beside = self._beside(absolute)
         return causal_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
 
     def past(self, gqa_reduce: str, *, absolute: bool = False) -> Tensor:
@@ -140,9 +139,12 @@ class Observation:
 
         ``absolute``: probabilities are reduced instead, and the softmax is over all a query saw.
         """
-        shares = self.shares if absolute else None
-        beside = self.missing, shares, self.remainder, self.sinks
+        beside = self._beside(absolute)
         return past_scores(self.queries, self.keys, self.scale, gqa_reduce, *beside)
+
+    def _beside(self, absolute: bool) -> tuple[Any, ...]:
+        """What causal kernels are told beside queries and keys."""
+        return self.missing, self.shares if absolute else None, self.remainder, self.sinks
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""

@@ -153,18 +153,12 @@ class WindowKV(Policy):
         scored, size = votes.shape[-1], self.chunk_size
         votes = torch.nn.functional.pad(votes, (0, -scored % size))
         votes = votes.view(*votes.shape[:-1], -1, size)
-        best = self._best
+        best = self.best or (max(size // 2, 1) if self.task == "aggregation" else size)
         there = torch.full(votes.shape[-2:-1], size, device=votes.device)
         there[-1:] = (scored - 1) % size + 1
         worth = votes.topk(best, dim=-1).values.sum(dim=-1) / there.clamp(max=best)
         worth = worth.mean(dim=-2).repeat_interleave(size, dim=-1)[..., :scored]
         return worth[:, :, None].expand(-1, -1, kv_heads, -1)
-
-    @property
-    def _best(self) -> int:
-        if self.best is not None:
-            return self.best
-        return max(self.chunk_size // 2, 1) if self.task == "aggregation" else self.chunk_size
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:
         """The best windows of each group and the newest entries: counts equal over heads."""

@@ -53,9 +53,9 @@ def _attend(runner: ModelRunner, max_tokens: int) -> None:
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
         for width in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
             planned = attention.plan(replace(batch, columns=np.array([width])))
-            planned.forward(0, q, cache)
+            planned(0, q, cache)
             if cache.logs_shares:
-                planned.forward(0, q, cache, shares)
+                planned(0, q, cache, shares)
 
 
 def _draw(runner: ModelRunner) -> None:

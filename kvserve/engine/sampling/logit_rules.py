@@ -90,7 +90,12 @@ class LogitRules:
         self._in_prompt[slot] = False
         prompt = np.unique(seq.token_ids[: seq.num_prompt_tokens])
         self._in_prompt[slot].index_fill_(0, self._on_device(prompt), True)
-        self._set_bias(slot, rules)
+        self._bias[slot].fill_(-torch.inf if len(rules.allowed) else 0.0)
+        if len(rules.allowed):
+            self._bias[slot].index_fill_(0, self._on_device(rules.allowed), 0.0)
+        if len(rules.biased):
+            added = self._on_device(rules.bias, torch.float32)
+            self._bias[slot].index_add_(0, self._on_device(rules.biased), added)
         self._set_words(slot, rules.words, output)
 
     def move_rows(self, to: IntArray, source: IntArray) -> None:
@@ -142,15 +147,6 @@ class LogitRules:
             self._history = _with_rows(self._history, more)
             self._free = list(range(size, size + more))
         return self._free.pop()
-
-    def _set_bias(self, slot: int, rules: RowRules) -> None:
-        bias = self._bias[slot]
-        bias.fill_(-torch.inf if len(rules.allowed) else 0.0)
-        if len(rules.allowed):
-            bias.index_fill_(0, self._on_device(rules.allowed), 0.0)
-        if len(rules.biased):
-            added = self._on_device(rules.bias, torch.float32)
-            bias.index_add_(0, self._on_device(rules.biased), added)
 
     def _set_words(self, slot: int, words: IntArray, output: IntArray) -> None:
         count, length = self._words.shape[1:]

@@ -178,8 +178,8 @@ def test_adapters_agree_with_torch(backend: str, lengths: list[int], groups: int
     for one in (batch, strided):
         reference, found = TorchAttention(SCALE, 256, torch.float32).plan(one), adapter.plan(one)
         for cache in (StoredCase(case, group) for group in range(groups)):
-            expected = reference.forward(0, case.query, cache)
-            attended = found.forward(0, case.query, cache)
+            expected = reference(0, case.query, cache)
+            attended = found(0, case.query, cache)
             torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
 
 

@@ -21,13 +21,8 @@ from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
 KARA = {
-    "name": "kara",
-    "window": 8,
-    "buffer": 2,
-    "ratio": 0.5,
-    "chunk_budget": 1,
-    "max_chunk": 3,
-    "period": 2,
+    **{"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5},
+    **{"chunk_budget": 1, "max_chunk": 3, "period": 2},
 }
 SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},

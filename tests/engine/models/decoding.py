@@ -14,6 +14,12 @@ from tests.engine.recorder import Recorder
 
 PROMPTS = random_prompts([5, 60, 1, 33])
 TOKENS = 32
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "max_position_embeddings": 512},
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+}
+GQA = {**SHAPE, "num_key_value_heads": 2}
 
 
 def write(kind: Any, config: Any, directory: Path) -> Path:

@@ -14,16 +14,10 @@ from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import edit_config, write_checkpoint
 from tests.engine.models import decoding
-from tests.engine.models.decoding import PROMPTS, make, tokens
+from tests.engine.models.decoding import GQA, PROMPTS, SHAPE, make, tokens
 
-SHAPE: dict[str, Any] = {
-    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "max_position_embeddings": 512},
-    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
-}
-GQA = {**SHAPE, "num_key_value_heads": 2}
 WINDOWED = {**GQA, "sliding_window": 20}
 MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gpt2", "gpt_neox", "opt"), SHAPE),
@@ -122,9 +116,7 @@ def test_refusals_before_anything_is_loaded(tmp_path: Path) -> None:
         make(tmp_path, policy="pyramidinfer")
     with pytest.raises(ConfigError, match="Glm4ForCausalLM; kvserve runs"):
         make(tmp_path, model_impl="native")
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw["layer_types"] = ["full_attention", "linear_attention", "full_attention"]
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    edit_config(tmp_path, layer_types=["full_attention", "linear_attention", "full_attention"])
     with pytest.raises(ConfigError, match="layer 1 is linear_attention"):
         choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
 
@@ -138,7 +130,5 @@ def test_no_graph_is_captured_of_borrowed_layers(tmp_path: Path) -> None:
 def test_contexts_go_past_windows_but_not_past_chunks(tmp_path: Path) -> None:
     write("cohere2", tmp_path, sliding_window=40)
     assert make(tmp_path).engine.core.info.max_model_len == 512
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw["layer_types"], raw["attention_chunk_size"] = ["chunked_attention"] * 3, 64
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    edit_config(tmp_path, layer_types=["chunked_attention"] * 3, attention_chunk_size=64)
     assert choose_spec(tmp_path, ModelConfig(model=str(tmp_path))).max_position == 64

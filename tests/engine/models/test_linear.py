@@ -19,6 +19,7 @@ from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import Panels
 from tests.checkpoints import write_checkpoint
+from tests.kernels.test_paged_attention import threads as num_threads
 from tests.thinning import thinned
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -53,12 +54,8 @@ def test_panels_multiply_like_plain_weights(
     bias = torch.randn(outputs).to(dtype) if with_bias else None
     x = torch.randn(tokens, 2 * inputs).to(dtype)[:, inputs:]  # rows that lie apart
     wanted = exact(x, weight, bias)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with num_threads(threads):
         product = linear(x, packed(weight, "compiled"), bias)
-    finally:
-        torch.set_num_threads(before)
     error = 4e-6 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(product.double(), wanted, atol=error * inputs**0.5, rtol=error)
 
@@ -70,12 +67,8 @@ def test_a_row_depends_on_neither_others_nor_threads(dtype: torch.dtype) -> None
     together = linear(x, panels)
     for rows in (slice(0, 1), slice(3, 9), slice(100, 117), slice(0, 776)):
         assert torch.equal(linear(x[rows], panels), together[rows])
-    before = torch.get_num_threads()
-    torch.set_num_threads(3 if before != 3 else 1)
-    try:
+    with num_threads(3):
         assert torch.equal(linear(x, panels), together)
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.compiler
@@ -98,15 +91,11 @@ def test_large_weights_are_laid_out_piece_by_piece_in_place(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_panels_are_those_of_the_table(dtype: torch.dtype, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for rows, width in ((1, 2), (64, 48), (130, 258), (777, 576)):
-            table, places = weight_of(rows, width, dtype), torch.randint(rows, (500,))
-            expected = table[places]
+    for rows, width in ((1, 2), (64, 48), (130, 258), (777, 576)):
+        table, places = weight_of(rows, width, dtype), torch.randint(rows, (500,))
+        expected = table[places]
+        with num_threads(threads):
             assert torch.equal(take_rows(packed(table, "compiled"), places, F.embedding), expected)
-    finally:
-        torch.set_num_threads(before)
     panels = packed(weight_of(130, 48, dtype), "compiled")
     for row in (130, -1):
         with pytest.raises(IndexError, match=f"row {row} of a table of 130"):

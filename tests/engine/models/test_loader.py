@@ -18,24 +18,22 @@ from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalL
 from kvserve import LLM
 from kvserve.engine.models import storage
 from kvserve.log import ConfigError
-from tests.checkpoints import greedy, random_prompts, write_checkpoint
+from tests.checkpoints import (
+    edit_config,
+    edited_tensors,
+    greedy,
+    random_prompts,
+    write_checkpoint,
+)
 from tests.engine.models.decoding import make, row_of, tokens
 from tests.gguf_files import Kind, write_gguf
 from tests.waiting import WAIT
 
-
-def generate(directory: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    return tokens(make(directory), prompts, count)
+INDEX = "model.safetensors.index.json"
 
 
-def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    raw = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
-
-
-def shard(directory: Path) -> None:
-    """Split model.safetensors in two, with an index."""
+def shard(directory: Path) -> Path:
+    """Split model.safetensors in two, with an index; returns the second part."""
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -44,49 +42,30 @@ def shard(directory: Path) -> None:
         name = f"model-0000{i + 1}-of-00002.safetensors"
         save_file({key: tensors[key] for key in part}, directory / name)
         weight_map |= dict.fromkeys(part, name)
-    index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory / name
 
 
-def drop_tensor(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, directory / "model.safetensors")
+def set_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """``None`` takes it out."""
+    with edited_tensors(directory) as tensors:
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
 
 
-def set_tensor(directory: Path, name: str, tensor: torch.Tensor) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    save_file({**tensors, name: tensor}, directory / "model.safetensors")
-
-
-def truncate(directory: Path, file: str = "model.safetensors") -> None:
-    path = directory / file
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-def truncate_shard(directory: Path) -> None:
-    shard(directory)
-    truncate(directory, "model-00001-of-00002.safetensors")
-
-
-def break_index(directory: Path) -> None:
-    shard(directory)
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": ')
-
-
-def lose_shard(directory: Path) -> None:
-    shard(directory)
-    (directory / "model-00002-of-00002.safetensors").unlink()
+def truncate(path: Path, size: int = 5000) -> None:
+    path.write_bytes(path.read_bytes()[:size])
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lose_shard, "model-00002-of-00002.safetensors is missing"),
+        (lambda d: shard(d).unlink(), "model-00002-of-00002.safetensors is missing"),
         (lambda d: (d / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (truncate, "model.safetensors is damaged"),
-        (truncate_shard, "model-00001-of-00002.safetensors is damaged"),
-        (break_index, "model.safetensors.index.json"),
+        (lambda d: truncate(d / "model.safetensors"), "model.safetensors is damaged"),
+        (lambda d: truncate(shard(d)), "model-00002-of-00002.safetensors is damaged"),
+        (lambda d: truncate(shard(d).with_name(INDEX), 15), INDEX),
         (
             lambda d: set_tensor(d, "model.norm.weight", torch.full([64], torch.nan)),
             "model.norm.weight in .*model.safetensors holds NaN",
@@ -95,7 +74,10 @@ def lose_shard(directory: Path) -> None:
             lambda d: set_tensor(d, "model.layers.0.self_attn.q_proj.bias", torch.ones(64)),
             r"model.safetensors has a tensor .*q_proj.bias .* that LlamaForCausalLM does not",
         ),
-        (drop_tensor, "model.layers.1.mlp.up_proj.weight"),
+        (
+            lambda d: set_tensor(d, "model.layers.1.mlp.up_proj.weight", None),
+            "no tensor model.layers.1.mlp.up_proj.weight",
+        ),
         (
             lambda d: set_tensor(d, "model.norm.weight", torch.ones(3)),
             "model.norm.weight in .*model.safetensors has shape",
@@ -124,6 +106,10 @@ def lose_shard(directory: Path) -> None:
         (lambda d: edit_config(d, hidden_act="gelu"), "'gelu'"),
         (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
         (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json"),
+        (
+            lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
+            r"generation_config.json sets eos_token_id to .'</s>'",
+        ),
         (lambda d: (d / "config.json").unlink(), "no config.json"),
     ],
 )
@@ -147,7 +133,7 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     prompts = random_prompts([7])
     expected = greedy(directory, prompts, 10)
     shard(directory)
-    assert generate(directory, prompts, 10) == expected
+    assert tokens(make(directory), prompts, 10) == expected
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
@@ -181,7 +167,7 @@ def test_tied_heads_may_be_stored(tmp_path: Path) -> None:
     expected = greedy(directory, prompts, 10)
     set_tensor(directory, "lm_head.weight", torch.zeros(128, 64))
     set_tensor(directory, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4))
-    assert generate(directory, prompts, 10) == expected
+    assert tokens(make(directory), prompts, 10) == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "internlm2"])
@@ -190,7 +176,7 @@ def test_pieces_make_the_whole(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     directory = write_checkpoint(kind, tmp_path)
     prompts = random_prompts([7])
     monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 64 * 5)
-    assert generate(directory, prompts, 10) == greedy(directory, prompts, 10)
+    assert tokens(make(directory), prompts, 10) == greedy(directory, prompts, 10)
 
 
 def test_overrides_replace_fields(tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvserve.engine.models import held, loader
 from kvserve.engine.models.linear import FP8, can_multiply_fp8, multiply_fp8
 from kvserve.kernels.weight_levels import Levels
-from tests.checkpoints import random_prompts
+from tests.checkpoints import edited_tensors, random_prompts
 from tests.engine.models.decoding import make, row_of, tokens
 from tests.engine.recorder import Recorder
 from tests.quantized_checkpoints import fp8_config, quantize
@@ -33,14 +32,11 @@ def multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.compiler
 @pytest.mark.usefixtures("multiplies")
 @pytest.mark.parametrize(
-    ("kind", "per_channel"),
-    [("llama", False), ("qwen2", True), ("internlm2", False), ("internlm2", True)],
+    ("kind", "strategy"),
+    [("llama", "tensor"), ("qwen2", "channel"), ("internlm2", "tensor"), ("internlm2", "channel")],
 )
-def test_weights_are_held_as_they_are_stored(
-    kind: str, per_channel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = fp8_config("channel" if per_channel else "tensor")
-    plain = make(quantize(kind, tmp_path, config, per_channel))
+def test_weights_are_held_as_they_are_stored(kind: str, strategy: str, tmp_path: Path) -> None:
+    plain = make(quantize(kind, tmp_path, fp8_config(strategy)))
     fp8 = make(tmp_path, dtype="bfloat16")
     of_levels, of_numbers = (llm.engine.core.runner.model.layers for llm in (fp8, plain))
     meant = dict(of_numbers.named_parameters())
@@ -92,7 +88,10 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
         group["group_0"]["input_activations"] = {"dynamic": False} if change == "static" else None
     quantize("llama", tmp_path, config)
     if change == "mixed":
-        _store_as_float(tmp_path, "model.layers.0.mlp.up_proj.weight")
+        name = "model.layers.0.mlp.up_proj.weight"
+        with edited_tensors(tmp_path) as tensors:
+            tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale").float()
+            del tensors[name.replace("weight", "input_scale")]
     llm = make(tmp_path, dtype="float32" if change == "float32" else "bfloat16")
     forms = [hold.form for hold in llm.engine.core.runner.model.holding.matrices.values()]
     assert len(forms) == (11 if change == "mixed" else 12)
@@ -107,10 +106,3 @@ def test_others_are_multiplied_as_they_are(change: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_does_not(dtype: torch.dtype) -> None:
     assert not can_multiply_fp8(dtype, "cpu", 64)
-
-
-def _store_as_float(directory: Path, name: str) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale").float()
-    del tensors[name.replace("weight", "input_scale")]
-    save_file(tensors, directory / "model.safetensors")

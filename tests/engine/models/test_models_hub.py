@@ -18,22 +18,10 @@ import pytest
 from tests.waiting import WAIT
 
 SHA = {"main": "a" * 40, "v2": "b" * 40}
-FILES = {
-    name: name.encode()
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "consolidated.safetensors",
-        "original/params.json",
-        "pytorch_model.bin",
-        "tokenization_own.py",
-        "README.md",
-    )
-}
 SMALL = ["config.json", "tokenizer.json"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+OTHERS = ["consolidated.safetensors", "original/params.json", "pytorch_model.bin", "README.md"]
+FILES = {name: name.encode() for name in (*SMALL, *SHARDS, *OTHERS, "tokenization_own.py")}
 SCRIPT = """
     import json, sys
     from pathlib import Path

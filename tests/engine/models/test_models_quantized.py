@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from kvserve.config import ModelConfig
@@ -21,7 +20,14 @@ from kvserve.kernels.cpu import linear as linear_numbers
 from kvserve.kernels.cpu import linear_levels
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
-from tests.checkpoints import Generated, generate, random_prompts, write_checkpoint
+from tests.checkpoints import (
+    Generated,
+    edit_config,
+    edited_tensors,
+    generate,
+    random_prompts,
+    write_checkpoint,
+)
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.quantized_checkpoints import (
     AWQ,
@@ -32,7 +38,6 @@ from tests.quantized_checkpoints import (
     int8,
     pack,
     quantize,
-    set_config,
 )
 from tests.thinning import slow
 
@@ -79,7 +84,7 @@ def test_answers_are_those_of_the_dequantised_weights(
 ) -> None:
     kind, config, changes, held_as = FORMS[form]
     monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 96 * 40)  # pieces that divide no matrix
-    plain = quantize(kind, tmp_path, config, "channel" in form, **changes)
+    plain = quantize(kind, tmp_path, config, **changes)
     expected = generate(plain, PROMPTS, TOKENS)
     row = check(tmp_path, expected)
     assert row[1].startswith(held_as)
@@ -101,7 +106,7 @@ def test_answers_are_those_of_the_dequantised_weights(
 )
 def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     kind, config, changes, held_as = FORMS[form]
-    plain = quantize(kind, tmp_path, config, True, **changes)
+    plain = quantize(kind, tmp_path, config, **changes)
     row = check(tmp_path, generate(plain, PROMPTS, TOKENS), tensor_parallel_size=2)
     assert row[1].startswith(held_as) and row[2].startswith("as stored")
 
@@ -118,15 +123,11 @@ def test_ranks_that_have_some_of_each_group(kind: str, tmp_path: Path) -> None:
 @pytest.mark.compiler
 def test_parts_with_inputs_in_several_orders_are_widened(tmp_path: Path) -> None:
     plain = quantize("llama", tmp_path, gptq(desc_act=True))
-    tensors = load_file(tmp_path / "model.safetensors")
-    meant = load_file(plain / "model.safetensors")
-    for name in ("qweight", "g_idx"):  # of one key: the same weights, whose inputs change places
-        whole = f"model.layers.1.self_attn.k_proj.{name}"
-        tensors[whole] = tensors[whole].roll(GROUP // 8 if name == "qweight" else GROUP, 0)
-    name = "model.layers.1.self_attn.k_proj.weight"
-    meant[name] = meant[name].roll(GROUP, 1)
-    save_file(tensors, tmp_path / "model.safetensors")
-    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    key = "model.layers.1.self_attn.k_proj"  # the same weights, whose inputs change places
+    with edited_tensors(tmp_path) as tensors, edited_tensors(plain) as meant:
+        for name, shift in (("qweight", GROUP // 8), ("g_idx", GROUP)):
+            tensors[f"{key}.{name}"] = tensors[f"{key}.{name}"].roll(shift, 0)
+        meant[f"{key}.weight"] = meant[f"{key}.weight"].roll(GROUP, 1)
     row = check(tmp_path, generate(plain, PROMPTS, TOKENS))
     assert row[2].endswith("1 matrices are widened: its parts have their inputs in several orders")
 
@@ -158,7 +159,7 @@ def test_quantised_and_grouped_by_kv_head(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """InternLM2's fused matrix is reordered: the very same weights."""
-    plain = quantize("internlm2", tmp_path, config, per_channel=True)
+    plain = quantize("internlm2", tmp_path, config)
     monkeypatch.setattr("kvserve.engine.models.loader.select_product", lambda *_: ("torch", ""))
     held_so, meant = (
         load_model(path, ModelConfig(), read_spec(path), torch.float32, "cpu")
@@ -233,20 +234,11 @@ def loaded_in_pieces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Transf
     return model
 
 
-@pytest.mark.compiler
-def test_random_weights_are_levels_too(tmp_path: Path) -> None:
-    quantize("llama", tmp_path, AWQ)
-    llm = make(tmp_path, load_format="dummy")
-    assert row_of(llm, "weights")[1] == "random, 4 bits, else float32"
-    assert len(tokens(llm, random_prompts([12]), 8)[0]) == 8
-
-
 def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
     quantize("gpt-oss", tmp_path, MXFP4)
-    tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_scales"
-    tensors[name] = tensors[name][..., :-1].contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        tensors[name] = tensors[name][..., :-1].contiguous()
     with pytest.raises(ConfigError, match=r"down_proj_scales in .*a scale for each 32 numbers"):
         make(tmp_path)
 
@@ -254,9 +246,8 @@ def test_mxfp4_has_a_scale_for_each_32_numbers(tmp_path: Path) -> None:
 @pytest.mark.compiler
 def test_what_is_not_applied_is_said(tmp_path: Path) -> None:
     quantize("llama", tmp_path, fp8_config(kv_cache_scheme={"num_bits": 8, "type": "float"}))
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
-    save_file(tensors, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     row = row_of(make(tmp_path, quantization="compressed-tensors"), "weights")
     assert row[1] == "FP8, else float32, from compressed-tensors"
     assert "the quantisation of activations and the quantised KV cache" in row[2]
@@ -264,34 +255,16 @@ def test_what_is_not_applied_is_said(tmp_path: Path) -> None:
         make(tmp_path, quantization="awq")
 
 
-def without(part: str) -> Callable[[Path], None]:
-    def drop(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
-        del tensors[f"model.layers.0.mlp.up_proj.{part}"]
-        save_file(tensors, directory / "model.safetensors")
+def put(part: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    """Another tensor of one weight's, or none."""
 
-    return drop
+    def change(directory: Path) -> None:
+        with edited_tensors(directory) as tensors:
+            del tensors[f"model.layers.0.mlp.up_proj.{part}"]
+            if tensor is not None:
+                tensors[f"model.layers.0.mlp.up_proj.{part}"] = tensor
 
-
-def with_scale(scale: torch.Tensor) -> Callable[[Path], None]:
-    def replace(directory: Path) -> None:
-        tensors = load_file(directory / "model.safetensors")
-        tensors["model.layers.0.mlp.up_proj.weight_scale"] = scale
-        save_file(tensors, directory / "model.safetensors")
-
-    return replace
-
-
-def other_zeros(directory: Path) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.qzeros"] += 1
-    save_file(tensors, directory / "model.safetensors")
-
-
-def with_groups_of_16(directory: Path) -> None:
-    set_config(directory, gptq())
-    quantize("llama", directory, gptq())
-    set_config(directory, gptq(group_size=32))
+    return change
 
 
 def static_x() -> dict[str, Any]:
@@ -321,12 +294,20 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
         (fp8_config(config_groups={"g": {"weights": INT4}}), None, "int4 weights"),
         (fp8_config(config_groups={}), None, "without config_groups"),
         (fp8_config(transform_config={"R1": {}}), None, "transform_config"),
-        (fp8_config(), without("weight_scale"), "up_proj.weight in .*no scale for it"),
-        (fp8_config(), with_scale(torch.ones(3)), r"up_proj.weight_scale in .* shape \(3,\)"),
-        (fp8_config(), with_scale(torch.full([1], torch.nan)), "up_proj.weight in .*NaN"),
-        (AWQ, without("qzeros"), "no tensor .*up_proj.weight"),
-        (gptq(), other_zeros, "up_proj.qzeros in .*set sym to false"),
-        (gptq(group_size=32), with_groups_of_16, "scales in .* in groups of 32"),
+        (fp8_config(), put("weight_scale", None), "up_proj.weight in .*no scale for it"),
+        (fp8_config(), put("weight_scale", torch.ones(3)), r"weight_scale in .* shape \(3,\)"),
+        (fp8_config(), put("weight_scale", torch.tensor([torch.nan])), "up_proj.weight in .*NaN"),
+        (AWQ, put("qzeros", None), "no tensor .*up_proj.weight"),
+        (
+            gptq(),
+            put("qzeros", torch.zeros(4, 12, dtype=torch.int32)),
+            "up_proj.qzeros in .*set sym to false",
+        ),
+        (
+            gptq(),
+            lambda d: edit_config(d, quantization_config=gptq(group_size=32)),
+            "scales in .* in groups of 32",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(
@@ -336,7 +317,7 @@ def test_what_is_not_read_is_named(
     tmp_path: Path,
 ) -> None:
     if break_it is None:
-        set_config(write_checkpoint("llama", tmp_path), config)
+        edit_config(write_checkpoint("llama", tmp_path), quantization_config=config)
     else:
         quantize("llama", tmp_path, config)
         break_it(tmp_path)

@@ -17,13 +17,8 @@ from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
 from tests.engine.models import decoding
-from tests.engine.models.decoding import make, tokens
+from tests.engine.models.decoding import GQA, make, tokens
 
-TEXT: dict[str, Any] = {
-    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
-}
 SIGHT: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28},
     **{"num_attention_heads": 2, "patch_size": 14},
@@ -36,27 +31,27 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 UNTIED = {"tie_word_embeddings": False}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {
-        "text_config": {**TEXT, "head_dim": 16, "sliding_window": 20, "sliding_window_pattern": 2},
+        "text_config": {**GQA, "head_dim": 16, "sliding_window": 20, "sliding_window_pattern": 2},
         "vision_config": SIGHT,
     },
     "mistral3": {
-        "text_config": {**TEXT, "model_type": "mistral", "head_dim": 16},
+        "text_config": {**GQA, "model_type": "mistral", "head_dim": 16},
         "vision_config": {**SIGHT, "model_type": "pixtral", "head_dim": 16},
         **UNTIED,
     },
     "llava": {
-        "text_config": {**TEXT, "model_type": "llama"},
+        "text_config": {**GQA, "model_type": "llama"},
         "vision_config": {**SIGHT, "model_type": "clip_vision_model", "projection_dim": 32},
         **UNTIED,
     },
-    "qwen2_5_vl": {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN},
+    "qwen2_5_vl": {"text_config": {**GQA, "rope_parameters": MROPE}, "vision_config": QWEN},
     "qwen3_vl": {
-        "text_config": {**TEXT, "head_dim": 16, "rope_parameters": MROPE},
+        "text_config": {**GQA, "head_dim": 16, "rope_parameters": MROPE},
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
     "idefics3": {
-        "text_config": {**TEXT, "model_type": "llama"},
+        "text_config": {**GQA, "model_type": "llama"},
         "vision_config": SIGHT,
         **UNTIED,
     },
@@ -124,7 +119,7 @@ def test_files_as_they_were_before_transformers_5(tmp_path: Path) -> None:
     flat = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
-        **{**TEXT, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}},
+        **{**GQA, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3]}},
         **{"vision_config": QWEN, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     }
     spec = spec_of(tmp_path, flat)
@@ -161,9 +156,9 @@ def test_overrides_are_of_the_text_part_too(tmp_path: Path) -> None:
         ("mistral3", {"text_config": {"model_type": "bloom"}}, "bloom"),
         ("mistral3", {"text_config": {"model_type": "nothing"}}, "nothing"),
         ("mistral3", {"text_config": [1]}, "text_config"),
-        ("mistral3", {"text_config": {**TEXT, "model_type": "mistral", "hidden_size": "x"}}, "hid"),
+        ("mistral3", {"text_config": {**GQA, "model_type": "mistral", "hidden_size": "x"}}, "hid"),
         ("mistral3", {"vision_config": "none"}, "vision_config"),
-        ("llava", {"text_config": {**TEXT, "model_type": "gpt2"}}, "gpt2"),
+        ("llava", {"text_config": {**GQA, "model_type": "gpt2"}}, "gpt2"),
     ],
 )
 def test_what_cannot_be_served_is_a_line(

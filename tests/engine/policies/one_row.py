@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from kvserve.engine.policies import registry
 from kvserve.engine.policies.base import Policy, Selection
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import RowState
@@ -13,20 +18,31 @@ from kvserve.scheduler.triggers.trigger import RowState
 Places = list[list[list[int]]]
 
 
-def observe(
-    queries: Tensor, keys: Tensor, scale: float = 1.0, values: Tensor | None = None
-) -> Observation:
-    """One event of one layer: queries [Hq, W, D], keys and values [Hkv, n, D]."""
-    stored = None if values is None else values[None, None]
-    return Observation(queries[None, None], keys[None, None], scale, values=stored)
+@contextmanager
+def plug_ins(*policies: type[Policy]) -> Iterator[None]:
+    """Let these policies be installed."""
+
+    class Entry:
+        def __init__(self, policy: type[Policy]) -> None:
+            self.name, self.load = policy.name, lambda: policy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entry_points", lambda group: map(Entry, policies))
+        registry._entries.cache_clear()
+        yield
+    registry._entries.cache_clear()
+
+
+def observe(queries: Tensor, keys: Tensor, scale: float = 1.0) -> Observation:
+    """One event of one layer: queries [Hq, W, D], keys [Hkv, n, D]."""
+    return Observation(queries[None, None], keys[None, None], scale)
 
 
 def choose(policy: Policy, obs: Observation, keep: int) -> list[list[int]]:
     """Kept places of each KV head."""
-    kept: list[list[int]] = policy.select(policy.score(obs), obs.keys.shape[-2], keep)[
-        0, 0
-    ].tolist()
-    return kept
+    kept = policy.select(policy.score(obs), obs.keys.shape[-2], keep)
+    places: list[list[int]] = kept[0, 0].tolist()
+    return places
 
 
 def follow(policy: Policy, keys: Tensor, num_prompt: int) -> tuple[list[int], list[list[int]]]:

@@ -26,6 +26,7 @@ from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import DensePass, Vectors, dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, TOKENS, Case, LongEntries
+from tests.engine.policies.one_row import plug_ins
 from tests.engine.recorder import Choice, Record, Recorder, vectors_of
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
@@ -278,18 +279,8 @@ class Lab:
 @pytest.fixture(scope="module", autouse=True)
 def outsider() -> Iterator[None]:
     """``long_entries`` is installed as a plug-in would be."""
-
-    class Entry:
-        name = LongEntries.name
-
-        def load(self) -> type[LongEntries]:
-            return LongEntries
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entry_points", lambda group: [Entry()])
-        registry._entries.cache_clear()
+    with plug_ins(LongEntries):
         yield
-    registry._entries.cache_clear()
 
 
 @pytest.fixture(scope="module")

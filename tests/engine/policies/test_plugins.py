@@ -1,4 +1,4 @@
-"""Policies from outside: what a plug-in may be, today and as plug-ins were written before."""
+"""Policies from outside: what a plug-in may be."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, SamplingParams
-from kvserve.engine.policies import registry
-from kvserve.engine.policies.base import Policy, PolicyError, argument, integers
+from kvserve.engine.policies.base import PolicyError, argument
 from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.checkpoints import write_checkpoint
-from tests.engine.policies.one_row import choose, observe
+from tests.engine.policies.one_row import choose, observe, plug_ins
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,6 @@ class LargeValues(BudgetedPolicy):
 
 
 @dataclass(frozen=True)
-class Recent(BudgetedPolicy):
-    """Checks by hand, selects by itself, as before fields were checked by their metadata."""
-
-    name: ClassVar[str] = "recent_keys"
-
-    recent: int = argument(2, "newest entries, always kept", least=0)
-
-    def __post_init__(self) -> None:
-        integers(self, recent=0)
-        self.check_budget(f"above recent ({self.recent})")
-
-    @property
-    def protected(self) -> int:
-        return self.recent
-
-    def score(self, obs: Observation) -> Tensor:
-        norms = obs.keys.float().norm(dim=-1)
-        return norms[..., : norms.shape[-1] - self.recent]
-
-    def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
-        return best_and_newest(scores, length, keep)
-
-
-@dataclass(frozen=True)
 class Votes(BudgetedPolicy):
     """Scores by the newest queries."""
 
@@ -89,17 +63,9 @@ class Votes(BudgetedPolicy):
 
 
 @pytest.fixture(autouse=True)
-def installed() -> Iterator[None]:
-    class Entry:
-        def __init__(self, policy: type[Policy]) -> None:
-            self.name, self.load = policy.name, lambda: policy
-
-    with pytest.MonkeyPatch.context() as patch:
-        found = [Entry(each) for each in (SmallKeys, LargeValues, Recent, Votes)]
-        patch.setattr(registry, "entry_points", lambda group: found)
-        registry._entries.cache_clear()
+def own_plug_ins() -> Iterator[None]:
+    with plug_ins(SmallKeys, LargeValues, Votes):
         yield
-    registry._entries.cache_clear()
 
 
 def test_a_scorer_is_a_whole_policy() -> None:
@@ -149,13 +115,7 @@ def test_a_scorer_of_values_gets_them_from_adakv_too(tmp_path: Path) -> None:
     assert all(obs.values is not None and obs.values.shape == obs.keys.shape for obs in seen)
 
 
-def test_plug_ins_of_before_run_as_before() -> None:
-    keys = torch.tensor([[[3.0], [1.0], [4.0], [2.0], [0.0]]])
-    recent = make_policy({"name": "recent_keys", "budget": 3})
-    assert choose(recent, observe(torch.zeros(1, 0, 1), keys), 3) == [[2, 3, 4]]
-    for given in ({"budget": 2}, {"budget": 3, "recent": -1}):
-        with pytest.raises(PolicyError):
-            make_policy({"name": "recent_keys", **given})
+def test_what_a_policy_protects_are_the_queries_that_it_needs() -> None:
     votes: Any = make_policy({"name": "votes", "budget": 9})
     assert (votes.protected, votes.num_queries, votes.query_reduction) == (4, 4, "heads")
     assert votes.event_trigger.num_queries == 4

@@ -9,12 +9,11 @@ from kvserve.engine.policies.selection import (
     best_and_newest,
     best_places,
     chunks_and_newest,
-    mask_to_indices,
     stable_order,
     token_to_chunk,
-    top_mask,
 )
 from kvserve.kernels.scores.token_to_chunk import TOP_PLACES
+from tests.engine.policies.one_row import best
 
 EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]
 
@@ -69,29 +68,6 @@ def test_against_brute_force() -> None:
             assert one == brute_force(row, keep, alpha, gamma), (row, keep, alpha, gamma)
 
 
-def test_scaling_does_not_matter_and_top_tokens_stay() -> None:
-    scores = torch.rand(6, 50)
-    kept = token_to_chunk(scores, 20, 8, 6)
-    assert torch.equal(token_to_chunk(scores * 4, 20, 8, 6), kept)
-    singles = mask_to_indices(top_mask(scores, 12), 12)
-    for one, top in zip(kept.tolist(), singles.tolist(), strict=True):
-        assert set(top) <= set(one)
-        assert one == sorted(set(one))
-
-
-def test_without_chunks_it_is_plain_top_n() -> None:
-    scores = torch.rand(3, 30)
-    plain = mask_to_indices(top_mask(scores, 10), 10)
-    assert torch.equal(token_to_chunk(scores, 10, 0, 8), plain)
-    assert torch.equal(token_to_chunk(scores, 10, 5, 8), plain)  # alpha < gamma - 2
-
-
-def naive_best(scores: list[float], length: int, keep: int) -> list[int]:
-    newest = list(range(len(scores), length))
-    order = sorted(range(len(scores)), key=lambda j: (-scores[j], j))
-    return sorted(order[: keep - len(newest)]) + newest
-
-
 def naive_chunks(scores: list[float], length: int, keep: int, size: int, reduce: str) -> list[int]:
     """ChunkKV with an exact budget: whole chunks by rank, then the front of the next one."""
     chunks = [range(at, min(at + size, len(scores))) for at in range(0, len(scores), size)]
@@ -117,24 +93,13 @@ def test_whole_rows_against_brute_force() -> None:
         scored, window, size = draw(1, 40), draw(0, 6), draw(1, 12)
         length, keep = scored + window, window + draw(1, scored + 1)
         scores = torch.randint(0, 9, (2, 2, 5, scored), generator=generator).float() / 8
-        best = best_and_newest(scores, length, keep).view(20, keep).tolist()
-        for row, one in zip(scores.view(20, scored).tolist(), best, strict=True):
-            assert one == naive_best(row, length, keep)
+        singles = best_and_newest(scores, length, keep).view(20, keep).tolist()
+        for row, one in zip(scores.view(20, scored).tolist(), singles, strict=True):
+            assert one == best(row, keep - window, length)
         for reduce in ("sum", "mean"):
             chunks = chunks_and_newest(scores, length, keep, size, reduce).view(20, keep).tolist()
             for row, one in zip(scores.view(20, scored).tolist(), chunks, strict=True):
                 assert one == naive_chunks(row, length, keep, size, reduce), (row, keep, size)
-
-
-def test_chunks_are_whole_but_for_one() -> None:
-    scores = torch.rand(8, 43)
-    for kept in chunks_and_newest(scores, 50, 29, 6, "sum").tolist():
-        counts = [sum(place // 6 == chunk for place in kept if place < 43) for chunk in range(8)]
-        sizes = [6] * 7 + [1]
-        cut = [c for c, s in zip(counts, sizes, strict=True) if c not in (0, s)]
-        assert len(cut) <= 1 and kept[-7:] == list(range(43, 50))
-    one_each = chunks_and_newest(scores, 50, 29, 1, "sum")
-    assert torch.equal(one_each, best_and_newest(scores, 50, 29))
 
 
 @pytest.mark.compiler

@@ -189,28 +189,17 @@ def test_the_two_forms_agree_in_float64(aggregation: str) -> None:
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-def test_a_model_without_statistics_says_which_command_makes_them(tmp_path: Path) -> None:
-    directory = write_checkpoint("llama", tmp_path)
-    (directory / FILE).unlink()
-    with pytest.raises(ConfigError, match=r"--policy.stats: there is no .*kvserve calibrate"):
-        make(directory, policy="triattention")
-    llm = make(directory)
-    with pytest.raises(RequestError, match="wants statistics"):
-        llm.generate(random_prompts([4], 0), SamplingParams(kv_policy="triattention"))
-
-
-def test_a_request_names_no_file(tmp_path: Path) -> None:
-    directory = write_checkpoint("llama", tmp_path)
-    llm = make(directory)
-    policy = {"name": "triattention", "budget": 40, "stats": "/etc/passwd"}
-    with pytest.raises(RequestError, match="stats are the server's") as error:
-        llm.generate(random_prompts([4], 0), SamplingParams(kv_policy=policy))
-    assert error.value.param == "kv_policy.stats"
-
-
-def test_statistics_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+def test_statistics_are_the_servers_and_of_its_model(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path / "a")
     other = write_checkpoint("llama", tmp_path / "b", num_hidden_layers=2)
     policy = {"name": "triattention", "stats": str(directory / FILE)}
     with pytest.raises(ConfigError, match=r"triattention.stats has statistics of another"):
         make(other, policy=policy)
+    with pytest.raises(RequestError, match="stats are the server's") as error:
+        make(directory).generate(random_prompts([4], 0), SamplingParams(kv_policy=policy))
+    assert error.value.param == "kv_policy.stats"
+    (other / FILE).unlink()
+    with pytest.raises(ConfigError, match=r"--policy.stats: there is no .*kvserve calibrate"):
+        make(other, policy="triattention")
+    with pytest.raises(RequestError, match="wants statistics"):
+        make(other).generate(random_prompts([4], 0), SamplingParams(kv_policy="triattention"))

@@ -181,7 +181,7 @@ def test_each_rank_reads_its_part_and_no_more(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind in ("fp8", "awq"):
-        quantize("llama", tmp_path, AWQ if kind == "awq" else fp8_config("channel"), True)
+        quantize("llama", tmp_path, AWQ if kind == "awq" else fp8_config("channel"))
     else:
         write_checkpoint(kind, tmp_path)
     read = [0]

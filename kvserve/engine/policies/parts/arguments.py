@@ -124,7 +124,8 @@ def _check_value(f: Field[Any], value: Any) -> None:
         one_of(f.name, value, (*none, True, False))
     elif "float" in types or "int" in types:
         kind, is_odd = float if "float" in types else int, bool(facts.get("odd"))
-        number(f.name, value, facts.get("least"), most_of(f), kind=kind, is_odd=is_odd)
+        wanted = number_wanted(value, kind, facts.get("least"), most_of(f), odd=is_odd)
+        require(wanted is None, f.name, value, str(wanted))
     elif types == ["str", "None"]:
         require(value is None or isinstance(value, str), f.name, value, "a string")
 
@@ -166,31 +167,6 @@ def one_of(name: str, value: object, allowed: Iterable[object], note: str = "") 
     values = tuple(allowed)
     ok = any(type(value) is type(each) and value == each for each in values)
     require(ok, name, value, " or ".join(map(str, values)) + (f" ({note})" if note else ""))
-
-
-def number(
-    name: str,
-    value: object,
-    least: float | None,
-    most: float | None,
-    *,
-    kind: type = float,
-    is_odd: bool = False,
-) -> None:
-    """Check a float, or an int (``kind``), in ``[least, most]``; True and NaN are none."""
-    wanted = number_wanted(value, kind, least, most, odd=is_odd)
-    require(wanted is None, name, value, str(wanted))
-
-
-def integers(policy: Any, **least: int) -> None:
-    """Check that fields are ints of at least the given size, whatever their metadata say."""
-    for name, minimum in least.items():
-        number(name, getattr(policy, name), minimum, None, kind=int)
-
-
-def odd(name: str, value: object) -> None:
-    """Check a pooling kernel."""
-    number(name, value, 1, None, kind=int, is_odd=True)
 
 
 def _shown(value: object) -> str:

@@ -20,11 +20,20 @@ _JSON_TYPES = {
 
 
 def describe(name: str, policy: type[Any]) -> dict[str, Any]:
-    """The full description of a policy, from its docstrings, class variables and fields."""
+    """The full description of a policy, from its docstrings, class variables and fields: of each
+    field its name, type, default, range and help in words, and JSON Schema of ``kv_policy``."""
     text = inspect.cleandoc(policy.__doc__ or "").replace("``", "`")
     summary, _, details = text.partition("\n\n")
     source = (inspect.getmodule(policy).__doc__ or "").partition("\n\n")[0]
     source = " ".join(source.split()).removesuffix(".")
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"const": name}, **{f.name: _property(f) for f in fields(policy)}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    if policy.needs:
+        schema["anyOf"] = [{"required": [field]} for field in policy.needs]
     return {
         "name": name,
         "summary": summary.replace("\n", " "),
@@ -33,39 +42,18 @@ def describe(name: str, policy: type[Any]) -> dict[str, Any]:
         "cost": policy.cost,
         "avoid": policy.avoid,
         "granularity": policy.granularity.value,
-        "args": arguments(policy),
-        "schema": json_schema(name, policy),
+        "args": [
+            {
+                "name": f.name,
+                "type": " or ".join(_JSON_TYPES[t] for t in types_of(f) if t != "None"),
+                "default": _default(f),
+                "range": _range(f.metadata),
+                "help": f.metadata.get("help", ""),
+            }
+            for f in fields(policy)
+        ],
+        "schema": schema,
     }
-
-
-def arguments(policy: type[Any]) -> list[dict[str, Any]]:
-    """Name, type, default, range and help of each field, in words."""
-    return [
-        {
-            "name": f.name,
-            "type": " or ".join(_JSON_TYPES[t] for t in types_of(f) if t != "None"),
-            "default": _default(f),
-            "range": _range(f.metadata),
-            "help": f.metadata.get("help", ""),
-        }
-        for f in fields(policy)
-    ]
-
-
-def json_schema(name: str, policy: type[Any]) -> dict[str, Any]:
-    """JSON Schema of ``kv_policy`` objects of this policy."""
-    properties: dict[str, Any] = {"name": {"const": name}}
-    for f in fields(policy):
-        properties[f.name] = _property(f)
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": properties,
-        "required": ["name"],
-        "additionalProperties": False,
-    }
-    if policy.needs:
-        schema["anyOf"] = [{"required": [field]} for field in policy.needs]
-    return schema
 
 
 def _property(f: Field[Any]) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from kvserve.engine.policies.parts.budgets import (
     share_out,
 )
 from kvserve.engine.policies.pyramidkv import PyramidKV
-from kvserve.engine.policies.registry import make_policy
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
 from tests.engine.policies.one_row import tied
 
 # ---- PyramidKV ----------------------------------------------------------------------------------
@@ -41,11 +39,6 @@ def test_pyramids_as_released(
 ) -> None:
     policy = PyramidKV(budget=budget, window=window)
     assert policy.layer_budgets(layers, length, budget, "prefill") == budgets
-
-
-def test_sums_of_the_released_pyramids() -> None:
-    assert sum(pyramid_budgets(120, 3992, 32, 20, exact=False)) == 4016
-    assert sum(pyramid_budgets(2040, 31492, 32, 20, exact=False)) == 65296
 
 
 def test_pyramids_on_many_shapes() -> None:
@@ -87,28 +80,24 @@ def test_in_decode_layers_grow_into_the_pyramid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "size", "mean", "released", "equations"),
+    ("layers", "size", "mean", "shape", "released", "equations"),
     [
-        (32, 8, 512, [732, 586, 440, 292], [988, 671, 354, 36]),
-        (32, 8, 1024, [1463, 1171, 879, 585], [1975, 1341, 707, 73]),
-        (32, 8, 2048, [2926, 2341, 1756, 1170], [3950, 2682, 1414, 146]),
-        (28, 7, 2048, [3072, 2390, 1708, 1024], [3950, 2682, 1414, 146]),
-        (32, 16, 2048, [1756, 2340], [3950, 146]),
-        (28, 14, 2048, [2048, 2048], [3950, 146]),
+        (8, 2, 12, 4, [18, 14, 10, 6], [21, 15, 9, 3]),
+        (8, 8, 12, 4, [12], [12]),
+        (32, 8, 512, 14, [732, 586, 440, 292], [988, 671, 354, 36]),
+        (32, 8, 1024, 14, [1463, 1171, 879, 585], [1975, 1341, 707, 73]),
+        (32, 8, 2048, 14, [2926, 2341, 1756, 1170], [3950, 2682, 1414, 146]),
+        (28, 7, 2048, 14, [3072, 2390, 1708, 1024], [3950, 2682, 1414, 146]),
+        (32, 16, 2048, 14, [1756, 2340], [3950, 146]),
+        (28, 14, 2048, 14, [2048, 2048], [3950, 146]),
     ],
 )
 def test_pyramids_by_group(
-    layers: int, size: int, mean: int, released: list[int], equations: list[int]
+    layers: int, size: int, mean: int, shape: int, released: list[int], equations: list[int]
 ) -> None:
-    groups = layers // size
-    assert group_budgets(mean, groups, size, Fraction(14), "released") == released
-    assert group_budgets(mean, groups, size, Fraction(14), "equations") == equations
-
-
-def test_group_budgets_of_the_small_example() -> None:
-    assert group_budgets(12, 4, 2, Fraction(4), "released") == [18, 14, 10, 6]
-    assert group_budgets(12, 4, 2, Fraction(4), "equations") == [21, 15, 9, 3]
-    assert group_budgets(12, 1, 8, Fraction(4), "released") == [12]
+    given = mean, layers // size, size, Fraction(shape)
+    assert group_budgets(*given, "released") == released
+    assert group_budgets(*given, "equations") == equations
 
 
 def test_group_budgets_overshoot_by_little() -> None:
@@ -180,11 +169,3 @@ def test_released_rounding_with_tiny_budgets() -> None:
     assert released.shares(counts, 2, 6, 2).tolist() == [[2, 2]]
     none = torch.tensor([[1, 1, 1]])
     assert released.shares(none, 1, 6, 4).tolist() == [[0, 0, 4]]
-
-
-def test_when_budgets_of_layers_and_heads_are_cut() -> None:
-    for name in ("pyramidkv", "adakv"):
-        threshold = make_policy({"name": name, "budget": 64, "trigger": "threshold"}).event_trigger
-        assert isinstance(threshold, WhenOver)
-        assert (threshold.limit, threshold.keep) == (192, 64)
-        assert isinstance(make_policy({"name": name, "ratio": 0.5}).event_trigger, AtPrefillEnd)
