@@ -28,9 +28,8 @@ from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_promp
 from kvserve.benchmarks.measuring.benchmark import Benchmark, Comparison, run_benchmark
 from kvserve.benchmarks.measuring.match_bytes import bounds_sequence, target_of, with_budget_of
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, held_bytes, play
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
-from kvserve.benchmarks.reports.report import Report, Row
+from kvserve.benchmarks.reports.report import Report, Row, columns
 from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
@@ -181,8 +180,7 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
     policies = policies_by_retention(args)
     if args.match_bytes_per_sequence:
         _check_per_sequence(args, policies)
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     return policies
 
 

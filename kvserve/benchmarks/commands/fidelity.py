@@ -28,9 +28,8 @@ from kvserve.benchmarks.measuring.fidelity import (
     with_facts,
 )
 from kvserve.benchmarks.measuring.measure import play, standard_error
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
-from kvserve.benchmarks.reports.report import Report
+from kvserve.benchmarks.reports.report import Report, columns
 from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec

@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_frontier
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.reports.report import Column, Report, Row, columns, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.fields import did_you_mean, number_wanted
@@ -73,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     if args.save_result is None and (file := usual_file(args.model)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         args.save_result = file

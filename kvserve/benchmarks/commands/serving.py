@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from kvserve.benchmarks.commands.serving_flags import add_arguments
-from kvserve.benchmarks.datasets.conversations import Conversations
 from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
 from kvserve.benchmarks.datasets.workload import Workload, random_prompts
 from kvserve.benchmarks.measuring.measure import accuracy
@@ -75,7 +74,7 @@ class Serving:
         self._args = args
         self._model = args.model
         self._answers: list[Answer] = []
-        self._said: list[list[str]] = []
+        self._said: list[list[Any]] = []
         self._samples: list[dict[str, Any]] = []
         self._unfinished = 0
         self._started = self._seconds = 0.0
@@ -153,10 +152,10 @@ class Serving:
             async def converse(index: int) -> None:
                 late = time.perf_counter() - self._started
                 await asyncio.sleep(max(0.0, times[index] - late))
-                said, tokens = self._said[index], list[list[int]]()
-                while (body := _next_body(client, workload, index, said, tokens)) is not None:
-                    if isinstance(workload, Conversations):
-                        await asyncio.sleep(workload.thinks[index][len(said)])
+                said = self._said[index]
+                while (prompt := workload.prompt(index, said)) is not None:
+                    body = client.body(prompt, workload, index, said)
+                    await asyncio.sleep(workload.pause(index, len(said)))
                     async with room:
                         self._unfinished += 1
                         answer = await client.ask(body)
@@ -165,8 +164,7 @@ class Serving:
                     self._answers.append(answer)
                     if answer.error:
                         break
-                    said.append(answer.text)
-                    tokens.append(answer.token_ids)
+                    said.append(answer.token_ids if workload.by_ids else answer.text)
                 bar.update()
 
             tasks = [asyncio.create_task(converse(index)) for index in range(count)]
@@ -297,22 +295,6 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
             "preemptions": samples[-1]["preemptions_total"] - samples[0]["preemptions_total"],
         }
     return result
-
-
-def _next_body(
-    client: ServingClient,
-    workload: Workload,
-    index: int,
-    said: Sequence[str],
-    tokens: Sequence[Sequence[int]],
-) -> dict[str, Any] | None:
-    """The next request of a conversation; ``said`` and ``tokens`` are its answers so far."""
-    more = {}
-    if isinstance(workload, Conversations):
-        prompt, more = workload.prompt_after(index, tokens), {"return_token_ids": True}
-    else:
-        prompt = workload.prompt(index, said)
-    return None if prompt is None else {**client.body(prompt, workload, index, said), **more}
 
 
 async def _first_model(client: ServingClient) -> str:

@@ -28,9 +28,8 @@ from kvserve.benchmarks.datasets.datasets import (
 from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, held_bytes, play
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_rows
-from kvserve.benchmarks.reports.report import Report, Row
+from kvserve.benchmarks.reports.report import Report, Row, columns
 from kvserve.benchmarks.setup.checkpoint import MeasuredModel
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
@@ -109,8 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     policies = chosen_policies(args)
     check_dataset(args)
     if args.compare_speculation and not args.speculative_config:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.datasets.conversations import conversations
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
+    Conversations,
     Prompts,
     Source,
     TaskPrompts,
@@ -192,6 +192,32 @@ def _prefix_repetition(source: Source) -> Prompts:
     rng.shuffle(prompts)
     limits = [source["prefix_repetition_output_len"]] * source.count
     return Prompts(prompts, limits, source.ignore_eos)
+
+
+def conversations(source: Source) -> Conversations:
+    """Of agents: one system prompt for all, a question, tool outputs, and time to think."""
+    rng = random.Random(f"conversations/{source.seed}")
+    vocab, fewest, most = range(source.vocab_size), source["min_turns"], source["max_turns"]
+    shortest, longest = source["min_tool_len"], source["max_tool_len"]
+    for least, greatest, flags in (
+        (fewest, most, "--min-turns and --max-turns"),
+        (shortest, longest, "--min-tool-len and --max-tool-len"),
+    ):
+        if least > greatest:
+            raise ConfigError(f"{flags}: the first must not exceed the second")
+    system = rng.choices(vocab, k=source["system_len"])
+    asked, thinks = [], []
+    for _ in range(source.count):
+        turns = rng.randint(fewest, most)
+        lengths = [
+            source["question_len"],
+            *(rng.randint(shortest, longest) for _ in range(turns - 1)),
+        ]
+        new = [rng.choices(vocab, k=length) for length in lengths]
+        asked.append([system + new[0], *new[1:]])
+        mean = source["think_seconds"]
+        thinks.append([0.0, *(rng.expovariate(1 / mean) if mean else 0.0 for _ in new[1:])])
+    return Conversations(asked, thinks, source["answer_len"], source.ignore_eos)
 
 
 def _task(name: str, source: Source) -> TaskPrompts:

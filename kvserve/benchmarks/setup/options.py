@@ -40,13 +40,17 @@ def _policy_or_all(text: str) -> PolicySpec:
     return _ALL if text == _ALL.name else policy_spec(text)
 
 
-def file_name(suffix: str) -> Callable[[str], Path]:
-    """A parser of names of files to write, which must have this suffix."""
+def file_name(*suffixes: str, folder_exists: bool = False) -> Callable[[str], Path]:
+    """A parser of names of files to write, with one of these suffixes, maybe in a folder that
+    exists."""
 
     def read(text: str) -> Path:
         path = Path(text)
-        if path.suffix != suffix or path.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {suffix} file")
+        if path.suffix not in suffixes or path.is_dir():
+            either = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {either} file")
+        if folder_exists and not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
         return path
 
     return read
@@ -116,10 +120,10 @@ def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
 
 
-def check_matplotlib(args: argparse.Namespace, flag: str) -> None:
+def check_matplotlib(args: argparse.Namespace, name: str = "save_plots") -> None:
     """Refuse a flag that draws if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        args.fail(f"{flag} needs matplotlib: pip install 'kvserve[bench]'")
+    if getattr(args, name) and importlib.util.find_spec("matplotlib") is None:
+        args.fail(f"--{name.replace('_', '-')} needs matplotlib: pip install 'kvserve[bench]'")
 
 
 # ---- policies ---------------------------------------------------------------------------------
