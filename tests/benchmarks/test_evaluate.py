@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from kvserve.benchmarks.commands.evaluate import score
-from kvserve.benchmarks.datasets.dataset_files import FORMATS
 from kvserve.benchmarks.datasets.task_text import Sample
-from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
-from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats
@@ -192,30 +189,3 @@ def test_later_turns_may_go_on(bench: Bench) -> None:
     off = bench("eval", *flags)[1]["rows"][-1]
     on = bench("eval", *flags, "--continuations", "on")[1]["rows"][-1]
     assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
-
-
-def test_questions_of_ones_own(tmp_path: Path) -> None:
-    """Several answers count one by one; a line that is none is named, as is a file without any."""
-    path = tmp_path / "lines.jsonl"
-    line = {"input": " A long text. ", "outputs": ["8412", "Blue Whale"], "length": 9}
-
-    def read(*lines: Any, limit: int | None = None, longest: int = 4096) -> TaskPrompts:
-        path.write_text("\n\n".join(map(json.dumps, lines)))
-        options = {"max_new_tokens": limit, "longest": longest}
-        return FORMATS["ruler"].read(Source(10, 0, 0, WordTokenizer(), path, False, options))
-
-    workload = read(line, line, line)
-    assert workload.messages(0, []) == [{"role": "user", "content": "A long text."}]
-    said = [["8412 and BLUE whale"], ["it is 8412"], [""]]
-    assert workload.grades(said) == [Grade(True, 1.0), Grade(False, 0.5), Grade(False, 0.0)]
-    assert workload.max_tokens(0) == 128 and workload.score_name == "score"
-    assert read(line, limit=7).max_tokens(0) == 7
-    assert read(line, longest=40).max_tokens(0) == 40 - len("u:A long text.\na:")
-    for bad in ({"input": "a", "outputs": []}, {"input": "a"}, 7):
-        with pytest.raises(ConfigError, match="line 2 is not of format ruler"):
-            read(line, bad)
-    with pytest.raises(ConfigError, match="is empty"):
-        read()
-    path.unlink()
-    with pytest.raises(ConfigError, match="cannot read"):
-        FORMATS["ruler"].read(Source(1, 0, 0, None, path, False, {}))

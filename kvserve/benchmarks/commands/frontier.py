@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N", help=words)
     words = "dtype of the model and of entries as they are computed (default: bfloat16)"
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help=words)
-    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help="draw the figure there")
-    add_report_arguments(parser)
+    add_report_arguments(parser, plots="the figure")
     parser.set_defaults(fail=parser.error)
 
 

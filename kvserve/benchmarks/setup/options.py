@@ -108,8 +108,11 @@ NAMED = Path()
 """``--save-result`` without a name."""
 
 
-def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False) -> None:
-    """Where results go besides the terminal. ``named``: JSON has a name without one (``NAMED``)."""
+def add_report_arguments(
+    parser: argparse.ArgumentParser, *, named: bool = False, plots: str = ""
+) -> None:
+    """Where results go besides the terminal. ``named``: JSON has a name without one (``NAMED``);
+    ``plots``: what is drawn, if anything is."""
     own: dict[str, Any] = {"nargs": "?", "const": NAMED} if named else {}
     parser.add_argument(
         "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON", **own
@@ -117,6 +120,9 @@ def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False
     parser.add_argument(
         "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write the printed report"
     )
+    if plots:
+        words = f"draw {plots} into this folder"
+        parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
 
 
@@ -134,6 +140,8 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
 
     ``complete``: refuse policies that lack required fields, because none are added later.
     """
+    if getattr(args, "compare_kv_cache_dtypes", None) and args.kv_cache_dtype:
+        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     given = args.policy or args.default_policies
     args.every_policy = _ALL in given
     specs = [each for spec in given for each in (every_policy() if spec == _ALL else [spec])]
