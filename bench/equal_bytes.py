@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from kvserve.benchmarks.reports.policy_names import method_label, method_names
+from kvserve.benchmarks.reports.plots import method_label, method_names
 from kvserve.benchmarks.reports.report import Column, Row, markdown_table
 
 KEYS = ("mean_held_bytes", "held_bytes_at_end")

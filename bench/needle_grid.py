@@ -22,8 +22,13 @@ from kvserve.benchmarks.datasets.task_text import (
 )
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
-from kvserve.benchmarks.reports.plots import panels, save_figures, styled
-from kvserve.benchmarks.reports.policy_names import method_names, stored_as
+from kvserve.benchmarks.reports.plots import (
+    method_names,
+    panels,
+    save_figures,
+    stored_as,
+    styled,
+)
 from kvserve.benchmarks.reports.report import Row
 
 NEEDLE_GRID = "needle-grid"

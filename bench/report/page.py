@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
 from bench.report.measurements import CHAPTERS, PLOTS, Chapter, Measurement
-from kvserve.benchmarks.reports.policy_names import short_names
+from kvserve.benchmarks.reports.plots import short_names
 from kvserve.benchmarks.reports.report import Row, describe_machine, markdown_table
 
 # Figures that are only in the JSON files.

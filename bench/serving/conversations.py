@@ -22,8 +22,13 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.soak.served import Served
-from kvserve.benchmarks.datasets.conversations import Conversations, conversations
-from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, Source, blocks_at_once
+from kvserve.benchmarks.datasets.datasets import conversations
+from kvserve.benchmarks.datasets.workload import (
+    DEFAULT_BLOCK_SIZE,
+    Conversations,
+    Source,
+    blocks_at_once,
+)
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments

@@ -44,6 +44,23 @@ def tool(name: str) -> str:
     pytest.skip(f"{name} is not installed; `make acceptance` installs it")
 
 
+def run_tool(
+    name: str, *arguments: str, cwd: Path = ROOT, timeout: float = 280
+) -> subprocess.CompletedProcess[str]:
+    """Run a program there, offline and without this environment's packages; it must end well."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [tool(name), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**clean, **OFFLINE},
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
+
+
 @pytest.fixture(scope="session")
 def run_client() -> RunClient:
     """Run ``clients/NAME.py`` there; its standard output is JSON."""
@@ -52,15 +69,7 @@ def run_client() -> RunClient:
 
     def run(name: str, *arguments: str) -> Any:
         script = Path(__file__).parent / "clients" / f"{name}.py"
-        clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        done = subprocess.run(
-            [str(PYTHON), str(script), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            env={**clean, **OFFLINE},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = run_tool("python", str(script), *arguments, timeout=1200)
         return json.loads(done.stdout.splitlines()[-1])
 
     return run

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.acceptance.conftest import ROOT, RunClient, tool
+from tests.acceptance.conftest import ROOT, RunClient, run_tool, tool
 from tests.deploy.chart import CHART
 from tests.deploy.value_sets import VALUE_SETS, WRONG
 
@@ -19,14 +18,16 @@ OF_THE_OPERATOR = ("ServiceMonitor", "PrometheusRule")
 """Kinds that a cluster knows only with the Prometheus operator."""
 
 
-def _run(name: str, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [tool(name), *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def valid(objects: list[Any], folder: Path) -> bool:
+    """Whether Kubernetes takes them all."""
+    file = folder / "objects.yaml"
+    file.write_text(yaml.safe_dump_all(objects))
+    done = run_tool("kubernetes-validate", "--strict", str(file))
+    return (done.stdout + done.stderr).count("passed for resource") == len(objects)
 
 
 def test_hadolint_finds_nothing() -> None:
-    done = _run("hadolint", "Dockerfile")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_tool("hadolint", "Dockerfile")
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,7 @@ def _objects(texts: dict[str, str]) -> dict[str, Any]:
 def test_kubernetes_takes_what_helm_makes(helm: dict[str, Any], name: str, tmp_path: Path) -> None:
     objects = _objects(helm["sets"][name]["texts"])
     known = [each for each in objects.values() if each["kind"] not in OF_THE_OPERATOR]
-    assert len(known) >= 3
-    file = tmp_path / "chart.yaml"
-    file.write_text(yaml.safe_dump_all(known))
-    done = _run("kubernetes-validate", "--strict", str(file))
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert said.count("passed for resource") == len(known), said
+    assert len(known) >= 3 and valid(known, tmp_path)
 
 
 @pytest.mark.parametrize("word", WRONG)
@@ -69,7 +64,4 @@ def test_helm_refuses_a_typo(helm: dict[str, Any], word: str) -> None:
 
 def test_kubernetes_takes_the_network_policy_of_ray(tmp_path: Path) -> None:
     _, policy = yaml.safe_load_all((ROOT / "deploy" / "ray" / "kuberay.yaml").read_text())
-    file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump(policy))
-    done = _run("kubernetes-validate", "--strict", str(file))
-    assert done.returncode == 0 and "passed for resource" in done.stdout + done.stderr
+    assert valid([policy], tmp_path)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 import kvserve
-from tests.acceptance.conftest import OFFLINE, tool
+from tests.acceptance.conftest import run_tool
 from tests.server.real_server import Server
 
 pytestmark = pytest.mark.slow
@@ -20,21 +18,14 @@ TOKENIZER = Path(kvserve.__file__).parent / "data" / "tiny"
 @pytest.mark.parametrize("profile", ["kind=concurrent,streams=4", "kind=poisson,rate=20"])
 def test_every_request_is_counted(server: Server, tmp_path: Path, profile: str) -> None:
     report = tmp_path / "report.json"
-    done = subprocess.run(
-        [
-            *(tool("guidellm"), "run", "--disable-console", "--profile", profile),
-            *("--backend", f"kind=openai_http,target={server.url}"),
-            *("--constraint", "kind=max_requests,count=12"),
-            *("--tokenizer", f"kind=hf_auto,model={TOKENIZER}"),
-            *("--data", "kind=synthetic_text,prompt_tokens=40,output_tokens=16"),
-            *("--output", f"kind=json,path={report}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, **OFFLINE},
+    run_tool(
+        *("guidellm", "run", "--disable-console", "--profile", profile),
+        *("--backend", f"kind=openai_http,target={server.url}"),
+        *("--constraint", "kind=max_requests,count=12"),
+        *("--tokenizer", f"kind=hf_auto,model={TOKENIZER}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=40,output_tokens=16"),
+        *("--output", f"kind=json,path={report}"),
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.acceptance.conftest import ROOT, tool
+from tests.acceptance.conftest import ROOT, run_tool, tool
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
@@ -22,17 +22,12 @@ pytestmark = pytest.mark.slow
 ALERTS = ROOT / "deploy" / "helm" / "files" / "alerts.yaml"
 
 
-def promtool(*args: str) -> None:
-    done = subprocess.run([tool("promtool"), *args], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_promtool_accepts_the_rules() -> None:
-    promtool("check", "rules", str(ALERTS))
+    run_tool("promtool", "check", "rules", str(ALERTS))
 
 
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    promtool("test", "rules", str(Path(__file__).parent / "alerts_test.yaml"))
+    run_tool("promtool", "test", "rules", str(Path(__file__).parent / "alerts_test.yaml"))
 
 
 @pytest.fixture
@@ -46,7 +41,7 @@ def prometheus(server: Server, tmp_path: Path) -> Iterator[httpx.Client]:
     config["rule_files"] = [str(ALERTS)]
     file = tmp_path / "prometheus.yaml"
     file.write_text(yaml.safe_dump(config))
-    promtool("check", "config", str(file))
+    run_tool("promtool", "check", "config", str(file))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

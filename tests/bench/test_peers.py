@@ -1,4 +1,4 @@
-"""The peers: the protocol, what is said of one that is missing or fails, and the figures."""
+"""The peers: what is said of one that is missing or does not start, and the figures."""
 
 from __future__ import annotations
 
@@ -11,67 +11,23 @@ import pytest
 
 from bench import cpu_peers
 from bench.peers import peer as peers
-from bench.peers.peer import PeerError, PeerProcess
-
-ECHO = """
-import os, sys
-from bench.peers.adapter import serve
-
-class Echo:
-    def load(self, **settings):
-        print("noise that is no answer")
-        return {"settings": settings, "threads": os.environ["OMP_NUM_THREADS"]}
-
-    def run(self, prompts, max_tokens):
-        if max_tokens == 13:
-            raise ValueError("thirteen")
-        if max_tokens == 14:
-            print("about to end", file=sys.stderr, flush=True)
-            os._exit(1)
-        return {"tokens": [prompt[:max_tokens] for prompt in prompts]}
-
-serve(Echo())
-"""
-
-
-def fake_interpreter(folder: Path) -> Path:
-    """Runs ``ECHO`` in place of the module it is told to."""
-    (folder / "echo.py").write_text(ECHO)
-    script = folder / "python"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{folder}/echo.py"\n')
-    script.chmod(0o755)
-    return script
-
-
-def test_requests_are_answered_one_by_one(tmp_path: Path) -> None:
-    process = PeerProcess("echo", fake_interpreter(tmp_path), {}, cpu=None)
-    try:
-        loaded = process.load(model="m", dtype="float32")
-        assert loaded == {"settings": {"model": "m", "dtype": "float32"}, "threads": "1"}
-        assert process.run(prompts=[[1, 2, 3]], max_tokens=2) == {"tokens": [[1, 2]]}
-        with pytest.raises(PeerError, match="ValueError: thirteen"):
-            process.run(prompts=[[1]], max_tokens=13)
-        assert process.run(prompts=[[4]], max_tokens=1) == {"tokens": [[4]]}
-        with pytest.raises(PeerError, match=r"(?s)echo has ended; it said:.*about to end"):
-            process.run(prompts=[[1]], max_tokens=14)
-        with pytest.raises(PeerError, match="has ended"):
-            process.run(prompts=[[1]], max_tokens=1)
-    finally:
-        process.close()
+from bench.peers.peer import PeerError
 
 
 class FakeProcess:
-    """So many tokens per second, all of them a prompt's first one."""
+    """Answers of the lengths asked for, all of a prompt's first token; notes how it was started."""
 
     def __init__(self, rate: float) -> None:
         self.rate, self.closed = rate, False
 
     def load(self, **settings: Any) -> dict[str, str]:
+        self.settings = settings
         return {"fake": "1.0"}
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        tokens = [[prompt[0]] * max_tokens for prompt in prompts]
-        return {"seconds": len(prompts) * max_tokens / self.rate, "tokens": tokens}
+    def run(self, prompts: list[list[int]], max_tokens: int | list[int]) -> dict[str, Any]:
+        asked = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
+        tokens = [[prompt[0]] * limit for prompt, limit in zip(prompts, asked, strict=True)]
+        return {"seconds": sum(asked) / self.rate, "tokens": tokens}
 
     def close(self) -> None:
         self.closed = True
@@ -133,30 +89,14 @@ def test_kvserve_answers_as_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved["settings"]["versions"]["kvserve"] and saved["threads"] == 1
 
 
-# ---- long answers -------------------------------------------------------------------------------
-
-
-class FakeEngine(FakeProcess):
-    """Answers of the lengths asked for; notes how it was started."""
-
-    def load(self, **settings: Any) -> dict[str, str]:
-        self.settings = settings
-        return {"fake": "1.0"}
-
-    def run(self, prompts: list[list[int]], max_tokens: int | list[int]) -> dict[str, Any]:
-        asked = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        self.max_tokens = asked
-        return {"seconds": sum(asked) / self.rate, "tokens": [[7] * limit for limit in asked]}
-
-
 def test_long_answers_get_as_many_bytes_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: dict[str, FakeEngine] = {}
+    started: dict[str, FakeProcess] = {}
 
-    def start(self: cpu_peers.Contestant, cpu: int) -> FakeEngine:
+    def start(self: cpu_peers.Contestant, cpu: int) -> FakeProcess:
         rates = {"kvserve none": 300.0, "kvserve kara": 600.0, "vllm": 200.0}
-        return started.setdefault(self.name, FakeEngine(rates[self.name.rpartition(" ")[0]]))
+        return started.setdefault(self.name, FakeProcess(rates[self.name.rpartition(" ")[0]]))
 
     monkeypatch.setattr(cpu_peers.Contestant, "start", start)
     install(tmp_path, monkeypatch, "vllm")

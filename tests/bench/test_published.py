@@ -11,7 +11,8 @@ import pytest
 
 from bench import needles
 from bench.needle_grid import by_cell, needle_grid
-from kvserve.benchmarks.datasets.published import FORMATS, exemplars, last_boxed
+from kvserve.benchmarks.datasets.published import exemplars, last_boxed
+from kvserve.benchmarks.datasets.published import read as read_file
 from kvserve.benchmarks.datasets.task_text import count_units
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
@@ -21,6 +22,7 @@ from tests.benchmarks.test_evaluate import WordTokenizer
 
 GSM8K = {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 1,042"}
 MATH = {"problem": "Find x.", "solution": "Long.", "answer": "\\frac{1}{2}"}
+RULER = {"input": " A long text. ", "outputs": ["8412", "Blue Whale"], "length": 9}
 AIME = {"question": "Find n.", "answer": 73}
 
 
@@ -34,7 +36,7 @@ def read(tmp_path: Path, name: str, *lines: Any, longest: int = 40_000, **option
     path.write_text("\n\n".join(map(json.dumps, lines)))
     given = {"longest": longest, "max_new_tokens": None, "num_fewshot": 0, "fewshot_file": None}
     source = Source(10, 0, 0, WordTokenizer(), path, False, {**given, **options})
-    return FORMATS[name].read(source)
+    return read_file(name, source)
 
 
 CLASSES = {"all_classes": ["Person", "Place", "Other place", "Date"]}
@@ -43,6 +45,9 @@ CLASSES = {"all_classes": ["Person", "Place", "Other place", "Date"]}
 @pytest.mark.parametrize(
     ("name", "line", "said", "score"),
     [
+        ("ruler", RULER, "8412 and BLUE whale", 1.0),
+        ("ruler", RULER, "it is 8412", 0.5),
+        ("ruler", RULER, "", 0.0),
         ("gsm8k", GSM8K, "First 7, so The answer is 1042.", 1.0),
         ("gsm8k", GSM8K, "The answer is $1,042.00", 1.0),
         ("gsm8k", GSM8K, "1042 less 2 is 1040", 0.0),
@@ -78,12 +83,17 @@ def test_answers_are_graded(
 
 
 def test_answers_are_as_long_as_published_or_as_the_context_allows(tmp_path: Path) -> None:
-    sizes = {"gsm8k": (GSM8K, 2048), "math": (MATH, 16_384), "aime": (AIME, 32_768)}
+    sizes = {
+        "ruler": (RULER, 128),
+        "gsm8k": (GSM8K, 2048),
+        "math": (MATH, 16_384),
+        "aime": (AIME, 32_768),
+    }
     for name, (line, size) in sizes.items():
         assert read(tmp_path, name, line).max_tokens(0) == size
-        small = read(tmp_path, name, line, longest=1000)
-        assert len(small.prompt(0, [])) + small.max_tokens(0) == 1000
-        given = read(tmp_path, name, line, longest=1000, max_new_tokens=5000)
+        small = read(tmp_path, name, line, longest=300 if name != "ruler" else 40)
+        assert len(small.prompt(0, [])) + small.max_tokens(0) == small.longest
+        given = read(tmp_path, name, line, longest=300, max_new_tokens=5000)
         assert given.max_tokens(0) == 5000
     limits = {"hotpotqa": 32, "qasper": 128, "qmsum": 512, "trec": 64, "lcc": 64}
     for name, size in limits.items():
@@ -158,6 +168,9 @@ def test_boxes_may_hold_braces() -> None:
         ("gsm8k", GSM8K, MATH, "'answer'"),
         ("gsm8k", GSM8K, {"question": "a", "answer": "no mark"}, "no #### in answer"),
         ("math", MATH, {"answer": "7"}, "'question'"),
+        ("ruler", RULER, {"input": "a"}, "'outputs'"),
+        ("ruler", RULER, {"input": "a", "outputs": []}, "is empty"),
+        ("ruler", RULER, 7, "TypeError"),
         ("longbench", text("qasper", "a"), text("dureader", "a"), "needs a word segmenter"),
         ("longbench", text("qasper", "a"), text("mmlu", "a"), "mmlu is none of narrativeqa, "),
         ("longbench", text("qasper", "a"), text("qasper"), "answers is empty"),
@@ -168,6 +181,8 @@ def test_other_lines_are_refused(tmp_path: Path, name: str, good: Any, bad: Any,
     with pytest.raises(ConfigError, match=f"line 2 is not of format {name}") as error:
         read(tmp_path, name, good, bad)
     assert said in str(error.value) or name == "gsm8k"
+    with pytest.raises(ConfigError, match="is empty"):
+        read(tmp_path, name)
     with pytest.raises(ConfigError, match="mixes data sets"):
         read(tmp_path, "longbench", text("hotpotqa", "a"), text("qasper", "a"))
 
@@ -221,18 +236,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "needles.png" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--benchmark", "mmlu=x"], "with one of ruler, gsm8k, math, aime, longbench"),
-        (["--benchmark", "gsm8k=a/x.jsonl", "--benchmark", "math=b/x.jsonl"], "the same name"),
+def test_what_the_grid_refuses() -> None:
+    for flags, message in (
         (["--grid-depths", "1.5"], "--grid-depths"),
-        (["--num-fewshot", "8"], "--num-fewshot is for --benchmark gsm8k=, math=, aime="),
-        (["--benchmark", "ruler=x.jsonl", "--num-fewshot", "8"], "--num-fewshot is for"),
-        (["--benchmark", "math=x.jsonl", "--fewshot-file", "y"], "--fewshot-file needs"),
         (["--tasks", "needle-grid", "--match-bytes", "5000"], "--match-bytes is for shipped"),
-    ],
-)
-def test_what_is_refused(flags: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match=message):
-        needles.main(flags)
+    ):
+        with pytest.raises(SystemExit, match=message):
+            needles.main(flags)

@@ -149,7 +149,7 @@ def test_each_turn_of_a_conversation_begins_with_the_one_before(read: Read) -> N
         assert all(7 <= len(new) <= 11 for new in asked[1:])
         answers: list[list[int]] = []
         known: list[int] = []
-        while (prompt := made.prompt_after(index, answers)) is not None:
+        while (prompt := made.prompt(index, answers)) is not None:
             assert prompt[: len(known)] == known
             assert prompt[len(known) :] == asked[len(answers)]
             answers.append([index] * 4)

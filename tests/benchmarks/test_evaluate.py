@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 
 from kvserve.benchmarks.commands.evaluate import score
-from kvserve.benchmarks.datasets.dataset_files import FORMATS
 from kvserve.benchmarks.datasets.task_text import Sample
-from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
+from kvserve.benchmarks.datasets.workload import TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.measuring.measure import accuracy, play, wilson_interval
-from kvserve.log import ConfigError
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats
@@ -118,7 +115,7 @@ def test_answers_to_a_problem_count_as_their_mean() -> None:
     assert one["exact_match_error"] is None and one["exact_match"] == 0.5
 
 
-def test_drawn_answers_come_again_with_their_seeds(
+def test_drawn_answers_have_seeds_of_their_own(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
@@ -140,13 +137,6 @@ def test_drawn_answers_come_again_with_their_seeds(
         "temperature 0.9, top-p 0.9, the seed of answer j to problem i is 5 + 3 i + j"
         in (saved["about"][0])
     )
-    again = bench("eval", *flags, *drawn, "--seed", "5")[1]["rows"]
-    greedy = bench("eval", *flags, "--seed", "5")[1]["rows"]
-    assert [row["output_tokens"] for row in again] == [none["output_tokens"], kara["output_tokens"]]
-    assert again[0]["correct_prefix"] == none["correct_prefix"]
-    other = bench("eval", *flags, *drawn, "--seed", "6")[1]["rows"]
-    assert [row["output_tokens"] for row in other] != [row["output_tokens"] for row in again]
-    assert greedy[0]["output_tokens"] * 3 != none["output_tokens"], "draws end by themselves"
 
 
 def test_each_sequence_gets_the_budget_that_it_held(bench: Bench, tmp_path: Path) -> None:
@@ -199,30 +189,3 @@ def test_later_turns_may_go_on(bench: Bench) -> None:
     off = bench("eval", *flags)[1]["rows"][-1]
     on = bench("eval", *flags, "--continuations", "on")[1]["rows"][-1]
     assert "resumed_turns" not in off and 0 < on["resumed_turns"] <= 2 * 3
-
-
-def test_questions_of_ones_own(tmp_path: Path) -> None:
-    """Several answers count one by one; a line that is none is named, as is a file without any."""
-    path = tmp_path / "lines.jsonl"
-    line = {"input": " A long text. ", "outputs": ["8412", "Blue Whale"], "length": 9}
-
-    def read(*lines: Any, limit: int | None = None, longest: int = 4096) -> TaskPrompts:
-        path.write_text("\n\n".join(map(json.dumps, lines)))
-        options = {"max_new_tokens": limit, "longest": longest}
-        return FORMATS["ruler"].read(Source(10, 0, 0, WordTokenizer(), path, False, options))
-
-    workload = read(line, line, line)
-    assert workload.messages(0, []) == [{"role": "user", "content": "A long text."}]
-    said = [["8412 and BLUE whale"], ["it is 8412"], [""]]
-    assert workload.grades(said) == [Grade(True, 1.0), Grade(False, 0.5), Grade(False, 0.0)]
-    assert workload.max_tokens(0) == 128 and workload.score_name == "score"
-    assert read(line, limit=7).max_tokens(0) == 7
-    assert read(line, longest=40).max_tokens(0) == 40 - len("u:A long text.\na:")
-    for bad in ({"input": "a", "outputs": []}, {"input": "a"}, 7):
-        with pytest.raises(ConfigError, match="line 2 is not of format ruler"):
-            read(line, bad)
-    with pytest.raises(ConfigError, match="is empty"):
-        read()
-    path.unlink()
-    with pytest.raises(ConfigError, match="cannot read"):
-        FORMATS["ruler"].read(Source(1, 0, 0, None, path, False, {}))

@@ -72,27 +72,6 @@ def test_tune_chooses(
     assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "--device and --model"),
-        (("--kl", "0.1"), "--frontier FILE"),
-        (("--frontier", "absent.json"), "needs --kl, --bytes or --speed"),
-        (("--frontier", "absent.json", "--kl", "1"), "No such file"),
-        (("--frontier", "pyproject.toml", "--kl", "1"), "no result of"),
-    ],
-)
-def test_refusals(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
-    assert cli.run(["tune", *flags]) in (1, 2)
-    assert message in capsys.readouterr().err
-
-
-def test_nothing_within_the_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = saved(tmp_path / "frontier.json")
-    assert cli.run(["tune", "--frontier", str(file), "--kl", "0.0001", "--bytes", "0.1"]) == 1
-    assert "nothing that was measured" in capsys.readouterr().err
-
-
 def settings_of(*argv: str) -> tuple[str, dict[str, Any], str, str]:
     parser = Parser()
     serve.add_arguments(parser)

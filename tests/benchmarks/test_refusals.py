@@ -49,7 +49,6 @@ bench serve --save-result a.json --result-filename b.json | --result-filename
 bench serve --dataset timed_trace --dataset-path x --request-rate 2 | --request-rate
 bench serve --backend openai-chat | --backend
 eval --benchmark mmlu=x | with one of ruler, gsm8k, math, aime, longbench
-eval --benchmark ruler=a/x.jsonl --benchmark ruler=b/x.jsonl | same name
 eval --max-new-tokens 5 | --max-new-tokens
 eval --tasks | --tasks
 eval --tasks needle-7 | needle-7
@@ -75,13 +74,21 @@ eval --fidelity --tasks chain | --fidelity reads --text
 eval --fidelity --from-answers | --from-answers needs --tasks
 eval --fidelity --from-answers --text a --tasks chain | leave --text
 eval --fidelity --policy all | --policy
+eval --benchmark gsm8k=a/x.jsonl --benchmark math=b/x.jsonl | the same name
+eval --num-fewshot 8 | --num-fewshot is for --benchmark gsm8k=, math=, aime=
+eval --benchmark ruler=x.jsonl --num-fewshot 8 | --num-fewshot is for
+eval --benchmark math=x.jsonl --fewshot-file y | --fewshot-file needs
 tune --model 8B | --device
+tune --kl 0.1 | --frontier FILE
+tune --frontier absent.json | needs --kl, --bytes or --speed
 tune --model 8B --device l4 --output-len 200000 | longest context
 tune --model 8B --device l4 --policy snapkv | budget
 tune --model 8B --device l4 --policy kara@k8v4 | --kv-cache-dtype
 """
 FAILED = """
 eval --fidelity --text /nowhere.txt | --text: /nowhere.txt
+tune --frontier absent.json --kl 1 | No such file
+tune --frontier pyproject.toml --kl 1 | no result of
 tune --shape qwen3-8b --device h100 --tensor-parallel-size 3 | 3 ranks
 tune --model 8B --device h100 --policy kara:preset=paper | do not follow from a request alone
 """

@@ -55,22 +55,6 @@ def test_expected_answers_grade_as_exact(task: str) -> None:
         assert grade(sample, []).score == 0.0
 
 
-def test_unknown_task_is_named() -> None:
-    with pytest.raises(ValueError, match="needle-7"):
-        make_samples("needle-7", 1, seed=0)
-
-
-def test_needles_fill_the_context_exactly() -> None:
-    for sample in make_samples("needle-512", 5, seed=2):
-        text, question = sample.turns[0].rsplit(" What ", 1)
-        assert task_text.count_units(text) == 512
-        assert text.count("The secret number of") == 8
-        assert len(sample.turns) == 4
-        for turn, answer in zip((question, *sample.turns[1:]), sample.answers, strict=True):
-            name = turn.rstrip("?").split()[-1]
-            assert f"The secret number of {name} is {answer}." in text
-
-
 def test_held_out_name_orders_never_occur_in_training() -> None:
     """Neither under recall, which gives names first, nor under the long chain."""
 

@@ -33,42 +33,53 @@ ROW_KEYS = {
 }
 
 
-def test_compression_runs_more_sequences_on_a_small_pool(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+def test_a_grid_of_pools_and_limits(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    policies = ("--policy", "none", "--policy", KARA)
-    status, saved = bench("bench throughput", *SMALL, "--pool-share", "0.25", *policies)
-    none, kara = saved["rows"]
-    assert status == 0 and saved["complete"]
+    """Compression runs more sequences on a small pool; each row is compared within its cell."""
+    folder = tmp_path / "plots"
+    grid = ("--pool-shares", "1.5", "0.25", "--max-num-seqs", "16", "3", "--num-warmups", "0")
+    policies = ("--policy", "none", "--policy", KARA, "--save-plots", str(folder))
+    status, saved = bench("bench throughput", *SMALL, *grid, *policies)
+    assert status == 0 and saved["complete"] and len(saved["rows"]) == 8
     assert {"benchmark", "date", "device", "threads", "commit", "versions", "command"} <= {*saved}
     assert {*saved["device"]} == {"type", "name"}
-    assert none.keys() >= ROW_KEYS and kara.keys() >= ROW_KEYS
+    assert all(row.keys() >= ROW_KEYS for row in saved["rows"])
+    cells = {(r["max_num_seqs"], r["pool_blocks"], r["policy"]): r for r in saved["rows"]}
     demand = 16 * 36  # 16 + 128 - 1 cached tokens in blocks of 4
     assert saved["settings"]["demand_blocks"] == demand
+    none, kara = cells[16, demand / 4, "none"], cells[16, demand / 4, KARA]
+    ample, few = cells[16, 864, KARA], cells[3, 864, KARA]
     assert none["blocks_total"] == kara["blocks_total"] == demand / 4
     assert none["output_tokens"] == kara["output_tokens"] == 16 * 128
     assert none["compactions"] == 0 and none["held_over_logical"] == 1.0
-    assert kara["compactions"] >= 16 and kara["blocks_released"] > 0
+    assert kara["compactions"] >= 16 and kara["blocks_released"] > 0 and kara["event_ms"] > 0
     assert kara["evicted_tokens"] > 0 and kara["held_over_logical"] < 0.9
-    assert kara["mean_running"] > none["mean_running"]
-    assert kara["steps"] < none["steps"]
-    assert none["ratio_to_first"] == 1.0
-    assert kara["ratio_to_first"] == kara["output_tok_s"] / none["output_tok_s"]
+    assert kara["mean_running"] > none["mean_running"] and kara["steps"] < none["steps"]
+    assert kara["pool_share"] == 0.25
+    assert kara["preemptions"] + kara["early_compactions"] > 0 == ample["preemptions"]
+    assert ample["peak_running"] == 16 and few["peak_running"] == 3
+    for (limit, blocks, _), row in cells.items():
+        first = cells[limit, blocks, "none"]
+        assert row["ratio_to_first"] == row["output_tok_s"] / first["output_tok_s"]
     shown = capsys.readouterr().out
     assert "pool of 144 blocks, 0.25 of the demand" in shown
-    (row,) = (line for line in shown.splitlines() if line.startswith(f"| {KARA}"))
-    assert f" {kara['compactions']} " in row
-    assert ("did not pay" in shown) == (kara["ratio_to_first"] < 1)
+    line = next(line for line in shown.splitlines() if KARA in line)
+    assert f" {cells[3, 144, KARA]['compactions']} " in line
+    assert f"{KARA}: times the first row of its cell: on a pool of 0.25: " in shown
+    assert [path.name for path in folder.iterdir()] == ["throughput.png"]
 
 
-def test_repeats_take_turns_and_show_the_median(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_repeats_take_turns_and_show_the_median_until_ctrl_c(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = iter((10.0, 5.0, 30.0, 6.0, 20.0, 7.0))
-    order = []
+    order, stop_at = [], 6
 
     def fake_run(self: object, spec: Any, title: str, **settings: Any) -> Figures:
         order.append(title)
+        if len(order) > stop_at:
+            raise KeyboardInterrupt
         return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
 
     monkeypatch.setattr(Throughput, "run_once", fake_run)
@@ -81,6 +92,12 @@ def test_repeats_take_turns_and_show_the_median(
     assert kara["output_tok_s"] == 6.0
     assert kara["ratio_to_first_all"] == [5 / 10, 6 / 30, 7 / 20]
     assert kara["ratio_to_first"] == 7 / 20
+    assert "0.35 of the first row; it did not pay here" in capsys.readouterr().out
+    rates, order, stop_at = iter((10.0,)), [], 1
+    status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
+    assert status == 130
+    assert not saved["complete"] and [row["policy"] for row in saved["rows"]] == ["none"]
+    assert "cut short" in capsys.readouterr().out
 
 
 def test_shared_prefixes_with_caching_off_and_on(bench: Bench) -> None:
@@ -116,27 +133,6 @@ def test_speculation_off_and_on(bench: Bench, capsys: pytest.CaptureFixture[str]
     assert saved["settings"]["speculative_config"]["method"] == "ngram"
 
 
-def test_several_pools_and_limits(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "plots"
-    grid = ("--pool-shares", "1.5", "0.25", "--max-num-seqs", "16", "3", "--num-warmups", "0")
-    policies = ("--policy", "none", "--policy", KARA, "--save-plots", str(folder))
-    status, saved = bench("bench throughput", *SMALL, *grid, *policies)
-    assert status == 0 and saved["complete"] and len(saved["rows"]) == 8
-    cells = {(r["max_num_seqs"], r["pool_blocks"], r["policy"]): r for r in saved["rows"]}
-    small, ample, few = cells[16, 144, KARA], cells[16, 864, KARA], cells[3, 864, KARA]
-    assert small["compactions"] > 0 and small["event_ms"] > 0 and small["pool_share"] == 0.25
-    assert ample["peak_running"] == 16 and few["peak_running"] == 3
-    assert small["preemptions"] + small["early_compactions"] > 0 == ample["preemptions"]
-    for (limit, blocks, _), row in cells.items():  # a ratio is to the first row of its own cell
-        none = cells[limit, blocks, "none"]
-        assert row["ratio_to_first"] == row["output_tok_s"] / none["output_tok_s"]
-    said = capsys.readouterr().out
-    assert f"{KARA}: times the first row of its cell: on a pool of 0.25: " in said
-    assert [path.name for path in folder.iterdir()] == ["throughput.png"]
-
-
 def test_rows_of_several_types_are_called_by_their_policy(bench: Bench) -> None:
     flags = (*SMALL, "--pool-share", "1", "--policy", "none@int8", "--policy", "none")
     status, saved = bench("bench throughput", *flags)
@@ -155,24 +151,6 @@ def test_policy_specs_are_read(text: str) -> None:
     assert spec.label == "kara:window=128,ratio=0.3" + ("@k8v4" if "@" in text else "")
     yes = policy_spec("rkv:protect_prompt=true,budget=64")
     assert policy_spec(yes.label) == yes and yes.fields["protect_prompt"] is True
-
-
-def test_ctrl_c_keeps_what_was_measured(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = Throughput.run_once
-
-    def stop_at_kara(self: Any, spec: Any, title: str, **settings: Any) -> Figures:
-        if spec.name == "kara":
-            raise KeyboardInterrupt
-        return real(self, spec, title, **settings)
-
-    monkeypatch.setattr(Throughput, "run_once", stop_at_kara)
-    policies = ("--policy", "none", "--policy", "kara")
-    status, saved = bench("bench throughput", *SMALL, *policies)
-    assert status == 130
-    assert not saved["complete"] and [row["policy"] for row in saved["rows"]] == ["none"]
-    assert "cut short" in capsys.readouterr().out
 
 
 class ScriptedEngine:

@@ -39,7 +39,7 @@ from kvserve.engine.compression.query_statistics import (
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Transformer
-from kvserve.log import ConfigError, RequestError
+from kvserve.log import ConfigError
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
 
@@ -65,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--dataset", choices=TASKS, metavar="TASK", help=words)
     words = "tokens to count (default: 32768)"
     parser.add_argument("--tokens", type=at_least(1), default=32_768, metavar="N", help=words)
+    names = file_name(".stats", ".safetensors", ".pt", folder_exists=True)
     words = f"file to write; {FILE} beside the model is found by itself, .pt is as released"
-    parser.add_argument("--output", type=_output, required=True, metavar="FILE", help=words)
+    parser.add_argument("--output", type=names, required=True, metavar="FILE", help=words)
     words = "draw the concentration of every head"
     parser.add_argument("--plot", type=file_name(".png"), metavar="FILE.png", help=words)
     add_setting_flags(parser, "tokenizer", "dtype", "max_model_len", "max_num_batched_tokens")
@@ -77,26 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(fail=parser.error, load_format="auto", max_num_seqs=_SAMPLES)
 
 
-def _output(text: str) -> Path:
-    path = Path(text)
-    if path.suffix not in (".stats", ".safetensors", ".pt") or path.is_dir():
-        words = "is not the name of a .stats, .safetensors or .pt file"
-        raise argparse.ArgumentTypeError(f"{text!r} {words}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
-    return path
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.plot:
-        check_matplotlib(args, "--plot")
-    try:
-        with opened_checkpoint(args) as checkpoint:
-            found = _measure(args, checkpoint)
-    except RequestError as error:
-        return int(args.fail(str(error)))
-    except KeyboardInterrupt:
-        return int(args.fail("interrupted"))
+    check_matplotlib(args, "plot")
+    with opened_checkpoint(args) as checkpoint:
+        found = _measure(args, checkpoint)
     found.save(args.output)
     lines = [*_describe(found, checkpoint.name), f"saved to {args.output}"]
     if args.plot:

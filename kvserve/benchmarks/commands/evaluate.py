@@ -8,7 +8,7 @@ full cache does, which proves nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,15 @@ from kvserve.benchmarks.commands.fidelity import (
     add_fidelity_arguments,
     check_fidelity_arguments,
 )
-from kvserve.benchmarks.datasets.dataset_files import FORMATS
 from kvserve.benchmarks.datasets.datasets import BUILT_TASKS, read_tasks
-from kvserve.benchmarks.datasets.published import FORMATS as PUBLISHED
-from kvserve.benchmarks.datasets.published import SOLVED
+from kvserve.benchmarks.datasets.published import FORMATS, SOLVED
 from kvserve.benchmarks.datasets.tasks import default_tasks
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts, task_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, Comparison, run_benchmark
 from kvserve.benchmarks.measuring.match_bytes import bounds_sequence, target_of, with_budget_of
 from kvserve.benchmarks.measuring.measure import Figures, Played, accuracy, held_bytes, play
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_evaluation
-from kvserve.benchmarks.reports.report import Report, Row
-from kvserve.benchmarks.setup.checkpoint import MeasuredModel
+from kvserve.benchmarks.reports.report import Report, Row, columns
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
     add_pool_argument,
@@ -61,10 +57,10 @@ def add_arguments(
     parser: argparse.ArgumentParser,
     more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
 ) -> None:
-    formats, tasks = {**FORMATS, **PUBLISHED}, {**BUILT_TASKS, **more_tasks}
-    parser.set_defaults(formats=formats, task_builders=tasks)
+    tasks = {**BUILT_TASKS, **more_tasks}
+    parser.set_defaults(task_builders=tasks)
     add_engine_arguments(parser, every_policy=True)
-    add_report_arguments(parser)
+    add_report_arguments(parser, plots="accuracy or fidelity against memory")
     parser.add_argument(
         "--tasks",
         nargs="*",
@@ -77,11 +73,11 @@ def add_arguments(
     parser.add_argument(
         "--benchmark",
         action="append",
-        type=partial(_format_and_file, formats),
+        type=_format_and_file,
         default=[],
         metavar="FORMAT=FILE",
         help="lines of JSON, or a folder of such *.jsonl; "
-        + "; ".join(f"{name}: {each.about}" for name, each in formats.items()),
+        + "; ".join(f"{name}: {about}" for name, about in FORMATS.items()),
     )
     words = (
         "longest answer to --benchmark, in tokens (default: the format's own, up to the context)"
@@ -123,17 +119,14 @@ def add_arguments(
     parser.add_argument("--match-bytes", metavar="BYTES|POLICY", help=words)
     words = "give each sequence as its budget the entries that it held at its end under this policy"
     parser.add_argument("--match-bytes-per-sequence", metavar="POLICY", help=words)
-    words = "draw accuracy or fidelity against memory into this folder"
-    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     add_fidelity_arguments(parser)
 
 
-def _format_and_file(formats: Collection[str], text: str) -> tuple[str, Path]:
+def _format_and_file(text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
-    if name not in formats or not path:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not FORMAT=FILE with one of {', '.join(formats)}"
-        )
+    if name not in FORMATS or not path:
+        known = ", ".join(FORMATS)
+        raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=FILE with one of {known}")
     return name, Path(path)
 
 
@@ -172,8 +165,6 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
     if args.temperature == 0 and (args.n > 1 or args.top_p < 1):
         flag = "--n" if args.n > 1 else "--top-p"
         args.fail(f"{flag} needs --temperature: greedy answers are all alike")
-    if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     graded_files = args.benchmark and not args.fidelity
     other_tasks = set(args.tasks) - set(BUILT_TASKS)
     if args.match_bytes and (graded_files or other_tasks or args.retention):
@@ -181,8 +172,7 @@ def check_arguments(args: argparse.Namespace) -> list[PolicySpec]:
     policies = policies_by_retention(args)
     if args.match_bytes_per_sequence:
         _check_per_sequence(args, policies)
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     return policies
 
 
@@ -226,10 +216,9 @@ def _check_per_sequence(args: argparse.Namespace, policies: Sequence[PolicySpec]
 class Evaluation(Comparison):
     """Every policy on every task; one engine per policy and KV cache dtype."""
 
-    def __init__(
-        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
-    ) -> None:
-        super().__init__(args, checkpoint, policies)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        args, checkpoint = self.args, self.checkpoint
         if not self.tokenizer.has_chat_template:
             raise ConfigError(f"--model: {checkpoint.name} has no chat template")
         self.workloads = {

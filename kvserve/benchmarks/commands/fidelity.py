@@ -28,10 +28,8 @@ from kvserve.benchmarks.measuring.fidelity import (
     with_facts,
 )
 from kvserve.benchmarks.measuring.measure import play, standard_error
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_fidelity
-from kvserve.benchmarks.reports.report import Report
-from kvserve.benchmarks.setup.checkpoint import MeasuredModel
+from kvserve.benchmarks.reports.report import Report, columns
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec
 from kvserve.engine.frontend.llm_engine import LLMEngine
@@ -91,10 +89,8 @@ def check_fidelity_arguments(args: argparse.Namespace) -> None:
 class FidelityRun(Comparison):
     """Every policy on every text; the full cache first."""
 
-    def __init__(
-        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
-    ) -> None:
-        super().__init__(args, checkpoint, policies)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._refused: dict[str, str] = {}
         self._found: dict[_Key, tuple[PolicySpec, list[tuple[ForcedText, Fidelity]]]] = {}
 

@@ -20,9 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_frontier
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
+from kvserve.benchmarks.reports.report import Column, Report, Row, columns, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_matplotlib
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.fields import did_you_mean, number_wanted
@@ -67,14 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N", help=words)
     words = "dtype of the model and of entries as they are computed (default: bfloat16)"
     parser.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help=words)
-    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help="draw the figure there")
-    add_report_arguments(parser)
+    add_report_arguments(parser, plots="the figure")
     parser.set_defaults(fail=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     if args.save_result is None and (file := usual_file(args.model)) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         args.save_result = file

@@ -22,7 +22,6 @@ from kvserve.benchmarks.setup.options import (
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.engine.frontend.inspect import Inspection, inspect
 from kvserve.engine.frontend.llm import LLM
-from kvserve.log import RequestError
 
 _MOST_EVENTS = 20
 _LAYERS = (
@@ -52,33 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="token ids fed one by one after the prompt, as if the model had generated them",
     )
-    parser.add_argument(
-        "--dump", type=file_name(".npz"), metavar="FILE.npz", help="write kept positions"
-    )
-    parser.add_argument(
-        "--plot", type=file_name(".png"), metavar="FILE.png", help="draw positions by layers"
-    )
+    for kind, name, words in (
+        (".npz", "--dump", "write kept positions"),
+        (".png", "--plot", "draw positions by layers"),
+    ):
+        names = file_name(kind, folder_exists=True)
+        parser.add_argument(name, type=names, metavar=f"FILE{kind}", help=words)
     add_pool_argument(parser)
     parser.set_defaults(max_num_seqs=1)
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except RequestError as error:
-        return int(args.fail(str(error)))
-    except KeyboardInterrupt:
-        return int(args.fail("interrupted"))
-
-
-def _run(args: argparse.Namespace) -> int:
     if args.policy is None or len(args.policy) != 1:
         args.fail("--policy: name the one to inspect")
-    if args.plot:
-        check_matplotlib(args, "--plot")
-    for path in filter(None, (args.dump, args.plot)):
-        if not path.parent.is_dir():
-            args.fail(f"{path}: there is no directory {path.parent}")
+    check_matplotlib(args, "plot")
     (spec,) = chosen_policies(args)
     with opened_checkpoint(args) as checkpoint:
         settings = checkpoint.settings(args)

@@ -10,30 +10,141 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.commands.serving_flags import add_arguments
-from kvserve.benchmarks.datasets.conversations import Conversations
-from kvserve.benchmarks.datasets.datasets import check_dataset, dataset_options, read_dataset
+from kvserve.benchmarks.datasets.datasets import (
+    add_dataset_arguments,
+    check_dataset,
+    dataset_options,
+    read_dataset,
+)
 from kvserve.benchmarks.datasets.workload import Workload, random_prompts
 from kvserve.benchmarks.measuring.measure import accuracy
 from kvserve.benchmarks.measuring.serving_client import ENDPOINTS, Answer, ServerGone, ServingClient
-from kvserve.benchmarks.measuring.serving_metrics import Result, per_request, report_block, summary
+from kvserve.benchmarks.measuring.serving_metrics import (
+    GOODPUT_METRICS,
+    TITLES,
+    Result,
+    per_request,
+    report_block,
+    summary,
+)
 from kvserve.benchmarks.reports.report import Report, measure_and_publish
-from kvserve.benchmarks.setup.options import NAMED
+from kvserve.benchmarks.setup.options import NAMED, add_report_arguments, file_name, number
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
+from kvserve.fields import setting, settings_of
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
-__all__ = ["add_arguments", "run"]
 _POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFlags:
+    """The server, the traffic and the report; datasets and figures have flags of their own."""
+
+    backend: str = setting(
+        "openai",
+        "completions (openai; vllm is the same) or chat (openai-chat)",
+        choices=tuple(ENDPOINTS),
+    )
+    base_url: str | None = setting(None, "the server (default: http://HOST:PORT)")
+    host: str = setting("127.0.0.1", "the server's machine, without --base-url")
+    port: int = setting(8000, "its port", least=1)
+    endpoint: str | None = setting(None, "path of the route (default: that of --backend)")
+    model: str | None = setting(None, "served name of the model (default: the server's first)")
+    tokenizer: str | None = setting(None, "tokenizer directory or hub id (default: --model)")
+    api_key: str | None = setting(None, "key to send (default: OPENAI_API_KEY of the environment)")
+    temperature: float = setting(0.0, "0 is greedy", least=0)
+    extra_body: Mapping[str, Any] = setting(
+        {}, 'further fields of every request, as in \'{"kv_policy": "none"}\''
+    )
+    ready_check_timeout_sec: float = setting(60.0, "seconds to wait for the server", least=0)
+    request_rate: float = setting(
+        float("inf"), "requests per second; inf sends all at once", above=0
+    )
+    burstiness: float = setting(
+        1.0, "1: Poisson arrivals; below: burstier; above: more even", above=0
+    )
+    max_concurrency: int | None = setting(
+        None, "most requests at once; further ones wait at the client", least=1
+    )
+    ramp_up_strategy: str | None = setting(
+        None,
+        "how the rate goes from --ramp-up-start-rps to --ramp-up-end-rps",
+        choices=("linear", "exponential"),
+    )
+    ramp_up_start_rps: float | None = setting(None, "requests per second", above=0)
+    ramp_up_end_rps: float | None = setting(None, "requests per second", above=0)
+    seed: int = setting(0, "seed of prompts and arrivals", least=0)
+    num_warmups: int = setting(0, "random requests sent first, not counted", least=0)
+    label: str | None = setting(None, "written into --save-result")
+    result_dir: str | None = setting(
+        None, "where --save-result without a name writes (default: here)"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the server, the traffic, the figures and the report."""
+    for item in settings_of(ServingFlags):
+        item.add_to(parser, default=item.default)
+    add_dataset_arguments(parser, timed=True)
+    pairs: dict[str, Any] = {"nargs": "+", "default": []}
+    words = "some of {} (default: ttft,tpot,itl)".format(",".join(TITLES))
+    default = ["ttft", "tpot", "itl"]
+    parser.add_argument(
+        "--percentile-metrics", type=_metrics, default=default, metavar="LIST", help=words
+    )
+    words = "percentiles of those metrics (default: 99)"
+    parser.add_argument(
+        "--metric-percentiles", type=_percentiles, default=[99.0], metavar="LIST", help=words
+    )
+    words = "limits that a request must keep to count as good: {}".format(
+        ", ".join(GOODPUT_METRICS)
+    )
+    parser.add_argument("--goodput", type=_limit, metavar="METRIC:MS", help=words, **pairs)
+    add_report_arguments(parser, named=True)
+    words = "into --save-result, write every request's lengths, times, text and error"
+    parser.add_argument("--save-detailed", action="store_true", help=words)
+    words = "written into --save-result"
+    parser.add_argument("--metadata", type=_pair, metavar="KEY=VALUE", help=words, **pairs)
+    words = "its name there (default: BACKEND-RATEqps-MODEL-TIME.json)"
+    parser.add_argument("--result-filename", type=file_name(".json"), metavar="NAME", help=words)
+    parser.set_defaults(fail=parser.error, api_key=os.environ.get("OPENAI_API_KEY"))
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in GOODPUT_METRICS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(GOODPUT_METRICS)}")
+    return name, number(0)(limit)
+
+
+def _metrics(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in TITLES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(TITLES)}")
+    return names
+
+
+def _percentiles(text: str) -> list[float]:
+    return [number(0, 100)(part) for part in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +186,7 @@ class Serving:
         self._args = args
         self._model = args.model
         self._answers: list[Answer] = []
-        self._said: list[list[str]] = []
+        self._said: list[list[Any]] = []
         self._samples: list[dict[str, Any]] = []
         self._unfinished = 0
         self._started = self._seconds = 0.0
@@ -153,10 +264,10 @@ class Serving:
             async def converse(index: int) -> None:
                 late = time.perf_counter() - self._started
                 await asyncio.sleep(max(0.0, times[index] - late))
-                said, tokens = self._said[index], list[list[int]]()
-                while (body := _next_body(client, workload, index, said, tokens)) is not None:
-                    if isinstance(workload, Conversations):
-                        await asyncio.sleep(workload.thinks[index][len(said)])
+                said = self._said[index]
+                while (prompt := workload.prompt(index, said)) is not None:
+                    body = client.body(prompt, workload, index, said)
+                    await asyncio.sleep(workload.pause(index, len(said)))
                     async with room:
                         self._unfinished += 1
                         answer = await client.ask(body)
@@ -165,8 +276,7 @@ class Serving:
                     self._answers.append(answer)
                     if answer.error:
                         break
-                    said.append(answer.text)
-                    tokens.append(answer.token_ids)
+                    said.append(answer.token_ids if workload.by_ids else answer.text)
                 bar.update()
 
             tasks = [asyncio.create_task(converse(index)) for index in range(count)]
@@ -297,22 +407,6 @@ def kv_figures(answers: Sequence[Answer], samples: Sequence[dict[str, Any]]) -> 
             "preemptions": samples[-1]["preemptions_total"] - samples[0]["preemptions_total"],
         }
     return result
-
-
-def _next_body(
-    client: ServingClient,
-    workload: Workload,
-    index: int,
-    said: Sequence[str],
-    tokens: Sequence[Sequence[int]],
-) -> dict[str, Any] | None:
-    """The next request of a conversation; ``said`` and ``tokens`` are its answers so far."""
-    more = {}
-    if isinstance(workload, Conversations):
-        prompt, more = workload.prompt_after(index, tokens), {"return_token_ids": True}
-    else:
-        prompt = workload.prompt(index, said)
-    return None if prompt is None else {**client.body(prompt, workload, index, said), **more}
 
 
 async def _first_model(client: ServingClient) -> str:

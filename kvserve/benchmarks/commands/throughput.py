@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import ceil
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,10 +27,8 @@ from kvserve.benchmarks.datasets.datasets import (
 from kvserve.benchmarks.datasets.workload import DEFAULT_BLOCK_SIZE, blocks_at_once, random_prompts
 from kvserve.benchmarks.measuring.benchmark import Benchmark, run_benchmark
 from kvserve.benchmarks.measuring.measure import CLOCKS, Figures, accuracy, held_bytes, play
-from kvserve.benchmarks.reports.columns import columns
 from kvserve.benchmarks.reports.plots import plot_rows
-from kvserve.benchmarks.reports.report import Report, Row
-from kvserve.benchmarks.setup.checkpoint import MeasuredModel
+from kvserve.benchmarks.reports.report import Report, Row, columns
 from kvserve.benchmarks.setup.options import (
     add_engine_arguments,
     add_pool_argument,
@@ -61,7 +58,8 @@ _WAYS = ("kv_cache_dtype", "prefix_caching", "speculation")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, shapes=True)
-    add_report_arguments(parser)
+    words = "throughput, by pool or against accuracy where that is graded,"
+    add_report_arguments(parser, plots=words)
     add_dataset_arguments(parser)
     words = "random prompts run first, not counted (default: 1)"
     parser.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help=words)
@@ -104,21 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"bytes: some of {', '.join(KV_CACHE_DTYPES)} (needs --pool-shares); for one policy alone "
         "write NAME@DTYPE",
     )
-    words = "draw throughput, by pool or against accuracy where that is graded, here"
-    parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.save_plots:
-        check_matplotlib(args, "--save-plots")
+    check_matplotlib(args)
     policies = chosen_policies(args)
     check_dataset(args)
     if args.compare_speculation and not args.speculative_config:
         args.fail("--compare-speculation needs --speculative-config: how tokens are guessed")
     if args.compare_prefix_caching and args.enable_prefix_caching is not None:
         args.fail("--compare-prefix-caching runs both sides of --enable-prefix-caching: give one")
-    if args.compare_kv_cache_dtypes and args.kv_cache_dtype:
-        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     if _several_types(args, policies) and not args.pool_shares:
         args.fail("caches in other types: pools of as many bytes need --pool-shares X")
     return run_benchmark(Throughput, args, policies)
@@ -177,10 +170,9 @@ class Throughput(Benchmark):
     layout and dtype.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
-    ) -> None:
-        super().__init__(args, checkpoint, policies)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        args, checkpoint = self.args, self.checkpoint
         vocab = checkpoint.spec.vocab_size
         self._tokenizer = checkpoint.tokenizer() if DATASETS[args.dataset].text else None
         workload = self._workload = read_dataset(args, vocab, self._tokenizer)
@@ -198,7 +190,7 @@ class Throughput(Benchmark):
         limits = sorted(set(args.sequence_limits))
         varies = len(limits) * len(self._pools) > 1
         self._cells = [
-            [each for spec in policies for each in self._sides(spec, limit, blocks, varies)]
+            [each for spec in self.policies for each in self._sides(spec, limit, blocks, varies)]
             for limit, blocks in product(limits, self._pools)
         ]
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvserve.benchmarks.datasets.task_text import Sample
-from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import Prompts, Source, TaskPrompts
+from kvserve.benchmarks.datasets.workload import Prompts, Source
 from kvserve.log import ConfigError
 
 # Conversations outside these lengths are skipped, as in vLLM, so that figures are comparable.
@@ -91,15 +88,6 @@ def timed_trace(source: Source) -> Prompts:
 _Read = TypeVar("_Read")
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format of ``--benchmark``: what a line has, in words, and how a file becomes prompts. The
-    source's options are all flags, and ``longest``, the model's limit in tokens."""
-
-    about: str
-    read: Callable[[Source], TaskPrompts]
-
-
 def read_questions(
     name: str,
     path: Path,
@@ -119,30 +107,6 @@ def read_questions(
     if not found:
         raise ConfigError(f"{flag}: {path} is empty")
     return found
-
-
-def _ruler(source: Source) -> TaskPrompts:
-    def sample(line: Mapping[str, Any]) -> Sample:
-        finals = tuple(map(str, line["outputs"]))
-        if not finals:
-            raise ValueError("outputs is empty")
-        return Sample("ruler", (str(line["input"]).strip(),), finals[:1], finals)
-
-    samples = read_questions("ruler", source.path, source.count, sample)
-    limit = source["max_new_tokens"]
-    fits = source["longest"] if limit is None else None
-    return TaskPrompts(samples, source.tokenizer, limit or 128, _found, "score", longest=fits)
-
-
-def _found(sample: Sample, outputs: Sequence[str]) -> Grade:
-    """The share of the right answers that an answer contains, capitals or not."""
-    said = outputs[0].lower()
-    score = sum(final.lower() in said for final in sample.finals) / len(sample.finals)
-    return Grade(score == 1.0, score)
-
-
-FORMATS = {"ruler": Format("input, outputs: questions of your own, RULER", _ruler)}
-"""What ``--benchmark`` names, beside the published data sets."""
 
 
 # ---- reading ----------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.datasets.conversations import conversations
+from kvserve.benchmarks.datasets import published
 from kvserve.benchmarks.datasets.dataset_files import custom, sharegpt, timed_trace
 from kvserve.benchmarks.datasets.tasks import TASKS
 from kvserve.benchmarks.datasets.workload import (
+    Conversations,
     Prompts,
     Source,
     TaskPrompts,
@@ -24,27 +25,20 @@ from kvserve.benchmarks.datasets.workload import (
     random_prompts,
     task_prompts,
 )
-from kvserve.benchmarks.setup.options import at_least, number
+from kvserve.benchmarks.setup.options import at_least
 from kvserve.engine.frontend.tokenizer import Tokenizer
+from kvserve.fields import Setting
 from kvserve.log import ConfigError
 
-_COUNT = at_least(1)
 _NO_CAP = 2**20
 
 
-@dataclass(frozen=True)
-class Option:
-    """A flag that belongs to one dataset; without ``read`` it is a switch."""
-
-    name: str
-    default: Any
-    help: str
-    read: Callable[[str], Any] | None = _COUNT
-    also: str = ""
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+def _option(
+    name: str, default: Any, help: str, kind: type = int, *, also: str = "", **limits: Any
+) -> Setting:
+    """A flag that belongs to one dataset: a whole number of at least 1 if nothing else is said."""
+    limits = limits or ({"least": 1} if kind is int else {})
+    return Setting(name, kind, kind, True, default, help, aliases=(also,) * bool(also), **limits)
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Dataset:
     """
 
     build: Callable[[Source], Workload]
-    options: tuple[Option, ...] = ()
+    options: tuple[Setting, ...] = ()
     text: bool = False
     file: bool = False
     timed: bool = False
@@ -90,13 +84,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = Fals
     )
     for name, dataset in datasets.items():
         for option in dataset.options:
-            names = filter(None, (option.flag, option.also))
-            words = f"{name}: {option.help}"
-            words += f" (default: {option.default})" if option.default else ""
-            if option.read is None:
-                parser.add_argument(*names, action="store_const", const=True, help=words)
-            else:
-                parser.add_argument(*names, type=option.read, metavar="N", help=words)
+            replace(option, help=f"{name}: {option.help}").add_to(parser, default=None)
     parser.set_defaults(datasets=datasets)
 
 
@@ -105,7 +93,7 @@ def check_dataset(args: argparse.Namespace) -> None:
     for name, dataset in args.datasets.items():
         for option in dataset.options:
             if name != args.dataset and getattr(args, option.name) is not None:
-                args.fail(f"{option.flag} is for --dataset {name}")
+                args.fail(f"{option.option} is for --dataset {name}")
     chosen = DATASETS[args.dataset]
     if chosen.file and args.dataset_path is None:
         args.fail(f"--dataset {args.dataset} needs --dataset-path FILE")
@@ -119,10 +107,9 @@ def check_dataset(args: argparse.Namespace) -> None:
 
 def dataset_options(args: argparse.Namespace) -> dict[str, Any]:
     """The chosen dataset's flags, as given or by default."""
-    given = {option: getattr(args, option.name) for option in DATASETS[args.dataset].options}
-    return {
-        option.name: option.default if value is None else value for option, value in given.items()
-    }
+    usual = {option.name: option.default for option in DATASETS[args.dataset].options}
+    given = {name: getattr(args, name) for name in usual}
+    return usual | {name: value for name, value in given.items() if value is not None}
 
 
 def read_tasks(
@@ -133,7 +120,7 @@ def read_tasks(
     source = Source(count, args.seed, 0, tokenizer, None, False, options)
     found: dict[str, TaskPrompts] = {task: args.task_builders[task](source) for task in args.tasks}
     for name, path in args.benchmark:
-        found[path.stem] = args.formats[name].read(replace(source, path=path))
+        found[path.stem] = published.read(name, replace(source, path=path))
     return found
 
 
@@ -194,6 +181,32 @@ def _prefix_repetition(source: Source) -> Prompts:
     return Prompts(prompts, limits, source.ignore_eos)
 
 
+def conversations(source: Source) -> Conversations:
+    """Of agents: one system prompt for all, a question, tool outputs, and time to think."""
+    rng = random.Random(f"conversations/{source.seed}")
+    vocab, fewest, most = range(source.vocab_size), source["min_turns"], source["max_turns"]
+    shortest, longest = source["min_tool_len"], source["max_tool_len"]
+    for least, greatest, flags in (
+        (fewest, most, "--min-turns and --max-turns"),
+        (shortest, longest, "--min-tool-len and --max-tool-len"),
+    ):
+        if least > greatest:
+            raise ConfigError(f"{flags}: the first must not exceed the second")
+    system = rng.choices(vocab, k=source["system_len"])
+    asked, thinks = [], []
+    for _ in range(source.count):
+        turns = rng.randint(fewest, most)
+        lengths = [
+            source["question_len"],
+            *(rng.randint(shortest, longest) for _ in range(turns - 1)),
+        ]
+        new = [rng.choices(vocab, k=length) for length in lengths]
+        asked.append([system + new[0], *new[1:]])
+        mean = source["think_seconds"]
+        thinks.append([0.0, *(rng.expovariate(1 / mean) if mean else 0.0 for _ in new[1:])])
+    return Conversations(asked, thinks, source["answer_len"], source.ignore_eos)
+
+
 def _task(name: str, source: Source) -> TaskPrompts:
     return task_prompts(name, source.count, source.tokenizer, source.seed)
 
@@ -205,54 +218,54 @@ DATASETS: dict[str, Dataset] = {
     "random": Dataset(
         _random,
         (
-            Option("input_len", 64, "tokens per prompt", also="--random-input-len"),
-            Option("output_len", 256, "tokens per output", also="--random-output-len"),
-            Option(
-                "random_range_ratio",
-                0.0,
-                "both vary by up to this share",
-                number(0, 1, closed=True),
+            _option("input_len", 64, "tokens per prompt", also="--random-input-len"),
+            _option("output_len", 256, "tokens per output", also="--random-output-len"),
+            _option(
+                "random_range_ratio", 0.0, "both vary by up to this share", float, least=0, most=1
             ),
-            Option(
+            _option(
                 "random_output_sigma",
                 0.0,
                 "answers log-normal around --output-len instead, with this sigma of the logarithm",
-                number(0, 3, closed=True),
+                float,
+                least=0,
+                most=3,
             ),
-            Option("random_output_cap", None, "longest of these answers"),
+            _option("random_output_cap", None, "longest of these answers"),
         ),
     ),
     "prefix_repetition": Dataset(
         _prefix_repetition,
         (
-            Option("prefix_repetition_prefix_len", 256, "tokens that prompts share"),
-            Option("prefix_repetition_suffix_len", 256, "tokens of a prompt's own"),
-            Option("prefix_repetition_num_prefixes", 10, "prefixes, shared evenly"),
-            Option("prefix_repetition_output_len", 128, "tokens per output"),
+            _option("prefix_repetition_prefix_len", 256, "tokens that prompts share"),
+            _option("prefix_repetition_suffix_len", 256, "tokens of a prompt's own"),
+            _option("prefix_repetition_num_prefixes", 10, "prefixes, shared evenly"),
+            _option("prefix_repetition_output_len", 128, "tokens per output"),
         ),
     ),
     "conversations": Dataset(
         conversations,
         (
-            Option("system_len", 512, "tokens of the system prompt that all share"),
-            Option("question_len", 64, "tokens of a first question"),
-            Option("min_turns", 8, "turns of a conversation, at least"),
-            Option("max_turns", 20, "turns of a conversation, at most"),
-            Option("min_tool_len", 200, "tokens of a later prompt, a tool's output, at least"),
-            Option("max_tool_len", 2000, "tokens of a later prompt, at most"),
-            Option("answer_len", 128, "tokens per answer"),
-            Option(
+            _option("system_len", 512, "tokens of the system prompt that all share"),
+            _option("question_len", 64, "tokens of a first question"),
+            _option("min_turns", 8, "turns of a conversation, at least"),
+            _option("max_turns", 20, "turns of a conversation, at most"),
+            _option("min_tool_len", 200, "tokens of a later prompt, a tool's output, at least"),
+            _option("max_tool_len", 2000, "tokens of a later prompt, at most"),
+            _option("answer_len", 128, "tokens per answer"),
+            _option(
                 "think_seconds",
                 2.0,
                 "mean time from an answer to the next prompt, exponential",
-                number(0, closed=True),
+                float,
+                least=0,
             ),
         ),
         client=True,
     ),
     "sharegpt": Dataset(
         sharegpt,
-        (Option("sharegpt_output_len", None, "tokens per output, instead of the second turn's"),),
+        (_option("sharegpt_output_len", None, "tokens per output, instead of the second turn's"),),
         text=True,
         file=True,
         ignore_eos=False,
@@ -260,8 +273,8 @@ DATASETS: dict[str, Dataset] = {
     "custom": Dataset(
         custom,
         (
-            Option("custom_output_len", 256, "tokens per output where a line does not say"),
-            Option("skip_chat_template", False, "prompts as they are, under no template", None),
+            _option("custom_output_len", 256, "tokens per output where a line does not say"),
+            _option("skip_chat_template", False, "prompts as they are, under no template", bool),
         ),
         text=True,
         file=True,
@@ -270,8 +283,10 @@ DATASETS: dict[str, Dataset] = {
     "timed_trace": Dataset(
         timed_trace,
         (
-            Option("timed_trace_chunk_hash_size", 512, "tokens that one of its hashes stands for"),
-            Option("timed_trace_sec_multiplier", 0.001, "seconds in a timestamp of 1", number(0)),
+            _option("timed_trace_chunk_hash_size", 512, "tokens that one of its hashes stands for"),
+            _option(
+                "timed_trace_sec_multiplier", 0.001, "seconds in a timestamp of 1", float, above=0
+            ),
         ),
         file=True,
         timed=True,

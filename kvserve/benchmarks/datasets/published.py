@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.datasets.dataset_files import Format, read_questions
+from kvserve.benchmarks.datasets.dataset_files import read_questions
 from kvserve.benchmarks.datasets.task_text import Sample
 from kvserve.benchmarks.datasets.tasks import Grade
 from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
@@ -32,7 +31,8 @@ Score = Callable[[str, str, Sequence[str]], float]
 class Kind:
     """How a line becomes a prompt and right answers, and how an answer is scored.
 
-    ``prompt`` has the line's fields in braces. Of several right answers the best score counts.
+    ``prompt`` has the line's fields in braces. Of several right answers the best score counts, or
+    with ``every`` their mean.
     ``first_line``: what follows the answer's first line does not count.
     ``solved``: a line's question and worked answer, where lines can be exemplars.
     """
@@ -42,6 +42,7 @@ class Kind:
     score: Score
     max_new_tokens: int
     first_line: bool = False
+    every: bool = False
     solved: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
 
 
@@ -117,7 +118,8 @@ def _grade(sample: Sample, outputs: Sequence[str]) -> Grade:
         said = said.partition(sample.until)[0]
     if row.first_line:
         said = said.lstrip("\n").partition("\n")[0]
-    score = max(row.score(said, final, sample.classes) for final in sample.finals)
+    scores = [row.score(said, final, sample.classes) for final in sample.finals]
+    score = sum(scores) / len(scores) if row.every else max(scores)
     return Grade(score == 1.0, score)
 
 
@@ -148,6 +150,11 @@ _SPELLINGS = (
     *(("\\left", ""), ("\\right", ""), ("\\!", ""), ("\\,", ""), ("\\dfrac", "\\frac")),
     *(("\\tfrac", "\\frac"), ("$", ""), ("\\%", ""), ("%", ""), (" ", "")),
 )
+
+
+def _found(said: str, final: str, classes: Sequence[str]) -> float:
+    """Whether the answer contains it, capitals or not."""
+    return float(final.lower() in said.lower())
 
 
 def _last_number(said: str, final: str, classes: Sequence[str]) -> float:
@@ -306,6 +313,7 @@ _MATHS = Kind(
     solved=_solved_maths,
 )
 _KINDS = {
+    "ruler": Kind("{input}", lambda line: line["outputs"], _found, 128, every=True),
     "gsm8k": Kind(
         "{question}" + _STEPS + "end with: The answer is NUMBER.",
         *(_after_hashes, _last_number, 2048),
@@ -316,13 +324,12 @@ _KINDS = {
     **_LONG,
 }
 FORMATS = {
-    name: Format(about, partial(read, name))
-    for name, about in {
-        "gsm8k": "question, answer with ####",
-        "math": "problem, answer: MATH-500, AMC",
-        "aime": "as math, and answers of twice the length",
-        "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
-    }.items()
+    "ruler": "input, outputs: questions of your own, RULER",
+    "gsm8k": "question, answer with ####",
+    "math": "problem, answer: MATH-500, AMC",
+    "aime": "as math, and answers of twice the length",
+    "longbench": "context, input, answers, dataset: a file of LongBench's English ones",
 }
+"""What ``--benchmark`` names, and what a line of each has."""
 SOLVED = tuple(name for name, kind in _KINDS.items() if kind.solved)
 """Formats whose problems solved ones can stand in front of."""

@@ -122,8 +122,6 @@ def default_tasks(model: str) -> list[str]:
 
 def make_samples(task: str, n: int, seed: int) -> list[Sample]:
     """`n` held-out samples; sample `i` does not depend on `n`."""
-    if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
     return [TASKS[task].build(random.Random(f"held-out/{task}/{seed}/{i}")) for i in range(n)]
 
 

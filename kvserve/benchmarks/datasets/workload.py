@@ -27,6 +27,8 @@ class Workload(ABC):
     """The name of the grades' ``score`` in tables."""
     arrivals: Sequence[float] = ()
     """Seconds at which conversations begin; empty if a request rate sets the times."""
+    by_ids: bool = False
+    """Whether ``prompt`` gets answers as token ids, not as texts."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -36,16 +38,20 @@ class Workload(ABC):
         """The most tokens of each answer of a conversation."""
 
     @abstractmethod
-    def prompt(self, index: int, answers: Sequence[str]) -> list[int] | None:
+    def prompt(self, index: int, answers: Sequence[Any]) -> list[int] | None:
         """The next prompt of a conversation after the engine's answers, or ``None`` at its end."""
+
+    def pause(self, index: int, turn: int) -> float:
+        """Seconds before a turn's prompt is sent."""
+        return 0.0
 
     @abstractmethod
     def full_lengths(self) -> list[int]:
         """Per conversation, cached tokens when it ends as expected."""
 
-    @abstractmethod
     def messages(self, index: int, answers: Sequence[str]) -> list[Message]:
-        """The same prompt as a chat; random token ids have none."""
+        """The same prompt as a chat; token ids that were drawn have none."""
+        raise NotImplementedError
 
     def grades(self, answers: Sequence[Sequence[str]]) -> list[Grade] | None:
         """One grade per conversation, or ``None`` where no answer is right or wrong."""
@@ -79,6 +85,43 @@ class Prompts(Workload):
 
     def full_lengths(self) -> list[int]:
         return list(map(_cached, map(len, self.prompts), self.limits))
+
+
+@dataclass(frozen=True)
+class Conversations(Workload):
+    """Of random token ids, with pauses. Later prompts repeat the answers as token ids too, not as
+    text, so that each prompt begins with exactly the tokens of the turn before.
+
+    ``asked[i]`` are the new tokens of each of conversation i's prompts, ``thinks[i]`` the seconds
+    before them.
+    """
+
+    asked: Sequence[Sequence[list[int]]]
+    thinks: Sequence[Sequence[float]]
+    limit: int
+    ignore_eos: bool
+    by_ids = True
+
+    def __len__(self) -> int:
+        return len(self.asked)
+
+    def max_tokens(self, index: int) -> int:
+        return self.limit
+
+    def prompt(self, index: int, answers: Sequence[Sequence[int]]) -> list[int] | None:
+        asked = self.asked[index]
+        if len(answers) == len(asked):
+            return None
+        said = [
+            token for new, answer in zip(asked, answers, strict=False) for token in (*new, *answer)
+        ]
+        return said + asked[len(answers)]
+
+    def pause(self, index: int, turn: int) -> float:
+        return self.thinks[index][turn]
+
+    def full_lengths(self) -> list[int]:
+        return [sum(map(len, asked)) + len(asked) * self.limit - 1 for asked in self.asked]
 
 
 @dataclass(frozen=True)

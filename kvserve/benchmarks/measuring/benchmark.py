@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvserve.benchmarks.measuring.match_bytes import can_match, matched, target_of
-from kvserve.benchmarks.reports.report import Report, measure_and_publish
+from kvserve.benchmarks.reports.report import Measurement, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import Engines, MeasuredModel, opened_checkpoint
 from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
 
 
-class Benchmark(ABC):
-    """A ``Measurement`` on a checkpoint's model."""
+@dataclass
+class Benchmark(Measurement):
+    """A measurement on a checkpoint's model."""
 
-    def __init__(
-        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
-    ) -> None:
-        self.args = args
-        self.checkpoint = checkpoint
-        self.policies = policies
-        self.engines = Engines(args, checkpoint)
+    args: argparse.Namespace
+    checkpoint: MeasuredModel
+    policies: Sequence[PolicySpec]
 
-    @abstractmethod
-    def measure(self) -> None: ...
-
-    @abstractmethod
-    def report(self) -> Report: ...
+    def __post_init__(self) -> None:
+        self.engines = Engines(self.args, self.checkpoint)
 
     def as_held(self, policies: Sequence[PolicySpec]) -> list[tuple[PolicySpec, str]]:
         """Each policy with every type that its cache is held in, where a command compares types."""
@@ -53,14 +47,12 @@ class Benchmark(ABC):
 class Comparison(Benchmark):
     """Policies on graded answers or on texts, which ``--match-bytes`` lets hold equal bytes."""
 
-    def __init__(
-        self, args: argparse.Namespace, checkpoint: MeasuredModel, policies: Sequence[PolicySpec]
-    ) -> None:
-        super().__init__(args, checkpoint, policies)
-        self.tokenizer = checkpoint.tokenizer()
-        self.longest = args.max_model_len or checkpoint.spec.max_position
-        self.specs = self.as_held(policies)
-        self.target = target_of(args.match_bytes, [spec for spec, _ in self.specs])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tokenizer = self.checkpoint.tokenizer()
+        self.longest = self.args.max_model_len or self.checkpoint.spec.max_position
+        self.specs = self.as_held(self.policies)
+        self.target = target_of(self.args.match_bytes, [spec for spec, _ in self.specs])
 
     def matched(
         self, spec: PolicySpec, stored: str, most: int, held: Callable[[PolicySpec, str], float]

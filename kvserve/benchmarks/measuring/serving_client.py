@@ -110,6 +110,7 @@ class ServingClient:
             "ignore_eos": workload.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **({"return_token_ids": True} if workload.by_ids else {}),
             **self.fields,
         }
 

@@ -1,21 +1,17 @@
-"""Plots of measured rows, and their common style; matplotlib is loaded when one is drawn."""
+"""Short names of policies, and plots of measured rows; matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.policy_names import (
-    Names,
-    caption,
-    method_label,
-    method_names,
-    short_names,
-    stored_as,
-)
+import numpy as np
+
 from kvserve.benchmarks.reports.report import Row
+from kvserve.benchmarks.setup.policy_spec import PolicySpec
 
 _ACROSS = 2  # panels in a line
 _WIDTH = 10.0  # inches of a figure; pages show it at about this size
@@ -23,12 +19,19 @@ _INK = "#111111"
 # Okabe and Ito's colours, which colour-blind readers can tell apart; lines also differ by markers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555", "#000000")
 _MARKERS = "osD^vPX*<>"
+_Point = tuple[float, float, float, float]
+"""x and y, and from where to where y's error bar goes."""
 _STYLE: dict[Any, Any] = {
     **{"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11, "figure.titlesize": 12},
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor"), _INK),
     **{"xtick.color": _INK, "ytick.color": _INK, "axes.grid": True, "grid.color": "#dddddd"},
     **{"axes.axisbelow": True, "lines.linewidth": 1.8, "errorbar.capsize": 2},
 }
+
+_HOW_MUCH = ("ratio", "budget", "threshold")  # fields that say how much a policy keeps, not how
+
+Names = Mapping[str, str]
+"""Short names by label."""
 
 
 def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,11 +88,23 @@ def plot_layers(shares: Any, title: str, xlabel: str, said: str, path: Path) -> 
 
 @styled
 def plot_evaluation(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write accuracy against memory, a panel per task."""
-    by_task: dict[str, list[Row]] = {}
-    for row in rows:
-        by_task.setdefault(row["task"], []).append(row)
-    return save_figures({"accuracy": _accuracy(by_task)}, folder, method_names(rows))
+    """Write exact match, with its interval, against the bytes that a sequence holds: a panel per
+    task.
+
+    Bytes are the mean over the run, with logged queries. If some result has no such
+    mean, all use the bytes of the entries at the end.
+    """
+    names = method_names(rows)
+    key, label = "mean_held_bytes", "KiB per sequence, mean over the run, log included"
+    if any(key not in row for row in rows):
+        key, label = "held_bytes_at_end", "KiB of entries held per sequence at its end"
+    figure = _lines(
+        *(rows, "task", lambda row: names[method_label(row)]),
+        lambda row: (row[key] / 2**10, row["exact_match"], *row["interval_95"]),
+        height=5.5,
+        axes={"xlabel": label, "ylabel": "exact match", "ylim": (0, 1.02)},
+    )
+    return save_figures({"accuracy": figure}, folder, names)
 
 
 @styled
@@ -104,23 +119,21 @@ def plot_rows(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 @styled
 def plot_fidelity(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write KL divergence against bytes held, a panel per text."""
-    by_text: dict[str, list[Row]] = {}
-    for row in rows:
-        by_text.setdefault(row["text"], []).append(row)
-    names, looks = method_names(rows), _looks(map(method_label, rows))
-    figure, axes = panels(list(by_text), height=5.0)
-    for panel, members in zip(axes, by_text.values(), strict=True):
-        for method, look in looks.items():
-            line = sorted(
-                (row["of_full"], row["kl"], row["kl_error"] or 0.0)
-                for row in members
-                if method_label(row) == method and row["kl"] > 0
-            )
-            if line:
-                panel.errorbar(*zip(*line, strict=True), label=names[method], **look)
-        panel.set(xlabel="bytes held, of the full cache's", ylabel="KL, nats a token")
-        panel.set(xlim=(0, None), yscale="log")
+    """Write KL divergence against bytes held, a panel per text; what is exact has no point."""
+    names = method_names(rows)
+
+    def point(row: Row) -> _Point | None:
+        kl, error = row["kl"], row["kl_error"] or 0.0
+        return (row["of_full"], kl, kl - error, kl + error) if kl > 0 else None
+
+    figure = _lines(
+        *(rows, "text", lambda row: names[method_label(row)], point),
+        height=5.0,
+        axes={
+            **{"xlabel": "bytes held, of the full cache's", "ylabel": "KL, nats a token"},
+            **{"xlim": (0, None), "yscale": "log"},
+        },
+    )
     return save_figures({"fidelity": figure}, folder, names)
 
 
@@ -188,10 +201,31 @@ def save_figures(drawn: Mapping[str, Any], folder: Path, names: Names) -> list[P
     return [folder / f"{name}.png" for name in drawn]
 
 
-def _reach(middle: Sequence[float], ends: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """Lengths of error bars down and up."""
-    down = [value - low for value, (low, _) in zip(middle, ends, strict=True)]
-    return [down, [high - value for value, (_, high) in zip(middle, ends, strict=True)]]
+def _lines(
+    rows: Sequence[Row],
+    group: str,
+    label: Callable[[Row], str],
+    point: Callable[[Row], _Point | None],
+    *,
+    axes: Mapping[str, Any],
+    titles: str = "{}",
+    height: float = 4.2,
+) -> Any:
+    """A figure with a panel for each value of ``group``, and in it a line for each label, along x
+    with error bars."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row[group], []).append(row)
+    figure, shown = panels([titles.format(value) for value in groups], height=height)
+    looks = _looks(map(label, rows))
+    for panel, members in zip(shown, groups.values(), strict=True):
+        for name, look in looks.items():
+            line = [found for row in members if label(row) == name and (found := point(row))]
+            if line:
+                x, y, low, high = np.array(sorted(line)).T
+                panel.errorbar(x, y, [y - low, high - y], label=name, **look)
+        panel.set(**axes)
+    return figure
 
 
 # ---- the figures -------------------------------------------------------------------------------
@@ -200,23 +234,15 @@ def _reach(middle: Sequence[float], ends: Sequence[tuple[float, float]]) -> list
 def _throughput(rows: Sequence[Row], names: Names) -> Any:
     """Output tokens per second and the range of runs, against the pool size, or with only one pool
     against the limit on running sequences."""
-    looks = _looks(_title(row, names) for row in rows)
     by_pool = len({row["pool_share"] for row in rows}) > 1
     varied, fixed = ("pool_share", "max_num_seqs")[:: 1 if by_pool else -1]
     label = "pool, as a share of the demand" if by_pool else "sequences allowed at once"
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row[fixed], []).append(row)
-    said = "at most {} running" if by_pool else "pool of {:.2f}"
-    figure, axes = panels([said.format(value) for value in groups])
-    for panel, members in zip(axes, groups.values(), strict=True):
-        for title, look in looks.items():
-            line = [row for row in members if _title(row, names) == title]
-            rates = [row["output_tok_s"] for row in line]
-            reach = _reach(rates, [_range(row) for row in line])
-            panel.errorbar([row[varied] for row in line], rates, reach, label=title, **look)
-        panel.set(xlabel=label, ylabel="output tok/s", ylim=(0, None))
-    return figure
+    return _lines(
+        *(rows, fixed, lambda row: _title(row, names)),
+        lambda row: (row[varied], row["output_tok_s"], *_range(row)),
+        titles="at most {} running" if by_pool else "pool of {:.2f}",
+        axes={"xlabel": label, "ylabel": "output tok/s", "ylim": (0, None)},
+    )
 
 
 def _bars(rows: Sequence[Row], names: Names) -> Any:
@@ -234,9 +260,10 @@ def _against_accuracy(rows: Sequence[Row], names: Names) -> Any:
     figure, (panel,) = panels([""], height=5.0)
     for row in rows:
         look = {**looks[_title(row, names)], "linestyle": "none", "markersize": 9}
-        match, rate = [row["exact_match"]], [row["output_tok_s"]]
-        reach = _reach(rate, [_range(row)]), _reach(match, [row["interval_95"]])
-        panel.errorbar(match, rate, *reach, label=_title(row, names), **look)
+        (low, high), (slowest, fastest) = row["interval_95"], _range(row)
+        match, rate = row["exact_match"], row["output_tok_s"]
+        reach = [[rate - slowest], [fastest - rate]], [[match - low], [high - match]]
+        panel.errorbar([match], [rate], *reach, label=_title(row, names), **look)
     panel.set(xlabel="exact match", ylabel="output tok/s", ylim=(0, None), xlim=(-0.02, 1.02))
     return figure
 
@@ -249,25 +276,57 @@ def _title(row: Row, names: Names) -> str:
     return names[row["policy"]] + stored_as(row)
 
 
-def _accuracy(groups: Mapping[str, Sequence[Row]]) -> Any:
-    """Exact match, with its interval, against the bytes that a sequence holds; a line per method.
+# ---- names --------------------------------------------------------------------------------------
 
-    Bytes are the mean over the run, with logged queries. If some result has no such
-    mean, all use the bytes of the entries at the end.
+
+def short_names(policies: Iterable[Mapping[str, Any]], *without: str) -> dict[str, str]:
+    """For each label, the policy's name with only the fields that tell it from others of that name.
+
+    ``without``: fields that are not part of the label.
     """
-    every = [row for rows in groups.values() for row in rows]
-    names, looks = method_names(every), _looks(map(method_label, every))
-    key, label = "mean_held_bytes", "KiB per sequence, mean over the run, log included"
-    if any(key not in row for row in every):
-        key, label = "held_bytes_at_end", "KiB of entries held per sequence at its end"
-    figure, axes = panels(list(groups), height=5.5)
-    for panel, rows in zip(axes, groups.values(), strict=True):
-        for method, look in looks.items():
-            members = [row for row in rows if method_label(row) == method]
-            members.sort(key=lambda row: row[key])
-            matches = [row["exact_match"] for row in members]
-            reach = _reach(matches, [row["interval_95"] for row in members])
-            held = [row[key] / 2**10 for row in members]
-            panel.errorbar(held, matches, reach, label=names[method], **look)
-        panel.set(xlabel=label, ylabel="exact match", ylim=(0, 1.02))
-    return figure
+    specs = {}
+    for fields in policies:
+        kept = {k: v for k, v in fields.items() if k not in (*without, "name")}
+        spec = PolicySpec(fields["name"], kept)
+        specs[spec.label] = spec
+    names: dict[str, str] = {}
+    for label, spec in specs.items():
+        others = [each for each in specs.values() if each.name == spec.name and each is not spec]
+        told: list[str] = []
+        for field, value in spec.fields.items():
+            alike = [each for each in others if each.fields.get(field) == value]
+            if len(alike) < len(others):
+                told, others = [*told, f"{field}={value}"], alike
+        names[label] = ", ".join([spec.name, *told])
+    return names
+
+
+def method_label(row: Row) -> str:
+    """The policy without the fields that say how much it keeps; each has one line in a plot."""
+    return _policy_label(row) + stored_as(row)
+
+
+def stored_as(row: Row) -> str:
+    """How entries are stored, if not as computed."""
+    dtype = row.get("kv_cache_dtype") or "auto"
+    return "" if dtype == "auto" else f" in {dtype}"
+
+
+def _policy_label(row: Row) -> str:
+    fields = {k: v for k, v in row["policy_args"].items() if k not in (*_HOW_MUCH, "name")}
+    return PolicySpec(row["policy_args"]["name"], fields).label
+
+
+def method_names(rows: Sequence[Row]) -> dict[str, str]:
+    short = short_names((row["policy_args"] for row in rows), *_HOW_MUCH)
+    return {method_label(row): short[_policy_label(row)] + stored_as(row) for row in rows}
+
+
+def caption(names: Names) -> str:
+    """The arguments that the legend leaves out; policies with equal arguments share a line."""
+    same: dict[str, list[str]] = {}
+    for label, name in names.items():
+        if fields := label.partition(":")[2].partition(" in ")[0]:
+            same.setdefault(fields.replace(",", ", "), []).append(name)
+    told = [f"{'; '.join(members)}: {fields}" for fields, members in same.items()]
+    return "\n".join(line for each in told for line in textwrap.wrap(each, 130))

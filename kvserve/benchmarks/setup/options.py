@@ -40,13 +40,17 @@ def _policy_or_all(text: str) -> PolicySpec:
     return _ALL if text == _ALL.name else policy_spec(text)
 
 
-def file_name(suffix: str) -> Callable[[str], Path]:
-    """A parser of names of files to write, which must have this suffix."""
+def file_name(*suffixes: str, folder_exists: bool = False) -> Callable[[str], Path]:
+    """A parser of names of files to write, with one of these suffixes, maybe in a folder that
+    exists."""
 
     def read(text: str) -> Path:
         path = Path(text)
-        if path.suffix != suffix or path.is_dir():
-            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {suffix} file")
+        if path.suffix not in suffixes or path.is_dir():
+            either = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+            raise argparse.ArgumentTypeError(f"{text!r} is not the name of a {either} file")
+        if folder_exists and not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
         return path
 
     return read
@@ -104,8 +108,11 @@ NAMED = Path()
 """``--save-result`` without a name."""
 
 
-def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False) -> None:
-    """Where results go besides the terminal. ``named``: JSON has a name without one (``NAMED``)."""
+def add_report_arguments(
+    parser: argparse.ArgumentParser, *, named: bool = False, plots: str = ""
+) -> None:
+    """Where results go besides the terminal. ``named``: JSON has a name without one (``NAMED``);
+    ``plots``: what is drawn, if anything is."""
     own: dict[str, Any] = {"nargs": "?", "const": NAMED} if named else {}
     parser.add_argument(
         "--save-result", type=file_name(".json"), metavar="FILE.json", help="write JSON", **own
@@ -113,13 +120,16 @@ def add_report_arguments(parser: argparse.ArgumentParser, *, named: bool = False
     parser.add_argument(
         "--save-markdown", type=file_name(".md"), metavar="FILE.md", help="write the printed report"
     )
+    if plots:
+        words = f"draw {plots} into this folder"
+        parser.add_argument("--save-plots", type=Path, metavar="FOLDER", help=words)
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
 
 
-def check_matplotlib(args: argparse.Namespace, flag: str) -> None:
+def check_matplotlib(args: argparse.Namespace, name: str = "save_plots") -> None:
     """Refuse a flag that draws if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        args.fail(f"{flag} needs matplotlib: pip install 'kvserve[bench]'")
+    if getattr(args, name) and importlib.util.find_spec("matplotlib") is None:
+        args.fail(f"--{name.replace('_', '-')} needs matplotlib: pip install 'kvserve[bench]'")
 
 
 # ---- policies ---------------------------------------------------------------------------------
@@ -130,6 +140,8 @@ def chosen_policies(args: argparse.Namespace, *, complete: bool = True) -> list[
 
     ``complete``: refuse policies that lack required fields, because none are added later.
     """
+    if getattr(args, "compare_kv_cache_dtypes", None) and args.kv_cache_dtype:
+        args.fail("--compare-kv-cache-dtypes and --kv-cache-dtype exclude each other")
     given = args.policy or args.default_policies
     args.every_policy = _ALL in given
     specs = [each for spec in given for each in (every_policy() if spec == _ALL else [spec])]

@@ -53,14 +53,10 @@ def ask_langchain() -> dict[str, Any]:
     )  # fmt: skip
     prompt = MESSAGES[0]["content"]
     point: Any = chat.with_structured_output(Point, method="json_schema").invoke(prompt)
-    caller = chat.bind_tools([Point], tool_choice="required", parallel_tool_calls=False)
-    [call] = caller.invoke(prompt).tool_calls
-    Point.model_validate(call["args"])
     return {
         "text": chat.invoke(prompt).content,
         "streamed": "".join(str(chunk.content) for chunk in chat.stream(prompt)),
         "point": point.model_dump(),
-        "tool": call["name"],
     }
 
 
