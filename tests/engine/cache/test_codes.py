@@ -59,10 +59,10 @@ def test_unmerged_tokens_give_the_logits_of_the_full_cache(
 
     monkeypatch.setattr(coder, "extend", nobody)
     settings = {"attention_backend": "cpu", "kv_layout": "head", "dtype": dtype}
-    _, _, exact, _ = alone(make_llm(llama_dir, "none", **settings))
+    _, _, exact = alone(make_llm(llama_dir, "none", **settings))
     policy = {**NOTHING_MERGES, "raw_fallback": False}
     llm = make_llm(llama_dir, policy, **settings)
-    _, _, got, _ = alone(llm)
+    _, _, got = alone(llm)
     assert len(got) == TOKENS and torch.equal(got, exact)
     _, (details,) = generate(llm, [PROMPT])
     assert details.coded_entries > 0 and details.codebook_entries == 2 * details.coded_entries

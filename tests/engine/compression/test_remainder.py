@@ -209,7 +209,7 @@ LEAVING = [
 def test_uneven_policies(tmp_path: Path, name: str, kind: str) -> None:
     """Lanes that drop differently many, and blocks that are dropped where they lie."""
     directory, spec = write_checkpoint("llama", tmp_path), {**UNEVEN_CASES[name], "remainder": kind}
-    tokens, events, logits, _ = alone(make(directory, policy=spec, block_size=UNEVEN_BLOCK), IDS)
+    tokens, events, logits = alone(make(directory, policy=spec, block_size=UNEVEN_BLOCK), IDS)
     assert events
     policy = make_policy(spec).for_model(2, UNEVEN_BLOCK)
     fit: Fit = mean
