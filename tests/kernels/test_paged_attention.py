@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -116,25 +115,17 @@ def test_limits_of_a_chunk_need_not_ascend(kernel: str) -> None:
     assert_same(kernel, replace(case, last=shuffled).inputs())
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("tables", [1, 2])
-def test_a_long_context_is_the_same_on_any_number_of_threads(tables: int) -> None:
+def test_a_long_context_is_the_same_on_any_number_of_threads(
+    tables: int, set_threads: Callable[[int], None]
+) -> None:
     shape = Shape(block=16, columns=200, tables=tables)
     inputs = make(shape, [3200, 2048, 2049, 5], [1, 1, 40, 1]).inputs()
-    with threads(1):
-        alone = assert_same("cpu", inputs)
-    with threads(3):
-        assert torch.equal(paged_attention_cpu(*inputs), alone)
+    set_threads(1)
+    alone = assert_same("cpu", inputs)
+    set_threads(3)
+    assert torch.equal(paged_attention_cpu(*inputs), alone)
 
 
 @EACH_KERNEL
@@ -225,20 +216,6 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
     left = random_remainder(3, 2, 16)
     with pytest.raises(ValueError, match=r"keys of the remainder have to be \[2, 2, 16\]"):
         paged_attention_cpu(*fine.inputs(), remainder=left)
-
-
-@pytest.mark.usefixtures("untouched_memory")
-def test_offsets_exceed_31_bits() -> None:
-    case = make(Shape(dim=32, block=16, columns=2), [20], [1], HALF)
-    expected = paged_attention_torch(*case.inputs())
-    cache = torch.empty(1_100_000, 2, 16, 2, 32, dtype=HALF)
-    assert cache[:, 0].stride(0) * len(cache) > 2**31
-    far = torch.arange(len(cache) - 2, len(cache), dtype=torch.int32)
-    for i, near in enumerate((case.keys, case.values)):
-        cache[far.long(), i] = near[case.tables[0, 0, 0].long()]
-    case.tables[0, 0, 0] = far
-    case = replace(case, keys=cache[:, 0], values=cache[:, 1])
-    torch.testing.assert_close(by_triton(*case.inputs()), expected, atol=2e-3, rtol=2e-3)
 
 
 # ---- windows, sinks, capped logits, remainders --------------------------------------------------
