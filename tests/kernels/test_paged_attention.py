@@ -16,13 +16,13 @@ from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.query_segments import QuerySegments
-from tests.kernels.newest_case import NewestCase
 from tests.kernels.paged_case import (
     EACH_KERNEL,
     KERNELS,
     SCALE,
     TRITON,
     LevelRows,
+    NewestCase,
     Shape,
     assert_same,
     by_triton,
@@ -424,16 +424,15 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
     form: str, dtype: torch.dtype, dim: int
 ) -> None:
     """Or its own entries, which are rounded, could go to another level."""
-    rows: NewestCase | LevelRows = LevelRows(FORMATS.get(form, FORMATS["k4v4"]), dim, dtype)
-    if form == "newest":
-        rows = NewestCase(FORMATS["k4v4"], dim, dtype)
+    kind = NewestCase if form == "newest" else LevelRows
+    rows = kind(FORMATS.get(form, FORMATS["k4v4"]), dim, dtype)
     end, q = rows.held[0], rows.q
 
     def attend(count: int) -> Tensor:
-        if isinstance(rows, LevelRows):
-            return paged_attention_cpu(*rows.inputs([count]))
-        inputs, how = rows.call([count])
-        return paged_attention_cpu(*inputs, **how)
+        if isinstance(rows, NewestCase):
+            inputs, how = rows.call([count])
+            return paged_attention_cpu(*inputs, **how)
+        return paged_attention_cpu(*rows.inputs([count]))
 
     together = attend(110)
     for token in range(110):
