@@ -218,6 +218,19 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
         paged_attention_cpu(*fine.inputs(), remainder=left)
 
 
+@pytest.mark.usefixtures("untouched_memory")
+def test_offsets_exceed_31_bits() -> None:
+    """Of tiles in one block; the test of codes reads others, and the compiled kernel."""
+    case = make(Shape(dim=32, block=64, columns=1), [20], [1], HALF)
+    expected = paged_attention_torch(*case.inputs())
+    cache = torch.empty(270_000, 2, 64, 2, 32, dtype=HALF)
+    assert cache.numel() > 2**31
+    cache[-1] = torch.stack([case.keys, case.values], dim=1)[case.tables[0, 0, 0, 0].long()]
+    case.tables[0, 0, 0] = len(cache) - 1
+    case = replace(case, keys=cache[:, 0], values=cache[:, 1])
+    torch.testing.assert_close(by_triton(*case.inputs()), expected, atol=2e-3, rtol=2e-3)
+
+
 # ---- windows, sinks, capped logits, remainders --------------------------------------------------
 
 LONG = Shape(heads=8, block=16, columns=200)
