@@ -71,16 +71,13 @@ def _complete(module: dict[str, Any]) -> None:
 
 def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
-    table = FLOAT32_TILES if dtype is torch.float32 else TILES[_generation(device)]
+    table = FLOAT32_TILES
+    if dtype is not torch.float32:  # the newest that is not newer than the device
+        older = [known for known in TILES if known <= capability(device)]
+        table = TILES[max(older, default=min(TILES))]
     tile = table[kernel]
     part = max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
-
-
-def _generation(device: torch.device) -> tuple[int, int]:
-    """The newest of ``TILES`` that is not newer than ``device``."""
-    older = [known for known in TILES if known <= capability(device)]
-    return max(older, default=min(TILES))
 
 
 @cache

@@ -58,7 +58,6 @@ from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
 from kvserve.kernels.weight_levels import LevelForm, Levels
 from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton
-from tests.kernels.hot_loops import hot_loops
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)
@@ -245,6 +244,31 @@ def gather_values(form: str) -> None:
 
 AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
 
+BOTH: dict[str, dict[str, Any]] = {
+    "": {},
+    **{f"/{form}": {"form": form} for form in FORMATS},
+    **{f"/dim{dim}": {"dim": dim} for dim in (64, 256)},
+    **{"/group7": {"group": 7}, "/head": {"rows": 8}, "/float32": {"dtype": torch.float32}},
+    **{"/codes": {"rows": 8, "codes": True}, "/shares": {"shares": True}},
+    "/remainder": {"remainder": True},
+}
+"""Attention of a token and of long chunks."""
+DECODES = BOTH | {
+    **{
+        f"/{form}_remainder": {"form": form, "remainder": True}
+        for form in FORMATS
+        if form != "k4v4"
+    },
+    **{
+        f"{name}_split": BOTH[name] | {"splits": 8}
+        for name in ("/codes", "/k8v4", "/k4v4", "/shares")
+    },
+    **{f"/codes_dim{dim}": BOTH["/codes"] | {"dim": dim} for dim in (64, 256)},
+    "/codes_float32": BOTH["/codes"] | {"dtype": torch.float32},
+    **{f"/{form}_dim64": {"form": form, "dim": 64} for form in ("k8v4", "k4v4")},
+    **{"/k4v4_dim256": {"form": "k4v4", "dim": 256}, "/split": {"splits": 8}},
+}
+
 VARIANTS: dict[str, Callable[[], object]] = {
     "compact_kv": lambda: move_kv_triton(cache(), slots(32, 8, 4096), slots(32, 8, 4096), 8),
     "compact_kv/head": lambda: move_kv_triton(
@@ -286,68 +310,27 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "gather_queries/int4": lambda: gather_int4_triton(
         int4_queries(4096, 32, 256, 32), slots(32, 32, 4096)
     ),
-    "decode": attend,
-    "decode/remainder": lambda: attend(remainder=True),
+    **{f"decode{name}": partial(attend, **how) for name, how in DECODES.items()},
+    **{f"prefill{name}": partial(attend, chunk=512, **how) for name, how in BOTH.items()},
     "decode/remainder_split": lambda: attend(splits=8, shares=True, remainder=True),
-    "decode/int8_remainder": lambda: attend(form="int8", remainder=True),
-    "decode/k8v4_remainder": lambda: attend(form="k8v4", remainder=True),
-    "decode/fp8_remainder": lambda: attend(form="fp8", remainder=True),
-    "prefill/remainder": lambda: attend(chunk=512, remainder=True),
     # gpt-oss's layers with windows and without, and Gemma 2's.
     "decode/window": lambda: attend(group=8, dim=64, window=True, sinks=True),
     "decode/window_split": lambda: attend(group=8, dim=64, window=True, sinks=True, splits=8),
     "decode/sinks": lambda: attend(group=8, dim=64, sinks=True),
     "decode/capped": lambda: attend(group=2, dim=256, soft_cap=50.0),
     "prefill/window": lambda: attend(chunk=512, group=8, dim=64, window=True, sinks=True),
-    "decode/shares": lambda: attend(shares=True),
-    "decode/shares_split": lambda: attend(splits=8, shares=True),
-    "prefill/shares": lambda: attend(chunk=512, shares=True),
-    "decode/split": lambda: attend(splits=8),
     "decode/few": lambda: attend(chunk=4),
     "decode/many": lambda: attend(chunk=16),
-    "decode/head": lambda: attend(rows=8),
-    "decode/group7": lambda: attend(group=7),
-    "decode/dim64": lambda: attend(dim=64),
-    "decode/dim256": lambda: attend(dim=256),
-    "decode/codes": lambda: attend(rows=8, codes=True),
-    "decode/codes_split": lambda: attend(rows=8, splits=8, codes=True),
-    "decode/codes_dim64": lambda: attend(rows=8, dim=64, codes=True),
-    "decode/codes_dim256": lambda: attend(rows=8, dim=256, codes=True),
-    "decode/codes_float32": lambda: attend(rows=8, dtype=torch.float32, codes=True),
     "decode/float16": lambda: attend(dtype=torch.float16),
-    "decode/float32": lambda: attend(dtype=torch.float32),
-    "decode/int8": lambda: attend(form="int8"),
-    "decode/k8v4": lambda: attend(form="k8v4"),
-    "decode/k8v4_split": lambda: attend(form="k8v4", splits=8),
-    "decode/k8v4_dim64": lambda: attend(form="k8v4", dim=64),
-    "decode/k4v4": lambda: attend(form="k4v4"),
-    "decode/k4v4_split": lambda: attend(form="k4v4", splits=8),
-    "decode/k4v4_dim64": lambda: attend(form="k4v4", dim=64),
-    "decode/k4v4_dim256": lambda: attend(form="k4v4", dim=256),
-    "decode/k4v2": lambda: attend(form="k4v2"),
-    "decode/k4v2_remainder": lambda: attend(form="k4v2", remainder=True),
-    "decode/fp8": lambda: attend(form="fp8"),
     # The newest entries beside k4v4, 20 of which a block of it holds.
     "decode/newest": lambda: attend(splits=2, shares=True, remainder=True, window=True, block=20),
     "prefill/newest": lambda: attend(chunk=512, splits=2, remainder=True, window=True, block=20),
-    "prefill/k4v4": lambda: attend(chunk=512, form="k4v4"),
-    "prefill/k4v2": lambda: attend(chunk=512, form="k4v2"),
-    "prefill/int8": lambda: attend(chunk=512, form="int8"),
-    "prefill/k8v4": lambda: attend(chunk=512, form="k8v4"),
-    "prefill/fp8": lambda: attend(chunk=512, form="fp8"),
     **levels_variants("store", "int8", "k8v4", "k4v2", "fp8"),
     **levels_variants("gather", "int8", "fp8", "k4v4"),
     "gather_levels/k4v2": partial(gather_values, "k4v2"),
     "gather_levels/int4": partial(gather_values, "k8v4"),
     **levels_variants("move", "int8", "k8v4", "k4v2"),
-    "prefill": lambda: attend(chunk=512),
     "prefill/split": lambda: attend(chunk=512, splits=4),
-    "prefill/head": lambda: attend(chunk=512, rows=8),
-    "prefill/group7": lambda: attend(chunk=512, group=7),
-    "prefill/codes": lambda: attend(chunk=512, rows=8, codes=True),
-    "prefill/dim64": lambda: attend(chunk=512, dim=64),
-    "prefill/dim256": lambda: attend(chunk=512, dim=256),
-    "prefill/float32": lambda: attend(chunk=512, dtype=torch.float32),
     "window_scores": score,
     "window_scores/heads": lambda: score(heads=32),
     "window_scores/max": lambda: score(heads=32, aggregate="max"),
@@ -459,16 +442,39 @@ def type_of(name: str, value: Any, constant: bool) -> tuple[str, bool]:
     return "i64" if value >= 2**31 else "i32", value % 16 == 0 and not varying
 
 
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers and spilled bytes of each thread, as the assembler's own tool counts them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def told_by(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the assembler's own tools says of a compiled kernel."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [str(path), option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers and spilled bytes of each thread."""
+    text = told_by("cuobjdump", "--dump-resource-usage", cubin)
     found = {name: int(count) for name, count in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": found["REG"], "spilled": found["STACK"] + found["LOCAL"]}
+
+
+def hot_loops(cubin: bytes) -> list[int]:
+    """Instructions of a pass of each loop that multiplies matrices, in the order of the code."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    loops = []
+    for line in map(str.strip, told_by("nvdisasm", "-c", cubin).splitlines()):
+        if label := re.match(r"^(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"^/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+            back = re.search(r"\bBRA\b.*?(\.L_x_\d+)", instruction[1])
+            if back and back[1] in labels:  # a label that was seen lies before
+                body = code[labels[back[1]] :]
+                if any("MMA" in each for each in body):
+                    loops.append(len(body))
+    return loops
 
 
 def as_lines(budget: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
     with torch.device("cuda" if torch.cuda.is_available() and not compiled else "cpu") as device:
         yield str(device)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, until the test's end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
@@ -189,18 +189,21 @@ class LevelRows:
         dtype: torch.dtype,
         tables: int = 1,
         held: tuple[int, ...] = (200, 1, 77),
+        dropped: tuple[int, ...] = (0, 0, 0),
     ) -> None:
+        """Rows of so many entries, less the first ones that have been ``dropped``."""
         self.held, heads, columns = list(held), 4 // tables, -(-max(held) // BLOCK)
         names = torch.randperm(len(held) * tables * columns).int() + 1
         self.tables = names.view(len(held), tables, columns)
         shape = len(names) + 1, 2, heads * form.lane_bytes(BLOCK, dim)
         pool = torch.full(shape, 255, dtype=torch.uint8)
         self.blocks = QuantizedBlocks(pool, form, BLOCK, dim)
-        for row, length in enumerate(held):
-            place = torch.arange(length)
+        self.entries = [torch.randn(2, length, 4, dim).to(dtype) for length in held]
+        for row, (both, gone) in enumerate(zip(self.entries, dropped, strict=False)):
+            both[1] += 0.3
+            place = torch.arange(held[row] - gone)
             slots = self.tables[row][:, place // BLOCK].long() * BLOCK + place % BLOCK
-            k, v = torch.randn(2, length, 4, dim)
-            store_levels_torch(self.blocks, 1, slots, k, v + 0.3)
+            store_levels_torch(self.blocks, 1, slots, *both[:, gone:])
         self.q = torch.randn(max(held), 12, dim).to(dtype)
 
     def inputs(self, lengths: Sequence[int]) -> Inputs:
@@ -210,3 +213,55 @@ class LevelRows:
         starts, rows = torch.tensor([0, *lengths]).cumsum(0), torch.arange(len(lengths))
         chunks = QuerySegments(rows, last, max(self.held), starts, max(lengths))
         return self.q[: len(last[0])], *self.blocks.layer(1), self.tables, chunks, SCALE
+
+
+NEW_BLOCK, WINDOW = 5, 32
+EVENTS = [30, 0, 70]
+"""How many tokens of each row came before its last event, which has dropped 9 of them."""
+DROPPED = 9
+
+
+class NewestCase(LevelRows):
+    """Three rows of 150, 3 and 77 tokens, whose newest entries are held as they were computed, too.
+    What no row holds, or may read so, is not a number."""
+
+    def __init__(self, form: EntryFormat, dim: int, dtype: torch.dtype, tables: int = 1) -> None:
+        super().__init__(form, dim, dtype, tables, (150, 3, 77), (DROPPED, 0, DROPPED))
+        heads, size = 4 // tables, 3 * tables
+        self.new_tables = (torch.randperm(size * 31).int() + 1).view(3, tables, 31)
+        self.exact = torch.full((size * 31 + 1, 2, NEW_BLOCK, heads, dim), torch.nan).to(dtype)
+        for row, both in enumerate(self.entries):
+            at = torch.arange(EVENTS[row], self.held[row])
+            block = self.new_tables[row][:, at // NEW_BLOCK].long()
+            for kind, x in enumerate(both):
+                own = x[at].unflatten(1, (tables, -1)).transpose(0, 1)
+                self.exact[block, kind, at % NEW_BLOCK] = own
+        bias = torch.full((3, 4), -torch.inf)
+        bias[0], bias[2] = 2.0, 1.0
+        lost = torch.randn(2, 3, 4, dim)
+        self.remainder = Remainder(lost[0], lost[1], bias)
+        self.sinks = torch.randn(12)
+
+    def call(self, lengths: list[int]) -> tuple[Inputs, dict[str, Any]]:
+        """What attention takes for chunks of the last tokens of rows, without and with names."""
+        rows = torch.arange(len(lengths))
+        ends = list(zip(self.held, lengths, strict=False))
+        at = torch.cat([torch.arange(end - count, end) for end, count in ends])
+        events = torch.tensor(EVENTS)[rows.repeat_interleave(torch.tensor(lengths))]
+        # Each token sees entries in few bits up to ``last``, and others from ``first`` on.
+        first = torch.maximum(at // WINDOW * WINDOW, events)
+        last = first - 1 - torch.where(events > 0, DROPPED, 0)
+        starts, most = torch.tensor([0, *lengths]).cumsum(0), max(lengths)
+        last, to, first_of = (
+            x.expand(self.tables.shape[1], -1).contiguous() for x in (last, at, first)
+        )
+        segments = QuerySegments(rows, last, BLOCK * 10, starts, most)
+        own = QuerySegments(rows, to, WINDOW + most, starts, most, first_of)
+        # How many of the newest a share is of, and how many of these are in few bits.
+        recent = torch.arange(len(at)) % 60 + 1
+        shares = Shares(torch.empty(len(at), 12), recent - (at - first + 1))
+        q, (k, v) = self.q[: len(at)], self.exact.unbind(1)
+        newest = Newest(k, v, self.new_tables, own, recent)
+        how = {"shares": shares, "remainder": self.remainder, "sinks": self.sinks}
+        inputs = q, *self.blocks.layer(1), self.tables, segments, SCALE
+        return inputs, {**how, "newest": newest}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -141,16 +142,12 @@ def test_compiled(
 
 
 @pytest.mark.compiler
-def test_threads_change_nothing() -> None:
+def test_threads_change_nothing(set_threads: Callable[[int], None]) -> None:
     q, k = case(32, 20, 15, 5, 3)
-    seen, threads = Seen(q.shares, 15, later=5), torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            found.append(window_scores_cpu(q, k, SCALE, "sum_squares", "mean", seen))
-    finally:
-        torch.set_num_threads(threads)
+    seen, found = Seen(q.shares, 15, later=5), []
+    for count in (1, 3):
+        set_threads(count)
+        found.append(window_scores_cpu(q, k, SCALE, "sum_squares", "mean", seen))
     assert torch.equal(*found)
 
 

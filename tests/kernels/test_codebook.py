@@ -105,35 +105,22 @@ def test_decoded_vectors_match_or_begin_an_entry() -> None:
 
 
 @pytest.mark.parametrize("theta", [0.3, 0.8, 0.95, 0.999])
-def test_a_cover_is_the_naive_ones(theta: float) -> None:
+def test_a_cover_is_the_naive_one_and_keeps_its_bound(theta: float) -> None:
     x = clustered(5, 40, 8, seed=1)
     cover = build_all(x, theta)
-    unit, _ = directions(x)
+    unit, lengths = directions(x)
     similar = unit @ unit.transpose(1, 2) > theta
     similar.diagonal(dim1=1, dim2=2).fill_(True)
     for stream in range(len(x)):
-        assert of_stream(cover, stream) == naive_cover(similar[stream])
-
-
-@pytest.mark.parametrize("theta", [0.8, 0.95])
-def test_a_cover_keeps_its_promises(theta: float) -> None:
-    x = clustered(5, 40, 8, seed=2)
-    cover = build_all(x, theta)
-    unit, lengths = directions(x)
-    assert (cover.counts <= x.shape[1]).all() and (cover.counts > 1).all()
-    for stream, count in enumerate(cover.counts.tolist()):
-        ref, centres = cover.ref[stream], cover.centres[stream, :count]
-        assert ref.min() >= 0 and ref.max() < count
-        assert ref[centres].tolist() == list(range(count))
-        cosine = (unit[stream] * unit[stream, centres[ref]]).sum(dim=-1)
-        assert ((cosine > theta) | (centres[ref] == torch.arange(len(ref)))).all()
-        among = unit[stream, centres] @ unit[stream, centres].T
-        assert (among.fill_diagonal_(-1) <= theta).all()
-        entries = x[stream, centres][None]
-        rebuilt = reconstruct(entries, ref[None], scales(x[stream], entries[0, ref])[None])[0]
+        ref, centres = of_stream(cover, stream)
+        assert (ref, centres) == naive_cover(similar[stream])
+        entries, numbers = x[stream, centres][None], cover.ref[stream]
+        rebuilt = reconstruct(entries, numbers[None], scales(x[stream], entries[0, numbers])[None])[
+            0
+        ]
         assert (rebuilt[centres] == x[stream, centres]).all(), "an entry is not its own vector"
         error = (rebuilt - x[stream]).norm(dim=-1)
-        assert (error <= math.sqrt(2 * (1 - theta)) * lengths[stream, :, 0]).all()
+        assert (error <= math.sqrt(2 * (1 - theta)) * lengths[stream, :, 0] * (1 + 1e-6)).all()
 
 
 def test_what_is_not_there_takes_no_part() -> None:

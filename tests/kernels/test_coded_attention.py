@@ -138,40 +138,43 @@ def test_unmerged_codes_give_the_bits_of_the_entries(kernel: str) -> None:
     torch.testing.assert_close(found, expected, atol=within, rtol=within)
 
 
-@pytest.mark.parametrize("broken", ["index", "book", "distance", "vector"])
-def test_codes_that_refer_to_nothing_are_not_seen(broken: str) -> None:
-    """By Triton's kernel: the first eight entries of a row are left out of its softmax."""
+@pytest.mark.parametrize("kernel", ["triton", pytest.param("cpu", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize(
+    ("broken", "refusal"),
+    [
+        *(("index", "chunk 0 reads block {}"), ("book", "chunk 0 reads block -1")),
+        ("distance", f"turns a key by {DISTANCES} positions"),
+        ("vector", "chunk 0 refers to vector 40"),
+    ],
+)
+def test_codes_that_refer_to_nothing(kernel: str, broken: str, refusal: str) -> None:
+    """The CPU's kernel refuses them. Triton's leaves the first eight entries of a row out of its
+    softmax, or all of an index block."""
     case = coded_case([[20]], [[16]], [1], num_vectors=40)
     slots, index, book = (
-        case.codes.slots.clone(),
-        case.codes.slot_tables,
-        case.codes.vector_tables.clone(),
+        x.clone() for x in (case.codes.slots, case.codes.slot_tables, case.codes.vector_tables)
     )
-    at = index[0, 0, 0].long(), slice(0, 8)
+    block, left_out = index[0, 0, 0].long(), 16 if broken == "index" else 8
+    words = slots[block, :8]
     if broken == "index":
-        index = index.clone()
         index[0, 0, 0] = len(slots)
-        left_out = 16
-    else:
-        left_out = 8
-    words = slots[at]
-    if broken == "distance":
+    elif broken == "distance":
         words[:, 5] = DISTANCES
     elif broken == "vector":
         words[:, 1] = 40
-    elif broken == "book":
+    else:
         words[:, 0], book[0, 0, 4] = 32, -1
-        others = slots[index[0, 0, 0].long(), 8:16]
-        others[:, :2] = others[:, :2].clamp(max=31)
-        slots[index[0, 0, 0].long(), 8:16] = others
-    slots[at] = words
-    found = by_triton(
-        *case.inputs, codes=case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
-    )
+        slots[block, 8:16, :2] = slots[block, 8:16, :2].clamp(max=31)
+    slots[block, :8] = words
+    codes = case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
+    if kernel == "cpu":
+        with pytest.raises(IndexError, match=refusal.format(len(slots))):
+            paged_attention_cpu(*case.inputs, codes=codes)
+        return
     fewer = _without_front(case.changed(slots=slots), left_out)
-    torch.testing.assert_close(
-        found, paged_attention_torch(*fewer.inputs, codes=fewer.codes), atol=1e-5, rtol=1e-5
-    )
+    expected = paged_attention_torch(*fewer.inputs, codes=fewer.codes)
+    found = by_triton(*case.inputs, codes=codes)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def _without_front(case: CodedCase, count: int) -> CodedCase:
@@ -180,38 +183,6 @@ def _without_front(case: CodedCase, count: int) -> CodedCase:
     slots[block, : 16 - count] = slots[block, count:16].clone()
     case = case.changed(slots=slots, coded=case.codes.coded - count)
     return replace(case, tables=case.tables[..., count // 4 :].contiguous(), last=case.last - count)
-
-
-MESSAGES = {
-    "index": "chunk 0 reads block 1000",
-    "book": "chunk 0 reads block 1000",
-    "distance": f"turns a key by {DISTANCES} positions",
-    "vector": "chunk 0 refers to vector 65535",
-}
-
-
-@pytest.mark.compiler
-@pytest.mark.parametrize("broken", list(MESSAGES))
-def test_codes_that_refer_to_nothing_are_refused(broken: str) -> None:
-    """By the CPU's kernel; Triton's skips what is not there."""
-    case = coded_case([[20]], [[16]], [1], num_vectors=40)
-    same("cpu", case)
-    slots, index, book = (
-        x.clone() for x in (case.codes.slots, case.codes.slot_tables, case.codes.vector_tables)
-    )
-    words = slots[case.codes.slot_tables[0, 0, 0].long()]
-    if broken == "index":
-        index[0, 0, 0] = 1000
-    elif broken == "book":
-        book[0, 0] = 1000
-    elif broken == "distance":
-        words[5, 5] = DISTANCES
-    else:
-        words[5, 1] = -1
-    slots[case.codes.slot_tables[0, 0, 0].long()] = words
-    with pytest.raises(IndexError, match=MESSAGES[broken]):
-        codes = case.changed(slots=slots, slot_tables=index, vector_tables=book).codes
-        paged_attention_cpu(*case.inputs, codes=codes)
 
 
 @pytest.mark.usefixtures("untouched_memory")

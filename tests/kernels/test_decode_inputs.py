@@ -64,45 +64,6 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-@FORMS
-@thinned(
-    {
-        "logs": [False, True],
-        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
-        "size,count": [(1, 1), (6, 6), (6, 4), (7, 1), (6, 0)],
-        "block,log_block": [(4, 5), (16, 256), (64, 3)],
-    },
-    rest=False,
-)
-def test_inputs(
-    fill: FillInputs,
-    groups: int,
-    heads: int,
-    size: int,
-    count: int,
-    logs: bool,
-    block: int,
-    log_block: int,
-) -> None:
-    """Twice: the second step goes where the first one's count says."""
-    rows = some_rows(groups, heads, block, log_block)
-    other, known = deepcopy(rows), torch.tensor(count)
-    for _ in range(2):
-        found, expected = buffers(rows, size, logs), buffers(rows, size, logs)
-        fill(rows, found, known)
-        decode_inputs_torch(other, expected, known)
-        assert_same(found, expected)
-        assert_same(rows, other)
-
-
-@FORMS
-def test_refusals(fill: FillInputs) -> None:
-    rows = some_rows(2, 1)
-    for wrong in (buffers(some_rows(1, 1), 3, False), buffers(rows, ROWS + 1, False)):
-        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
-            fill(rows, wrong, torch.tensor(1))
-
-
 CHUNKS = {
     "ragged": ([0, 1, 5, 6, 9], [1, 4, 1, 3]),
     "padded": ([0, 4, 8, 12], [1, 4, 2]),
@@ -121,37 +82,52 @@ def chunks_of(starts: list[int], lengths: list[int]) -> Chunks:
 @thinned(
     {
         "logs": [False, True],
-        "groups,heads": [(1, 1), (3, 2), (33, 8)],
-        "chunked": list(CHUNKS),
-        "behind": [0, 1],
+        "groups,heads": [(1, 1), (3, 1), (3, 2), (33, 8)],
+        "step": [1, 6, 7, *CHUNKS],
+        "behind": [0, 1, 6],
+        "block,log_block": [(6, 7), (16, 256), (64, 3)],
     },
+    together=2,
     rest=False,
 )
-def test_chunks(
+def test_inputs(
     fill: FillInputs,
     groups: int,
     heads: int,
-    chunked: str,
+    step: str | int,
     behind: int,
     logs: bool,
+    block: int,
+    log_block: int,
 ) -> None:
-    """Twice; the last row may be ``behind`` those of the step."""
-    starts, lengths = CHUNKS[chunked]
-    rows = some_rows(groups, heads, block=6, log_block=7)
-    rows.num_computed.clamp_(max=7 * COLUMNS - 9)
-    rows.kv_lens.clamp_(max=6 * COLUMNS - 9)
+    """A step of so many rows with a token each, or of chunks; the last rows may be ``behind`` those
+    of the step. Twice: the second one goes where the first one's count says."""
+    starts, lengths = (range(step + 1), [1] * step) if isinstance(step, int) else CHUNKS[step]
+    rows, chunks = some_rows(groups, heads, block, log_block), None
+    if isinstance(step, str):
+        rows.num_computed.clamp_(max=log_block * COLUMNS - 9)
+        rows.kv_lens.clamp_(max=block * COLUMNS - 9)
+        chunks = chunks_of(list(starts), lengths)
     before, other = rows.num_computed.clone(), deepcopy(rows)
-    known, chunks = torch.tensor(len(lengths) - behind), chunks_of(starts, lengths)
+    count = max(len(lengths) - behind, 0)
     for _ in range(2):
         found, expected = (
             replace(buffers(rows, starts[-1], logs), chunks=chunks) for _ in range(2)
         )
-        fill(rows, found, known)
-        decode_inputs_torch(other, expected, known)
+        fill(rows, found, torch.tensor(count))
+        decode_inputs_torch(other, expected, torch.tensor(count))
         assert_same(replace(found, chunks=None), replace(expected, chunks=None))
         assert_same(rows, other)
-    added = 2 * chunks.lengths[: len(lengths) - behind]
-    assert torch.equal((rows.num_computed - before)[: len(added)], added)
+    added = 2 * torch.tensor(lengths[:count])
+    assert torch.equal((rows.num_computed - before)[:count], added)
+
+
+@FORMS
+def test_refusals(fill: FillInputs) -> None:
+    rows = some_rows(2, 1)
+    for wrong in (buffers(some_rows(1, 1), 3, False), buffers(rows, ROWS + 1, False)):
+        with pytest.raises(ValueError, match="contiguous tensors that fit them"):
+            fill(rows, wrong, torch.tensor(1))
 
 
 def test_a_chunk_is_its_tokens_one_after_the_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -110,15 +111,11 @@ def test_argmax(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.compiler
-def test_threads_change_no_bit() -> None:
-    activate, before = operator("cpu", "silu_and_mul"), torch.get_num_threads()
-    gate_up = torch.randn(512, 2 * 256)
+def test_threads_change_no_bit(set_threads: Callable[[int], None]) -> None:
+    activate, gate_up = operator("cpu", "silu_and_mul"), torch.randn(512, 2 * 256)
     alone = activate(gate_up)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(activate(gate_up), alone)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(3)
+    assert torch.equal(activate(gate_up), alone)
 
 
 @pytest.mark.compiler

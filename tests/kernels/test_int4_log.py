@@ -90,7 +90,7 @@ def test_stores(store: Store, dtype: torch.dtype, heads: int, rows: int, dim: in
 
 
 @pytest.mark.compiler
-def test_the_compiled_store_leaves_out_the_null_block_and_refuses_what_is_not_there() -> None:
+def test_compiled_kernels_leave_out_the_null_block_and_refuse_what_is_not_there() -> None:
     memory, log, tokens = log_of(2, 16)
     query, shares = torch.randn(2, 2, 16), torch.randn(2, 2)
     store_int4_cpu(log, 0, torch.tensor([[0, tokens - 1]]), query, shares)
@@ -98,6 +98,8 @@ def test_the_compiled_store_leaves_out_the_null_block_and_refuses_what_is_not_th
     for wrong in (-1, BLOCKS * tokens):
         with pytest.raises(IndexError, match=f"slot {wrong} is not in a pool of {BLOCKS} blocks"):
             store_int4_cpu(log, 0, torch.tensor([[tokens, wrong]]), query, shares)
+        with pytest.raises(IndexError, match=f"slot {wrong} "):
+            gather_int4_cpu(log, torch.full((1, 2, 1), wrong))
     assert not memory.any()
     with pytest.raises(ValueError, match=r"shares have to be .* got \[2, 1\]"):
         store_int4_cpu(log, 0, torch.tensor([[tokens, tokens]]), query, shares[:, :1])
@@ -119,44 +121,32 @@ def test_the_triton_kernels_pass_over_slots_that_are_not_there() -> None:
         store_int4_triton(log, 1, slots, torch.ones(3, 2, 16), torch.ones(3, 2).half())
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
-def test_the_compiled_gather(heads: int, rows: int, dim: int) -> None:
-    memory, log, tokens = log_of(heads, dim)
-    memory.random_(0, 120)  # no NaN among the scales
-    for layers in (None, torch.tensor([3, 0])):
-        count = LAYERS if layers is None else len(layers)
-        slots = torch.randint(0, BLOCKS * tokens, (count, rows * heads, 9)).transpose(0, 1)
-        slots = slots.contiguous().transpose(0, 1)
-        found = gather_int4_cpu(log, slots, layers)
-        for part, expected in zip(found, gather_int4_torch(log, slots, layers), strict=True):
-            assert torch.equal(part, expected) and part.any()
-    for wrong in (BLOCKS * tokens, -1):
-        with pytest.raises(IndexError, match=f"slot {wrong} "):
-            gather_int4_cpu(log, torch.full((1, heads, 1), wrong))
-
-
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "gather",
+    [
+        *(gather_int4_torch, gather_int4_triton),
+        pytest.param(gather_int4_cpu, marks=pytest.mark.compiler),
+    ],
+)
 @pytest.mark.parametrize(("heads", "rows", "dim"), SHAPES)
-def test_what_is_read_of_several_layers(heads: int, rows: int, dim: int) -> None:
-    """Every lane asks for tokens of its own."""
+def test_what_is_read(gather: Callable[..., Int4Queries], heads: int, rows: int, dim: int) -> None:
+    """Every lane asks for tokens of its own, of all layers or of some."""
     _, log, tokens = log_of(heads, dim)
     count = (BLOCKS - 1) * tokens // rows
     every = torch.arange(tokens, tokens + rows * count).view(rows, count)
     stored = []
     for layer in range(LAYERS):
-        query, shares = (
-            torch.randn(every.shape[1], rows * heads, dim),
-            torch.randn(every.shape[1], 1),
-        )
-        store_int4_torch(log, layer, every, query, shares.expand(-1, rows * heads).contiguous())
-        stored.append(quantize(query, shares.expand(-1, rows * heads)))
-    places = torch.randint(every.shape[1], (2, rows * heads, 40))
+        query = torch.randn(count, rows * heads, dim)
+        shares = torch.randn(count, 1).expand(-1, rows * heads).contiguous()
+        store_int4_torch(log, layer, every, query, shares)
+        stored.append(quantize(query, shares))
     lane = torch.arange(rows * heads)
-    slots = every[lane // heads][torch.arange(rows * heads)[None, :, None], places]
-    layers = torch.tensor([2, 0])
-    for gather in (gather_int4_torch, gather_int4_triton):
-        found = gather(log, slots, layers)
-        for at, layer in enumerate(layers.tolist()):
+    for ids in (None, torch.tensor([2, 0])):
+        layers = list(range(LAYERS)) if ids is None else ids.tolist()
+        places = torch.randint(count, (rows * heads, len(layers), 40)).transpose(0, 1)
+        slots = every[lane // heads][lane[None, :, None], places]
+        found = gather(log, slots, ids)
+        for at, layer in enumerate(layers):
             for part, whole in zip(found, stored[layer], strict=True):
                 assert torch.equal(part[at], whole[places[at], lane[:, None]])

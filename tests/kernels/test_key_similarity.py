@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from kvserve.kernels.scores import key_similarity
 from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 
 
@@ -38,8 +37,10 @@ def naive_anchor(keys: list[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 70])
 def test_redundancy_against_the_full_matrix(length: int) -> None:
+    """Rows are taken 32 at a time; some keys are equal."""
     torch.manual_seed(length)
     keys = torch.randn(2, 2, 3, length, 4)
+    keys[..., length // 2, :] = keys[..., 0, :]
     got = redundancy(keys, 0.5)
     for one, row in zip(keys.view(12, length, 4), got.view(12, length), strict=True):
         expected = torch.tensor(naive_redundancy(one.tolist(), 0.5))
@@ -52,26 +53,6 @@ def test_redundancy_on_the_worked_example() -> None:
     keys = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [1.0, 0.05], [0.7, 0.7]])
     expected = torch.tensor([0.2389, 0.2470, 0.1652, 0.2097, 0.1392])
     torch.testing.assert_close(redundancy(keys, 0.5), expected, atol=5e-5, rtol=0)
-
-
-def test_orthogonal_keys_are_equally_redundant() -> None:
-    torch.testing.assert_close(redundancy(torch.eye(6), 0.5), torch.full((6,), 1 / 6))
-
-
-def test_of_two_equal_keys_the_older_is_at_least_as_redundant() -> None:
-    torch.manual_seed(5)
-    for _ in range(20):
-        keys = torch.randn(12, 3)
-        keys[9] = keys[4]
-        scores = redundancy(keys, 0.5)
-        assert scores[4] >= scores[9] - 1e-6
-
-
-def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = torch.randn(3, 50, 8)
-    together = redundancy(keys, 0.4)
-    monkeypatch.setattr(key_similarity, "_ROWS", 7)
-    torch.testing.assert_close(redundancy(keys, 0.4), together)
 
 
 def test_anchor_against_a_naive_loop_and_the_worked_example() -> None:

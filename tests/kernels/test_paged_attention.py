@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +16,13 @@ from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.query_segments import QuerySegments
-from tests.kernels.newest_case import NewestCase
 from tests.kernels.paged_case import (
     EACH_KERNEL,
     KERNELS,
     SCALE,
     TRITON,
     LevelRows,
+    NewestCase,
     Shape,
     assert_same,
     by_triton,
@@ -116,25 +115,17 @@ def test_limits_of_a_chunk_need_not_ascend(kernel: str) -> None:
     assert_same(kernel, replace(case, last=shuffled).inputs())
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("tables", [1, 2])
-def test_a_long_context_is_the_same_on_any_number_of_threads(tables: int) -> None:
+def test_a_long_context_is_the_same_on_any_number_of_threads(
+    tables: int, set_threads: Callable[[int], None]
+) -> None:
     shape = Shape(block=16, columns=200, tables=tables)
     inputs = make(shape, [3200, 2048, 2049, 5], [1, 1, 40, 1]).inputs()
-    with threads(1):
-        alone = assert_same("cpu", inputs)
-    with threads(3):
-        assert torch.equal(paged_attention_cpu(*inputs), alone)
+    set_threads(1)
+    alone = assert_same("cpu", inputs)
+    set_threads(3)
+    assert torch.equal(paged_attention_cpu(*inputs), alone)
 
 
 @EACH_KERNEL
@@ -229,14 +220,13 @@ def test_shapes_it_is_not_built_for_are_refused_by_name() -> None:
 
 @pytest.mark.usefixtures("untouched_memory")
 def test_offsets_exceed_31_bits() -> None:
-    case = make(Shape(dim=32, block=16, columns=2), [20], [1], HALF)
+    """Of tiles in one block; the test of codes reads others, and the compiled kernel."""
+    case = make(Shape(dim=32, block=64, columns=1), [20], [1], HALF)
     expected = paged_attention_torch(*case.inputs())
-    cache = torch.empty(1_100_000, 2, 16, 2, 32, dtype=HALF)
-    assert cache[:, 0].stride(0) * len(cache) > 2**31
-    far = torch.arange(len(cache) - 2, len(cache), dtype=torch.int32)
-    for i, near in enumerate((case.keys, case.values)):
-        cache[far.long(), i] = near[case.tables[0, 0, 0].long()]
-    case.tables[0, 0, 0] = far
+    cache = torch.empty(270_000, 2, 64, 2, 32, dtype=HALF)
+    assert cache.numel() > 2**31
+    cache[-1] = torch.stack([case.keys, case.values], dim=1)[case.tables[0, 0, 0, 0].long()]
+    case.tables[0, 0, 0] = len(cache) - 1
     case = replace(case, keys=cache[:, 0], values=cache[:, 1])
     torch.testing.assert_close(by_triton(*case.inputs()), expected, atol=2e-3, rtol=2e-3)
 
@@ -447,16 +437,15 @@ def test_a_token_alone_and_in_a_chunk_is_the_same_to_the_last_bit(
     form: str, dtype: torch.dtype, dim: int
 ) -> None:
     """Or its own entries, which are rounded, could go to another level."""
-    rows: NewestCase | LevelRows = LevelRows(FORMATS.get(form, FORMATS["k4v4"]), dim, dtype)
-    if form == "newest":
-        rows = NewestCase(FORMATS["k4v4"], dim, dtype)
+    kind = NewestCase if form == "newest" else LevelRows
+    rows = kind(FORMATS.get(form, FORMATS["k4v4"]), dim, dtype)
     end, q = rows.held[0], rows.q
 
     def attend(count: int) -> Tensor:
-        if isinstance(rows, LevelRows):
-            return paged_attention_cpu(*rows.inputs([count]))
-        inputs, how = rows.call([count])
-        return paged_attention_cpu(*inputs, **how)
+        if isinstance(rows, NewestCase):
+            inputs, how = rows.call([count])
+            return paged_attention_cpu(*inputs, **how)
+        return paged_attention_cpu(*rows.inputs([count]))
 
     together = attend(110)
     for token in range(110):

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS, EntryFormat
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.elementwise import rotate_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
-from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.storage import COMPILED, TORCH, TRITON, StorageKernels
 from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
+from tests.kernels.test_quantized_entries import vectors
 
 pytestmark = pytest.mark.usefixtures("device")
 BLOCKS = 400
@@ -254,14 +252,6 @@ def pool_of(form: EntryFormat, dim: int, heads: int = 2) -> QuantizedBlocks:
     return QuantizedBlocks(pool, form, BLOCK, dim)
 
 
-def vectors(*shape: int) -> Tensor:
-    """Some large, some tiny, one of zeros, one of equal numbers."""
-    x = torch.randn(shape) + 0.2
-    x *= torch.logspace(-20, 20, len(x)).view(-1, *[1] * (len(shape) - 1))
-    x[0], x[1] = 0.0, 1.3
-    return x
-
-
 @FORM
 @pytest.mark.parametrize("rows", [1, 2])
 def test_levels_are_what_the_rounding_says(form: EntryFormat, rows: int) -> None:
@@ -438,10 +428,3 @@ def test_offsets_beyond_what_32_bits_hold() -> None:
     cache, new = torch.empty(3, layers, 2, 8, 2, 16, dtype=BF16), torch.randn(8, 2, 16).to(BF16)
     COMPILED.store_kv(cache, layers - 1, torch.arange(16, 24)[None], new, new.neg())
     assert torch.equal(cache[2, layers - 1, 0], new)
-    tables, query = torch.full((1, 1, 1), 2, dtype=torch.int32), torch.randn(1, 4, 16).to(BF16)
-    chunks = QuerySegments(torch.tensor([0]), torch.tensor([[7]]), 8, torch.tensor([0, 1]))
-    keys, values = cache[:, layers - 1].unbind(1)
-    found = paged_attention_cpu(query, keys, values, tables, chunks, 0.3)
-    keys, values = cache[2:, layers - 1].unbind(1)
-    expected = paged_attention_torch(query, keys, values, tables - 2, chunks, 0.3)
-    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

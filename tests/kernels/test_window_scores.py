@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES
 from kvserve.kernels.scores.causal_scores import GQA_REDUCTIONS, causal_scores, past_scores
@@ -42,49 +44,31 @@ def test_invariants() -> None:
 # ---- scores of the entries before the window ----------------------------------------------------
 
 GQA_SHAPES = [(1, 1), (2, 1), (2, 3), (1, 4), (3, 2)]
-REDUCE: dict[str, Callable[..., float]] = {
-    "mean": lambda x: sum(x) / len(x),
-    "max": max,
-    "sum": sum,
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "sum": lambda x: x.sum(0),
 }
 
 
-def softmax(row: list[float]) -> list[float]:
-    powers = [math.exp(x - max(row)) for x in row]
-    return [x / sum(powers) for x in powers]
+def naive_causal(q: Tensor, k: Tensor, scale: float, reduce: str) -> Tensor:
+    """q: [Hq, W, D]; k: [Hkv, n, D]; one query at a time."""
+    group, window, past = len(q) // len(k), q.shape[1], k.shape[1] - q.shape[1]
+    votes = torch.zeros(len(q), past)
+    for head, i in product(range(len(q)), range(window)):
+        logits = k[head // group, : past + i + 1] @ q[head, i] * scale
+        votes[head] += torch.softmax(logits, dim=0)[:past] / window
+    return torch.stack([REDUCE[reduce](heads) for heads in votes.split(group)])
 
 
-def naive_causal(q: torch.Tensor, k: torch.Tensor, scale: float, reduce: str) -> list[list[float]]:
-    """q: [Hq, W, D]; k: [Hkv, n, D]; one query, one key at a time."""
-    heads, window, length = q.shape[0], q.shape[1], k.shape[1]
-    group = heads // k.shape[0]
-    means = []
-    for head in range(heads):
-        votes = [0.0] * (length - window)
-        for i in range(window):
-            seen = range(length - window + i + 1)
-            row = softmax([float(q[head, i] @ k[head // group, j]) * scale for j in seen])
-            votes = [vote + row[j] / window for j, vote in enumerate(votes)]
-        means.append(votes)
-    groups = [means[at : at + group] for at in range(0, heads, group)]
-    return [[REDUCE[reduce](column) for column in zip(*rows, strict=True)] for rows in groups]
-
-
-def naive_past(q: torch.Tensor, k: torch.Tensor, scale: float, reduce: str) -> list[list[float]]:
-    heads, window, length = q.shape[0], q.shape[1], k.shape[1]
-    group = heads // k.shape[0]
-    out = []
-    for kv_head in range(k.shape[0]):
-        votes = [0.0] * (length - window)
-        for i in range(window):
-            logits = []
-            for j in range(length - window):
-                mine = range(kv_head * group, (kv_head + 1) * group)
-                dots = [float(q[head, i] @ k[kv_head, j]) * scale for head in mine]
-                logits.append(REDUCE[reduce](dots))
-            votes = [a + b / window for a, b in zip(votes, softmax(logits), strict=True)]
-        out.append(votes)
-    return out
+def naive_past(q: Tensor, k: Tensor, scale: float, reduce: str) -> Tensor:
+    group, window, past = len(q) // len(k), q.shape[1], k.shape[1] - q.shape[1]
+    votes = torch.zeros(len(k), past)
+    for head, i in product(range(len(k)), range(window)):
+        queries = q[head * group : (head + 1) * group, i]
+        logits = torch.stack([k[head, :past] @ query * scale for query in queries])
+        votes[head] += torch.softmax(REDUCE[reduce](logits), dim=0) / window
+    return votes
 
 
 @pytest.mark.parametrize("reduce", GQA_REDUCTIONS)
@@ -93,8 +77,8 @@ def naive_past(q: torch.Tensor, k: torch.Tensor, scale: float, reduce: str) -> l
     ("scores", "naive"), [(causal_scores, naive_causal), (past_scores, naive_past)]
 )
 def test_scores_before_the_window_against_naive_loops(
-    scores: Callable[..., torch.Tensor],
-    naive: Callable[..., list[list[float]]],
+    scores: Callable[..., Tensor],
+    naive: Callable[..., Tensor],
     kv_heads: int,
     group: int,
     reduce: str,
@@ -105,10 +89,9 @@ def test_scores_before_the_window_against_naive_loops(
         k = torch.randn(2, 2, kv_heads, length, 4)
         got = scores(q, k, 0.7, reduce)
         assert got.shape == (2, 2, kv_heads, length - window)
-        for e in range(2):
-            for layer in range(2):
-                expected = torch.tensor(naive(q[e, layer], k[e, layer], 0.7, reduce))
-                torch.testing.assert_close(got[e, layer], expected, atol=1e-5, rtol=1e-5)
+        for e, layer in product(range(2), range(2)):
+            expected = naive(q[e, layer], k[e, layer], 0.7, reduce)
+            torch.testing.assert_close(got[e, layer], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_two_scopes_differ_on_the_worked_example() -> None:
@@ -166,31 +149,15 @@ def test_triton(
 
 
 @TRITON
-def test_several_events_of_strided_lanes() -> None:
-    q = torch.randn(3, 4, 2 * 20, 32).unflatten(2, (2, 20)).permute(2, 0, 1, 3, 4)
-    k = torch.randn(3, 2, 2 * 24, 32).unflatten(2, (2, 24)).permute(2, 0, 1, 3, 4)[..., :17, :]
-    found = window_scores_triton(q, k, 0.3)
-    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
-    flat = window_scores_triton(q.flatten(0, 1), k.flatten(0, 1), 0.3)
-    torch.testing.assert_close(flat, found.flatten(0, 1))
-
-
-@TRITON
-@pytest.mark.parametrize("query_dtype", [torch.float32, torch.float8_e4m3fn])
-def test_queries_of_another_type_than_the_keys(query_dtype: torch.dtype) -> None:
-    q, k = torch.randn(2, 20, 32).to(query_dtype), torch.randn(2, 40, 32).half()
-    found = window_scores_triton(q, k, 0.3)
-    torch.testing.assert_close(found, window_scores_torch(q, k, 0.3))
-
-
-@TRITON
 def test_every_e4m3_number_is_widened_exactly() -> None:
-    """Also by the interpreter, which is wrong about arithmetic in it and casts to it."""
+    """Also by the interpreter, which is wrong about arithmetic in it and casts to it; and queries
+    may be of another type than keys."""
     codes = torch.arange(256, dtype=torch.uint8) % 0x7F  # the two codes of nan are left out
     codes[128:] += 128
     q, k = codes.view(torch.float8_e4m3fn).view(1, 16, 16), torch.eye(16)[None] / 64
-    found = window_scores_triton(q, k, 1.0, "max")
-    torch.testing.assert_close(found, window_scores_torch(q.float(), k, 1.0, "max"))
+    expected = window_scores_torch(q.float(), k, 1.0, "max")
+    for query, key in ((q, k), (q, k.half()), (q.float(), k.half())):
+        torch.testing.assert_close(window_scores_triton(query, key, 1.0, "max"), expected)
 
 
 @TRITON

@@ -209,7 +209,7 @@ class ShadowRunner:
         """What a row is said to hold is the number of blocks that it names."""
         blocks = self.scheduler.blocks
         tables = [table for group in blocks.groups for table in group.tables]
-        named = np.concatenate([table.row_entries(row)[0] for table in tables])
+        named = np.concatenate([table.row_blocks(row) for table in tables])
         assert blocks.blocks_of_rows(row + 1)[row] == len(np.unique(named))
 
     def _check_further(self, row: int) -> None:

@@ -22,7 +22,6 @@ from tests.scheduler.traffic import (
     LAYOUTS,
     TRIGGERS,
     Loop,
-    drain,
     kind_of,
     make_scheduler,
     policies_of,
@@ -43,8 +42,7 @@ class Talks:
 
     def __init__(self, num_blocks: int = 200, **settings: Any) -> None:
         self.scheduler = make_scheduler(num_blocks, continuations=True, **settings)
-        self.shadow = ShadowRunner(self.scheduler)
-        self.loop = Loop(self.scheduler, self.shadow)
+        self.loop = Loop(self.scheduler)
         self._ids = 0
 
     @property
@@ -117,7 +115,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
             seq = talks.turn(np.concatenate([history, asked]), output, policy)
             history = seq.token_ids
         expected, compactions = held_in_one(history, policy, layout)
-        left = talks.shadow.left[talks.store.all[-1]]
+        left = talks.loop.shadow.left[talks.store.all[-1]]
         assert left.lanes == expected and seq.compactions == compactions, policy
         assert compactions, policy
         assert (
@@ -134,7 +132,7 @@ def test_a_fork_leaves_what_it_goes_on_from() -> None:
     first = talks.turn(range(2, 32), 40)
     (kept,) = talks.store.all
     assert kept.row is not None
-    before = [list(lane) for lane in talks.shadow.left[kept].lanes.values()]
+    before = [list(lane) for lane in talks.loop.shadow.left[kept].lanes.values()]
     followers = [talks.sequence(more(first, 3 + i), 30) for i in range(3)]
     for seq in followers:
         talks.scheduler.add(seq)
@@ -142,7 +140,7 @@ def test_a_fork_leaves_what_it_goes_on_from() -> None:
     again = talks.turn(more(first, 3), 30)
     assert [s.resumed is not None for s in (*followers, again)] == [True] * 4
     assert np.array_equal(again.token_ids, followers[0].token_ids)
-    assert [list(lane) for lane in talks.shadow.left[kept].lanes.values()] == before
+    assert [list(lane) for lane in talks.loop.shadow.left[kept].lanes.values()] == before
     shared = np.concatenate([kept.row.block_ids, kept.row.block_ids])
     assert (talks.scheduler.pool.ref[shared] >= 1).all()
 
@@ -305,7 +303,7 @@ def test_a_scheduler_that_begins_again_knows_none() -> None:
     before = talks.scheduler.totals.resumed_total
     start_over(talks.scheduler, blamed={-1})
     assert not len(talks.store) and talks.scheduler.totals.resumed_total == before
-    drain(talks.scheduler, ShadowRunner(talks.scheduler))
+    Loop(talks.scheduler).drain()
     assert seq.token_ids.tolist() == expected and len(talks.store) == 1
 
 

@@ -9,9 +9,7 @@ import pytest
 
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.queue import WaitingQueue
-from kvserve.scheduler.step.scheduler import Scheduler
-from tests.scheduler.shadow import ShadowRunner
-from tests.scheduler.traffic import drain, make_scheduler, make_sequence, step
+from tests.scheduler.traffic import Loop, make_scheduler, make_sequence
 
 
 def sequence(seq_id: int, client: str, prompt: int = 8, output: int = 4) -> Sequence:
@@ -24,19 +22,19 @@ def sequence(seq_id: int, client: str, prompt: int = 8, output: int = 4) -> Sequ
 def test_a_client_without_a_row_does_not_wait_for_ends(what: str) -> None:
     """The client that holds most rows loses its newest; who gave way comes back."""
     rows, blocks = (4, 120) if what == "rows" else (16, 20)
-    scheduler = make_scheduler(blocks, max_num_seqs=rows, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(blocks, max_num_seqs=rows, prefix_caching=False))
+    scheduler = loop.scheduler
     scheduler.add(sequence(0, "early", 4, 60))
     for seq_id in range(1, 10):
         scheduler.add(sequence(seq_id, "flood", 4, 60))
     for _ in range(6):
-        step(scheduler, shadow)
+        loop.step()
     held = [seq for seq in scheduler.running if seq.client == "flood"]
     plain = [sequence(10, "plain", 8, 4), sequence(11, "plain", 8, 4)]
     for seq in plain:
         scheduler.add(seq)
     for _ in range(1 if what == "rows" else 4):
-        step(scheduler, shadow)
+        loop.step()
         if plain[0] in scheduler.running:
             break
     assert plain[0] in scheduler.running
@@ -44,92 +42,86 @@ def test_a_client_without_a_row_does_not_wait_for_ends(what: str) -> None:
     assert now == held[: len(now)] and 0 < len(now) < len(held), "the newest leave"
     assert plain[1] not in scheduler.running or what == "blocks", "one row is not none"
     assert scheduler.running[0].seq_id == 0
-    assert len(drain(scheduler, shadow)) == 12
+    assert len(loop.drain()) == 12
 
 
 def test_a_second_request_does_not_wait_behind_a_crowd() -> None:
     """A client with a stream gets a row for a question, while another holds all the others."""
-    scheduler = make_scheduler(400, max_num_seqs=12, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(400, max_num_seqs=12, prefix_caching=False))
+    scheduler = loop.scheduler
     scheduler.add(sequence(0, "plain", 4, 60))
     for seq_id in range(1, 30):
         scheduler.add(sequence(seq_id, "flood", 4, 60))
     for _ in range(4):
-        step(scheduler, shadow)
+        loop.step()
     assert Counter(seq.client for seq in scheduler.running) == {"plain": 1, "flood": 11}
     question = sequence(30, "plain", 8, 4)
     scheduler.add(question)
-    step(scheduler, shadow)
+    loop.step()
     assert question in scheduler.running and scheduler.totals.preemptions_total == 1
-    assert len(drain(scheduler, shadow)) == 31
+    assert len(loop.drain()) == 31
 
 
 def test_two_crowds_share_the_rows_and_stay_there() -> None:
-    scheduler = make_scheduler(400, max_num_seqs=12, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(400, max_num_seqs=12, prefix_caching=False))
+    scheduler = loop.scheduler
     for seq_id in range(30):
         scheduler.add(sequence(seq_id, "early", 4, 12))
     for _ in range(4):
-        step(scheduler, shadow)
+        loop.step()
     for seq_id in range(30, 60):
         scheduler.add(sequence(seq_id, "late", 4, 12))
     for _ in range(6):
-        step(scheduler, shadow)
+        loop.step()
     held = Counter(seq.client for seq in scheduler.running)
     assert min(held.values()) >= 4, held
-    assert len(drain(scheduler, shadow)) == 60
+    assert len(loop.drain()) == 60
     assert scheduler.totals.preemptions_total <= 12, "a row changes hands once, not to and fro"
 
 
 def test_nobody_makes_way_for_a_lower_priority() -> None:
-    scheduler = make_scheduler(120, max_num_seqs=2, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(120, max_num_seqs=2, prefix_caching=False))
+    scheduler = loop.scheduler
     for seq_id in range(2):
         scheduler.add(sequence(seq_id, "flood", 4, 20))
-    step(scheduler, shadow)
+    loop.step()
     low = sequence(2, "plain", 4, 4)
     low.priority = 1
     scheduler.add(low)
     for _ in range(5):
-        step(scheduler, shadow)
+        loop.step()
     assert low not in scheduler.running and not scheduler.totals.preemptions_total
-    assert len(drain(scheduler, shadow)) == 3
+    assert len(loop.drain()) == 3
 
 
 @pytest.mark.parametrize(("client", "steps"), [("other", 1), ("flood", 3)])
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(client: str, steps: int) -> None:
     """Unless both are of one client."""
-    scheduler = make_scheduler(120, max_num_batched_tokens=16, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(120, max_num_batched_tokens=16, prefix_caching=False))
+    scheduler = loop.scheduler
     scheduler.add(sequence(0, "flood", 60, 4))
-    step(scheduler, shadow)
+    loop.step()
     short = sequence(1, client, 6, 4)
     scheduler.add(short)
     waited = 0
     while not any(seq is short for seq in scheduler.running):
-        output = scheduler.schedule()
-        scheduler.update(output, shadow.run(output))
+        output, _ = loop.step()
         waited += 1
     assert waited == steps
     assert output.num_tokens == 16
-    drain(scheduler, shadow)
+    loop.drain()
 
 
 def test_prompts_leave_room_in_steps_that_decode() -> None:
-    scheduler = make_scheduler(120, max_prefill_tokens=5, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(120, max_prefill_tokens=5, prefix_caching=False))
+    scheduler = loop.scheduler
     scheduler.add(sequence(0, "", 30, 30))
-    assert scheduler_step(scheduler, shadow) == (30, 0), "nobody waits for this step"
+    output, _ = loop.step()
+    assert (output.num_tokens, output.num_decoding) == (30, 0), "nobody waits for this step"
     scheduler.add(sequence(1, "", 12, 4))
-    found = [scheduler_step(scheduler, shadow) for _ in range(4)]
+    outputs = [loop.step()[0] for _ in range(4)]
+    found = [(int(each.prefill.lengths.sum()), each.num_decoding) for each in outputs]
     assert found == [(5, 1), (5, 1), (2, 1), (0, 2)]
-
-
-def scheduler_step(scheduler: Scheduler, shadow: ShadowRunner) -> tuple[int, int]:
-    """Tokens of prompts in a step, and how many sequences decode."""
-    output = scheduler.schedule()
-    scheduler.update(output, shadow.run(output))
-    return int(output.prefill.lengths.sum()), output.num_decoding
 
 
 def test_the_queue_is_exact_and_forgets_who_has_left() -> None:

@@ -13,13 +13,12 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic
 from kvserve.scheduler.triggers.pruning import Pruned
-from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     LAYOUT,
     LAYOUTS,
     TRIGGERS,
+    Loop,
     assert_all_blocks_come_back,
-    drain,
     make_scheduler,
     make_sequence,
     policies_of,
@@ -30,11 +29,10 @@ from tests.scheduler.traffic import (
 def run_alone(
     prompt: int, output: int, policy: int, layout: KVLayout = LAYOUT
 ) -> tuple[Sequence, list[tuple[int, int]]]:
-    scheduler = make_scheduler(200, layout)
-    shadow = ShadowRunner(scheduler)
-    scheduler.add(make_sequence(0, prompt, output, policy))
-    (seq,) = drain(scheduler, shadow)
-    return seq, shadow.events[0]
+    loop = Loop(make_scheduler(200, layout))
+    loop.scheduler.add(make_sequence(0, prompt, output, policy))
+    (seq,) = loop.drain()
+    return seq, loop.shadow.events[0]
 
 
 def crowds() -> Iterator[Any]:
@@ -68,20 +66,20 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
         100, layout, max_num_batched_tokens=budget, num_host_blocks=num_host_blocks
     )
     preempt_now_and_then(scheduler, np.random.default_rng(policy), 0.15)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(scheduler)
     shapes = [(5, 60), (17, 40), (3, 70), (20, 50)]
     for seq_id, (prompt, output) in enumerate(shapes):
         scheduler.add(make_sequence(seq_id, prompt, output, policy))
-    crowd = {seq.seq_id: seq for seq in drain(scheduler, shadow)}
+    crowd = {seq.seq_id: seq for seq in loop.drain()}
     assert scheduler.totals.preemptions_total >= 2
     assert scheduler.totals.early_compactions_total == 0
     assert num_host_blocks or not scheduler.totals.swaps_total
     for seq_id, (prompt, output) in enumerate(shapes):
         single, events = alone(prompt, output, policy, layout)
-        assert shadow.events[seq_id] == events
+        assert loop.shadow.events[seq_id] == events
         assert crowd[seq_id].logical_tokens == single.logical_tokens
         assert crowd[seq_id].held_tokens == single.held_tokens
-        assert crowd[seq_id].compactions == shadow.compactions[seq_id] <= len(events)
+        assert crowd[seq_id].compactions == loop.shadow.compactions[seq_id] <= len(events)
 
 
 def test_lengths_after_events_follow_the_worked_numbers() -> None:
@@ -111,20 +109,20 @@ def test_logical_is_physical_plus_evicted_and_blocks_are_counted() -> None:
 
 
 def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
-    scheduler = make_scheduler(6)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(6))
+    scheduler = loop.scheduler
     scheduler.add(make_sequence(0, 4, 100, policy=0))
-    (seq,) = drain(scheduler, shadow)
+    (seq,) = loop.drain()
     assert (seq.finish_reason, seq.logical_tokens) == ("length", 20)
     assert_all_blocks_come_back(scheduler)
 
 
 def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
-    scheduler = make_scheduler(30)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(30))
+    scheduler = loop.scheduler
     for seq_id in range(12):
         scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
-    assert len(drain(scheduler, shadow)) == 12
+    assert len(loop.drain()) == 12
     assert scheduler.totals.preemptions_total <= 12
 
 
@@ -132,8 +130,8 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two at a time every 5 steps, on whole blocks; a recomputed sequence ends up the same."""
-    scheduler = make_scheduler(200, prefix_caching=False)
-    shadow = ShadowRunner(scheduler)
+    loop = Loop(make_scheduler(200, prefix_caching=False))
+    scheduler = loop.scheduler
     for seq_id in range(4):
         scheduler.add(make_sequence(seq_id, prompt=6, output=50, policy=14))
     victim = 3
@@ -144,19 +142,17 @@ def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
     def preempt_once() -> None:
         promote()
         if len(steps) == 24:
-            before.extend(shadow.events[victim])
+            before.extend(loop.shadow.events[victim])
             scheduler.departures.preempt()
 
     monkeypatch.setattr(scheduler.rows, "promote_ready", preempt_once)
     while scheduler.has_work:
-        output = scheduler.schedule()
-        taken = [int(shadow.owner[row]) for task in output.events.compactions for row in task.rows]
-        scheduler.update(output, shadow.run(output))
-        scheduler.check_integrity()
-        steps.append(taken)
-        assert all(task.plan.region_start[0] % 4 == 0 for task in output.events.compactions)
+        owner, (output, _) = loop.shadow.owner.copy(), loop.step()
+        events = output.events.compactions
+        steps.append([int(owner[row]) for task in events for row in task.rows])
+        assert all(task.plan.region_start[0] % 4 == 0 for task in events)
     first = next(i for i, taken in enumerate(steps) if taken)
     assert steps[first] == [0, 1] and steps[first + 5] == [2, 3]
     assert scheduler.totals.preemptions_total == 1 and before
-    assert shadow.events[victim][: len(before)] == before
+    assert loop.shadow.events[victim][: len(before)] == before
     assert_all_blocks_come_back(scheduler)

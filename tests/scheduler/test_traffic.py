@@ -12,7 +12,6 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_table import BlockTable
-from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
     CODES,
     IN_PROMPT,
@@ -171,7 +170,7 @@ def share_a_prefix(policy: int, seed: int) -> int:
     layout = LAYOUTS[1 if policy in UNEVEN else seed % 3]
     blocks = int(rng.integers(12, 60))
     scheduler = make_scheduler(blocks, layout, max_num_batched_tokens=256, prefix_caching=True)
-    loop = Loop(scheduler, ShadowRunner(scheduler), overlaps=bool(seed % 2))
+    loop = Loop(scheduler, overlaps=bool(seed % 2))
     replaced, replace = 0, BlockTable.replace_shared
 
     def counted(table: BlockTable, *where: IntArray) -> IntArray:

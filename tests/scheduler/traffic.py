@@ -165,11 +165,8 @@ class Loop:
     """Steps one after the other or, with ``overlaps``, each scheduled before the one in front of it
     has told its tokens."""
 
-    def __init__(
-        self, scheduler: Scheduler, shadow: ShadowRunner, *, overlaps: bool = False
-    ) -> None:
-        self.scheduler = scheduler
-        self.shadow = shadow
+    def __init__(self, scheduler: Scheduler, *, overlaps: bool = False) -> None:
+        self.scheduler, self.shadow = scheduler, ShadowRunner(scheduler)
         self.overlaps = overlaps
         self.num_guessed = self.num_right = 0
         self._in_flight: list[
@@ -217,26 +214,11 @@ def _observed(output: SchedulerOutput) -> set[int]:
     return {seq_id for task in output.events.observations for seq_id in task.seq_ids.tolist()}
 
 
-def step(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
-    """One step with all its checks; returns who finished."""
-    return Loop(scheduler, shadow).step()[1]
-
-
-def drain(scheduler: Scheduler, shadow: ShadowRunner) -> list[Sequence]:
-    """Run until nobody is left."""
-    return Loop(scheduler, shadow).drain()
-
-
 def assert_all_blocks_come_back(scheduler: Scheduler) -> None:
     assert scheduler.blocks.headroom == scheduler.pool.capacity
     scheduler.blocks.clear_cached()
     assert scheduler.saved.host_pool.num_free == scheduler.saved.host_pool.capacity
     assert scheduler.pool.num_free == scheduler.pool.capacity
-
-
-def assert_all_events_are_closed(scheduler: Scheduler) -> None:
-    """None waits for scores."""
-    assert not scheduler.events.scoring
 
 
 def preempt_now_and_then(
@@ -327,7 +309,7 @@ class Traffic:
             max_prefill_tokens=None if clients == 1 else 7,
         )
         self.clients = clients
-        self.loop = Loop(self.scheduler, ShadowRunner(self.scheduler), overlaps=overlaps)
+        self.loop = Loop(self.scheduler, overlaps=overlaps)
         self.alive: list[Sequence] = []
         self.finished: list[Sequence] = []
         if self.scheduler.speculation is not None:
@@ -346,7 +328,7 @@ class Traffic:
             self.alive = [s for s in self.alive if s.status is not SequenceStatus.FINISHED]
         self.finished += self.loop.drain()
         assert_all_blocks_come_back(self.scheduler)
-        assert_all_events_are_closed(self.scheduler)
+        assert not self.scheduler.events.scoring, "an event waits for its scores"
 
     def _operate(self) -> None:
         draw, scheduler = self.rng.random(), self.scheduler

@@ -103,6 +103,9 @@ def _attend(
     num_rows, per_row, columns = tables.shape
     (k, *k_scales, k_groups), (v, *v_scales, v_groups) = _stored(keys), _stored(values)
     head_stride = 0 if k_groups == 0 else k.stride(2)
+    defines: tuple[str, ...] = ()
+    if not (isinstance(keys, Tensor) or isinstance(values, Tensor)):
+        defines = defines_of(keys.form, values.form)
     coded: tuple[Tensor | None, ...] = (None,) * 6
     widths = 0, 0, 0, 0
     if codes is not None:
@@ -119,15 +122,9 @@ def _attend(
         *(q.shape[2], torch.get_num_threads()),
         *(scale, soft_cap, q.dtype is torch.bfloat16),
         refused=_REFUSALS,
-        defines=_defines(keys, values),
+        defines=defines,
     )
     return out
-
-
-def _defines(keys: Entries, values: Entries) -> tuple[str, ...]:
-    if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        return ()
-    return defines_of(keys.form, values.form)
 
 
 def _stored(x: Entries) -> tuple[Tensor, Tensor | None, Tensor | None, int]:

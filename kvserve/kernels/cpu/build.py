@@ -129,7 +129,10 @@ def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
     """Another one for other sources, flags and, where it is compiled for this CPU, other CPUs."""
     source = _HERE / f"{name}.cpp"
     texts = [file.read_bytes() for file in (source, *sorted(_HERE.glob("*.h")))]
-    flags = _FLAGS, level, defines, _LINK, _cpu() if level == "native" else ()
+    cpu: tuple[str, ...] = ()
+    if level == "native":
+        cpu = platform.machine(), *_facts("model name", "flags", "Features", "CPU part")
+    flags = _FLAGS, level, defines, _LINK, cpu
     key = hashlib.sha256(b"".join(texts) + repr(flags).encode())
     return f"{name}-{key.hexdigest()[:16]}.so"
 
@@ -208,11 +211,6 @@ def _is_ours(folder: Path) -> bool:
     except OSError:
         return False
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-
-
-def _cpu() -> tuple[str, ...]:
-    """What -march=native depends on."""
-    return platform.machine(), *_facts("model name", "flags", "Features", "CPU part")
 
 
 def _facts(*kinds: str) -> list[str]:

@@ -179,7 +179,9 @@ def received_mass(
         count, length = lanes.query.shape[-2], lanes.key.shape[-2]
         for start in range(0, count, block):
             some = slice(start, start + block)
-            part = lanes._replace(query=_rows(lanes.query, some))
+            query = lanes.query
+            query = query[..., some, :] if isinstance(query, Tensor) else query.rows(some)
+            part = lanes._replace(query=query)
             probs = torch.softmax(_causal_logits(part, scale, length - count + start), dim=-1)
             probs = probs[..., :length]
             if weights is not None:
@@ -233,10 +235,6 @@ def _absolute_logits(lanes: _Lanes, shares: Tensor, scale: float) -> tuple[Tenso
     # Rounded queries could make the probabilities add to more than 1.
     total = total.maximum(torch.logaddexp(logits[..., :past].logsumexp(dim=-1), shared))
     return logits[..., :past], total
-
-
-def _rows(query: Queries, part: slice) -> Queries:
-    return query[..., part, :] if isinstance(query, Tensor) else query.rows(part)
 
 
 def logits_of(query: Queries, key: Tensor, scale: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
@@ -198,10 +199,7 @@ class BlockManager:
 
     def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
-        held = self.groups[0].blocks_of_rows(num_rows)
-        for group in self.groups[1:]:
-            held = held + group.blocks_of_rows(num_rows)
-        return held
+        return reduce(np.add, (group.blocks_of_rows(num_rows) for group in self.groups))
 
     def held_by_kind(self, rows: slice) -> Counter[str]:
         """Blocks that ``rows`` name, by what they hold (``CacheGroup.kind``)."""

@@ -12,10 +12,6 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 
 
-class OutOfBlocksError(RuntimeError):
-    """Raised by ``allocate``; callers check ``num_free`` first, so seeing it is a bug."""
-
-
 class BlockPool:
     """Blocks 1..num_blocks-1 of the KV cache."""
 
@@ -41,9 +37,9 @@ class BlockPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> IntArray:
-        """Take ``count`` blocks, each with one reference."""
+        """Take ``count`` blocks, each with one reference; callers check ``num_free`` first."""
         if count > self.num_free:
-            raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
+            raise RuntimeError(f"{count} blocks wanted, {self.num_free} free")
         self.num_free -= count
         blocks = self._free[self.num_free : self.num_free + count].copy()
         self.ref[blocks] = 1

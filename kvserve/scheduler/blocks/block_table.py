@@ -81,7 +81,7 @@ class BlockTable(RowArrays):
 
     def keep(self, row: int, columns: IntArray) -> int:
         """Keep only ``columns [LG, R, K]`` of a row, in this order; return the blocks released."""
-        named, _ = self.row_entries(row)
+        named = self.row_blocks(row)
         kept = np.take_along_axis(self.blocks[:, row], columns, axis=2)
         self.pool.share(kept.ravel())
         self.pool.release(named)
@@ -112,7 +112,7 @@ class BlockTable(RowArrays):
 
     def release_row(self, row: int) -> None:
         """Give back everything a row holds."""
-        self.pool.release(self.row_entries(row)[0])
+        self.pool.release(self.row_blocks(row))
         self.start(row, 0)
 
     def replace_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
@@ -134,7 +134,7 @@ class BlockTable(RowArrays):
 
     def save(self, row: int) -> SavedTable:
         """The blocks that a row names, for ``resume``."""
-        named, _ = self.row_entries(row)
+        named = self.row_blocks(row)
         return SavedTable(self.first[:, row].copy(), self.end[:, row].copy(), named)
 
     def resume(
@@ -164,11 +164,11 @@ class BlockTable(RowArrays):
         tables[at] = own
         return theirs, own
 
-    def row_entries(self, row: int) -> tuple[IntArray, IntArray]:
-        """Blocks that a row names, group by group, and the columns they stand in."""
+    def row_blocks(self, row: int) -> IntArray:
+        """Blocks that a row names, group by group."""
         first, end = self.first[:, row].ravel(), self.end[:, row].ravel()
         at = self._places(self._lanes[:, row].ravel(), first, end - first)
-        return self.blocks.reshape(-1)[at], at % self.blocks.shape[3]
+        return np.asarray(self.blocks.reshape(-1)[at])
 
     def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first ``num_rows`` rows names."""

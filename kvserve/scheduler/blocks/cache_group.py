@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -145,10 +146,7 @@ class CacheGroup(RowArrays):
 
     def blocks_of_rows(self, num_rows: int) -> IntArray:
         """Blocks that each of the first rows names."""
-        held = self.tables[0].blocks_of_rows(num_rows)
-        for table in self.tables[1:]:
-            held = held + table.blocks_of_rows(num_rows)
-        return held
+        return reduce(np.add, (table.blocks_of_rows(num_rows) for table in self.tables))
 
     def counts(self, rows: Rows) -> dict[str, int]:
         """What ``usage`` says of the entries of ``rows`` beside their number."""

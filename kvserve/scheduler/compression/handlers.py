@@ -150,7 +150,7 @@ class HostCodedEvents(HostUnevenEvents):
             wanted += groups.vectors.missing_blocks(at, coding.num_vectors[:, None])
             if coding.afresh:
                 wanted += int((-(-coding.kv_lens // size) - first).sum())
-                named, _ = kv.row_entries(row)
+                named = kv.row_blocks(row)
                 own = int(np.count_nonzero(blocks.pool.ref[named] == 1))
                 if not blocks.have_free(wanted - own, for_event=True):
                     blocks.forget(named)

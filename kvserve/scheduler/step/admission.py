@@ -242,10 +242,8 @@ class Admission:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""
         computed = turn.at.computed
         length = self._chunk_length(seq, computed, turn.at.target, budget)
-        pinned, pool = (
-            turn.row.block_ids,
-            self._saved.host_pool if turn.hosted else self._blocks.pool,
-        )
+        pinned = turn.row.block_ids
+        pool = self._saved.host_pool if turn.hosted else self._blocks.pool
         pool.share(pinned)  # the continuation must not be evicted to make room
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first

@@ -11,11 +11,11 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
-    NOT_LOGGING,
     EvictionSpec,
     RowState,
     Trigger,
     last_queries,
+    protected,
     whole_row,
 )
 
@@ -70,11 +70,7 @@ class Periodic(Trigger):
         return np.asarray(rows.num_prompt + -(-steps // self.period) * self.period)
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return (
-            rows.first_uncompressed_pos
-            if self.logs
-            else np.full_like(rows.first_uncompressed_pos, NOT_LOGGING)
-        )
+        return rows.first_uncompressed_pos if self.logs else super().log_from(rows, next_event)
 
     def pending_windows(self, run: IntArray) -> IntArray:
         """Windows in ``run >= buffer`` uncompressed tokens; neighbours overlap by the buffer."""
@@ -122,9 +118,6 @@ class EngineWide(Trigger):
     def next_event(self, rows: RowState) -> IntArray:
         return np.full_like(rows.num_prompt, NO_EVENT)
 
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return np.full_like(rows.num_prompt, NOT_LOGGING)
-
     def eligible(self, rows: RowState) -> IntArray:
         """Whether a row's trailing full blocks hold a whole generated window: bool [n]."""
         run_entry = rows.kv_len - (rows.num_computed - rows.first_uncompressed_pos)
@@ -163,29 +156,26 @@ class Rounds(Trigger):
     protect_prompt: bool = True
 
     def next_event(self, rows: RowState) -> IntArray:
-        protected = self._protected(rows)
+        stays = protected(rows, self.protect_prompt)
         if self.budget.ratio is None:
-            held = rows.kv_len - protected
+            held = rows.kv_len - stays
             due = rows.num_computed + self._entries_kept(rows) + self.period - held
         else:
-            last = np.maximum(rows.first_uncompressed_pos - protected, self.budget.least)
-            due = protected + last + self.period
+            last = np.maximum(rows.first_uncompressed_pos - stays, self.budget.least)
+            due = stays + last + self.period
         return np.asarray(np.maximum(rows.num_prompt, due), np.int32)
 
     def plan(self, rows: RowState) -> EvictionSpec:
-        start = self._protected(rows)
+        start = protected(rows, self.protect_prompt)
         return whole_row(rows, start, np.minimum(rows.kv_len - start, self._entries_kept(rows)), 0)
 
     def _entries_kept(self, rows: RowState) -> IntArray:
         """Entries that an event now would leave behind the protected ones."""
         if self.budget.tokens is not None:
-            left = self.budget.tokens - self._protected(rows)
+            left = self.budget.tokens - protected(rows, self.protect_prompt)
             return np.asarray(np.maximum(left, self.budget.least))
-        seen = rows.num_computed - self._protected(rows)
+        seen = rows.num_computed - protected(rows, self.protect_prompt)
         return self.budget.of(seen)
-
-    def _protected(self, rows: RowState) -> IntArray:
-        return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
 
 
 @dataclass(frozen=True)

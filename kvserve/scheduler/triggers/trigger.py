@@ -130,7 +130,7 @@ class Trigger:
 
     def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
         """Logical positions from which queries are logged, or ``NOT_LOGGING``."""
-        return last_queries(next_event, self.num_queries)
+        return last_queries(next_event, self.num_queries if self.logs else 0)
 
     def plan(self, rows: RowState) -> EvictionSpec:
         """The events of rows that are due."""
@@ -160,9 +160,6 @@ class Never(Trigger):
 
     def next_event(self, rows: RowState) -> IntArray:
         return np.full_like(rows.num_prompt, NO_EVENT)
-
-    def log_from(self, rows: RowState, next_event: IntArray) -> IntArray:
-        return np.full_like(rows.num_prompt, NOT_LOGGING)
 
 
 @dataclass(frozen=True)
@@ -205,15 +202,11 @@ class WhenOver(Trigger):
     protect_prompt: bool
 
     def next_event(self, rows: RowState) -> IntArray:
-        free = rows.num_computed + self.limit - (rows.kv_len - self._protected(rows))
+        free = rows.num_computed + self.limit - (rows.kv_len - protected(rows, self.protect_prompt))
         return np.asarray(np.maximum(rows.num_prompt, free))
 
     def plan(self, rows: RowState) -> EvictionSpec:
-        return whole_row(rows, self._protected(rows), self.keep, self.num_queries)
-
-    def _protected(self, rows: RowState) -> IntArray:
-        # The whole prompt counts, even before all of it is in the cache.
-        return rows.num_prompt if self.protect_prompt else np.zeros_like(rows.num_prompt)
+        return whole_row(rows, protected(rows, self.protect_prompt), self.keep, self.num_queries)
 
 
 @dataclass(frozen=True)
@@ -277,6 +270,12 @@ class EveryStep(Trigger):
     def plan(self, rows: RowState) -> EvictionSpec:
         since = rows.num_computed - rows.first_uncompressed_pos
         return whole_row(rows, np.zeros_like(rows.kv_len), self.keep, since)
+
+
+def protected(rows: RowState, protect_prompt: bool) -> IntArray:
+    """Entries in front of each row that no event takes: those of its prompt, or none. The whole
+    prompt counts, even before all of it is in the cache."""
+    return rows.num_prompt if protect_prompt else np.zeros_like(rows.num_prompt)
 
 
 def last_queries(next_event: IntArray, count: int) -> IntArray:

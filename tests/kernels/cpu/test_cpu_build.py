@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,20 @@ from kvserve.kernels.cpu import build
 from tests.waiting import WAIT
 
 pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is built or loaded yet; cache and temporary folder are ``tmp_path``'s."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    for kept in (build.load_library, build.levels_of_this_cpu):
+        kept.cache_clear()
+    yield
+    for kept in (build.load_library, build.levels_of_this_cpu):
+        kept.cache_clear()
+
 
 BUILD = "from kvserve.kernels.cpu import build; print(build.load_library('events')._name)"
 
@@ -129,53 +144,34 @@ def test_full_disks_leave_torch_and_the_table_says_so(tmp_path: Path) -> None:
 # ---- compiled ahead -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("own_folders")
 def test_what_came_with_the_package_needs_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     level, *_ = build.levels_of_this_cpu()
     made = build.prebuild("events", (), level)
     assert made.parent == tmp_path / "prebuilt"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    build.load_library.cache_clear()
-    try:
-        assert build.load_library("events")._name == str(made)
-        with pytest.raises(build.BuildError, match=r"no g\+\+ found"):
-            build.load_library("linear")
-    finally:
-        build.load_library.cache_clear()
+    assert build.load_library("events")._name == str(made)
+    with pytest.raises(build.BuildError, match=r"no g\+\+ found"):
+        build.load_library("linear")
 
 
-def test_a_machine_without_a_compiler_is_searched_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_folders")
+def test_a_machine_without_a_compiler_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = list[str]()
 
     def which(name: str) -> None:
         searched.append(name)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(build, "PREBUILT", tmp_path)
     monkeypatch.setattr(build.shutil, "which", which)
-    build.load_library.cache_clear()
-    try:
-        first = build.why_missing("events")
-        count = len(searched)
-        assert first is not None and "no g++ found" in first and count > 0
-        assert build.why_missing("events") == first and len(searched) == count
-    finally:
-        build.load_library.cache_clear()
+    first = build.why_missing("events")
+    count = len(searched)
+    assert first is not None and "no g++ found" in first and count > 0
+    assert build.why_missing("events") == first and len(searched) == count
 
 
-def test_a_library_for_newer_cpus_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("own_folders")
+def test_a_library_for_newer_cpus_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.Path, "read_text", lambda path: "flags\t\t: fpu avx avx2\n")
-    build.levels_of_this_cpu.cache_clear()
-    try:
-        assert build.levels_of_this_cpu() == ()
-    finally:
-        build.levels_of_this_cpu.cache_clear()
+    assert build.levels_of_this_cpu() == ()
