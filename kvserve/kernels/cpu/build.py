@@ -170,6 +170,7 @@ def _build_in(folder: Path, command: list[str], file: str) -> Path:
     nothing."""
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as unfinished:
         library = Path(unfinished, file)
+        library.touch()
         _compile([*command, "-o", str(library)], unfinished)
         with open(library, "rb+") as file_of:
             digest = _digest(file_of.read())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,17 @@ from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import Panels
 from tests.checkpoints import write_checkpoint
-from tests.kernels.test_paged_attention import threads as num_threads
 from tests.thinning import thinned
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def weight_of(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
