@@ -255,14 +255,14 @@ def load_borrowed(
 
 def _attend(
     module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for each layer: q, k, v [1, heads, T, D] -> [1, T, Hq, D].
+    """What transformers calls for each layer: [1, heads, T, D] -> [1, T, Hq, D].
     ``ConfigError`` names what of the ``options`` our attention does not do."""
     model: Borrowed = module.kvserve_model()
     layer, spec, sinks = int(module.layer_idx), model.spec, options.get("s_aux")
@@ -276,8 +276,8 @@ def _attend(
     ):
         if options.get(name) is not None and not known:
             raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    if v.shape[-1] != k.shape[-1] or k.shape[1] != spec.num_kv_heads:
-        shapes = f"{list(k.shape)} and values {list(v.shape)}"
+    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
+        shapes = f"{list(key.shape)} and values {list(value.shape)}"
         raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     step = model._step
     assert step is not None
@@ -285,9 +285,9 @@ def _attend(
     if sinks is not None and layer not in model.sinks:
         model.sinks[layer] = sinks.detach().float().contiguous()
     if step.given is None:
-        return torch.zeros_like(q).transpose(1, 2), None
+        return torch.zeros_like(query).transpose(1, 2), None
     batch, cache, attention = step.given
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if scaling is not None and scaling != model.scale:
         q = q * (scaling / model.scale)
     cache.store(layer, batch, k, v)
