@@ -32,7 +32,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     """
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
-    _attend(runner, max_tokens)
+    _attend(runner, max_tokens, events_too=policy.recomputed_reduction is not None)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -40,9 +40,10 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     runner.group.agree()
 
 
-def _attend(runner: ModelRunner, max_tokens: int) -> None:
+def _attend(runner: ModelRunner, max_tokens: int, *, events_too: bool) -> None:
     """Run one layer's attention to a chunk for each tile, over contexts of growing length (more
-    splits); if the query log holds shares, with those too."""
+    splits); if the query log holds shares, with those too. Events that attend read all entries as
+    they are stored."""
     part, attention, cache = runner.model.part, runner.attention, runner.cache
     for tokens in _CHUNKS:
         if tokens > max_tokens:
@@ -56,6 +57,9 @@ def _attend(runner: ModelRunner, max_tokens: int) -> None:
             planned(0, q, cache)
             if cache.logs_shares:
                 planned(0, q, cache, shares)
+            if events_too:
+                stored = replace(batch, columns=np.array([width]), newest=None)
+                attention.plan(stored)(0, q, cache)
 
 
 def _draw(runner: ModelRunner) -> None:
