@@ -29,6 +29,7 @@ NEEDS = {
     "needs a cluster",
     "needs Ray",
     "needs Docker",
+    "needs a model of yours",
 }
 SERVED = "on the server of make run"
 PROGRAMS = {
