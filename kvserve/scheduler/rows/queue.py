@@ -113,11 +113,6 @@ class WaitingQueue:
         """How many rows a client that waits or runs holds."""
         return self._clients[client].running
 
-    @property
-    def largest(self) -> int:
-        """How many rows the client that holds most of them has."""
-        return max((each.running for each in self._clients.values()), default=0)
-
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Clients are those of the sequences that wait or run, and each is within its bound."""
         counts = Counter(seq.client for seq in running)

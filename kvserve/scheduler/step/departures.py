@@ -84,8 +84,8 @@ class Departures:
         """
         share, held = self._waiting.share, self._waiting.num_rows
         fair = share(held(first.client))
-        # Nobody is looked at one by one in a step in which no client holds too much.
-        if not self._rows.num_rows or share(self._waiting.largest - 1) <= fair:
+        # Nobody is looked at one by one if even a client that held all rows would not crowd.
+        if not self._rows.num_rows or share(self._rows.num_rows - 1) <= fair:
             return
         seq = self._victim()
         if share(held(seq.client) - 1) > fair and seq.priority >= first.priority:
