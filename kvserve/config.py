@@ -178,7 +178,8 @@ class CacheConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
-        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
+        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), or few of both: the same in "
+        "all layers (k4v4, k3v3, k2v2), or on average, each layer as many as it needs (3bit)",
         choices=KV_CACHE_DTYPES,
     )
 

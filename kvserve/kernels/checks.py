@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.coded_entries import CODE_WORDS, Codes
+from kvserve.kernels.few_bits import FewVectors
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -20,8 +21,8 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max", "rms")
 
-Entries = Tensor | QuantizedVectors
-"""Keys or values [..., D]: numbers, or levels of them."""
+Entries = Tensor | QuantizedVectors | FewVectors
+"""Keys or values [num_blocks, B, Hb, D]: numbers, or levels of them."""
 
 
 def check_head_dim(*tensors: Tensor) -> None:
@@ -107,7 +108,7 @@ def _problem(q: Tensor, keys: Entries, tables: Tensor, chunks: QuerySegments) ->
         return "query heads do not divide over the KV heads of the blocks and tables"
     if tables.dtype is not torch.int32 or not tables.is_contiguous():
         return "tables are not dense int32"
-    given = [x for x in (chunks.last, chunks.first) if x is not None]
+    given = [x for x in (chunks.last, chunks.first, chunks.always) if x is not None]
     count = tokens if starts is None else len(starts) - 1
     if len(chunks.rows) != count or any(x.shape != (per_row, tokens) for x in given):
         return f"rows of {len(chunks.rows)} chunks do not fit the query and the tables"

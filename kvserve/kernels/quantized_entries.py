@@ -80,11 +80,6 @@ class QuantizedVectors:
         return numbers.flatten(-2).to(dtype)
 
 
-def numbers(x: Tensor | QuantizedVectors) -> Tensor:
-    """Vectors as numbers: as they are, or widened to float32."""
-    return x if isinstance(x, Tensor) else x.widened()
-
-
 def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
     """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
     return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
@@ -103,7 +98,7 @@ def parts_of(held: Tensor | QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
 
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
     """Round vectors [..., D]. Equal numbers of a group give equal levels."""
-    x = x.float().unflatten(-1, (form.groups(x.shape[-1]), -1))
+    x = x.float().unflatten(-1, (1, -1))
     # A tensor: torch multiplies by the inverse of a number on CUDA, which rounds otherwise.
     most = x.new_full((), form.most)
     if form.low:
@@ -145,7 +140,7 @@ class QuantizedBlocks:
 
     def __init__(self, pool: Tensor, form: EntryFormat, block_size: int, dim: int) -> None:
         self.pool = pool
-        self.lane_bytes = form.lane_bytes(block_size, dim)
+        self.lane_bytes = form.block_bytes(block_size, dim, 1, 1)
         lead = *pool.shape[:2], block_size, pool.shape[2] // self.lane_bytes
         block, layer, head = pool.stride(0), pool.stride(1), self.lane_bytes
         numbers = pool.view(torch.bfloat16)
@@ -157,7 +152,7 @@ class QuantizedBlocks:
             at += block_size * width
         held = []
         for vector, own in zip((form.key, form.value), levels, strict=True):
-            groups, parts = vector.groups(dim), []
+            groups, parts = 1, []
             for _ in range(1 + vector.low):  # group by group, entry by entry
                 strides = block // 2, layer // 2, 1, head // 2, block_size
                 offset = (pool.storage_offset() + at) // 2

@@ -7,9 +7,26 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvserve.kernels import int4_log, move_kv, quantized_entries, quantized_triton, store_kv
+from kvserve.kernels import (
+    few_bits,
+    int4_log,
+    move_kv,
+    quantized_entries,
+    quantized_triton,
+    store_kv,
+    turning,
+)
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.quantized_entries import QuantizedBlocks
+
+
+class FewKernels(NamedTuple):
+    """The same of entries in few bits (``few_bits.py``, ``turning.py``)."""
+
+    store: Callable[..., None]
+    gather: Callable[..., Tensor]
+    move: Callable[..., None]
+    turn: Callable[..., Tensor]
 
 
 class StorageKernels(NamedTuple):
@@ -25,6 +42,7 @@ class StorageKernels(NamedTuple):
     store_levels: Callable[..., None]
     gather_levels: Callable[..., Tensor]
     move_levels: Callable[..., None]
+    few: FewKernels
     store_rotated: Callable[..., Tensor] | None = None
     """``rotate_and_store_torch``, if that is one launch; ``None``: keys come rotated."""
 
@@ -44,6 +62,12 @@ TORCH = StorageKernels(
     quantized_entries.store_levels_torch,
     quantized_entries.gather_levels_torch,
     _move_levels_torch,
+    FewKernels(
+        few_bits.store_few_torch,
+        few_bits.gather_few_torch,
+        few_bits.move_few_torch,
+        turning.turn_torch,
+    ),
 )
 COMPILED = StorageKernels(
     store_kv.store_kv_cpu,
@@ -56,6 +80,9 @@ COMPILED = StorageKernels(
     quantized_entries.store_levels_cpu,
     quantized_entries.gather_levels_cpu,
     quantized_entries.move_levels_cpu,
+    FewKernels(
+        few_bits.store_few_cpu, few_bits.gather_few_cpu, few_bits.move_few_cpu, turning.turn_cpu
+    ),
 )
 TRITON = StorageKernels(
     store_kv.store_kv_triton,
@@ -68,6 +95,7 @@ TRITON = StorageKernels(
     quantized_triton.store_levels_triton,
     quantized_triton.gather_levels_triton,
     quantized_triton.move_levels_triton,
+    TORCH.few,
     store_kv.rotate_and_store_triton,
 )
 
@@ -78,7 +106,7 @@ def by_device(device: str, head_dim: int) -> StorageKernels:
     if device != "cuda":
         return TORCH
     if head_dim in HEAD_DIMS:
-        levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels
+        levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels, TORCH.few
         return StorageKernels(*TRITON[:7], *levels)
     return TORCH._replace(
         store_kv=store_kv.store_kv_triton, store_queries=store_kv.store_queries_triton

@@ -189,7 +189,7 @@ def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
 def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held) -> list[float]:
     """Bytes of a request on a card with ``part`` of the model: mean and largest."""
     layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, 16)
-    lanes = part.num_kv_heads * form.entry_bytes(part.head_dim)
+    lanes = part.num_kv_heads * form.mean_bytes(part.head_dim, max(1, layout.num_layers))
     entry, log, beside = layout.num_layers * lanes, 0.0, 0.0
     if policy.query_reduction and held.most_logged:
         dtype = "model" if policy.logged_dtype == "auto" else policy.logged_dtype
@@ -243,7 +243,7 @@ class Arithmetic:
         held = follow(policy, args.input_len, args.output_len)
         mean, most = request_bytes(part, policy, form, held)
         at_once = min(args.max_num_seqs, int(self._pool // most))
-        entry = len(part.layers.full) * part.num_kv_heads * form.entry_bytes(part.head_dim)
+        entry = part.num_kv_heads * form.entry_bytes(part.head_dim, len(part.layers.full))
         row: dict[str, Any] = {
             **{"policy": spec.label, "policy_args": spec.as_dict, "kv_cache_dtype": form.name},
             **{"pool_entries": self._pool / entry, "mean_entries": held.mean, "at_once": at_once},

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.remainders import KeptScores, Remainders
 from kvserve.engine.cache.row_groups import RowGroup
-from kvserve.engine.cache.window_rows import NewestRows, WindowRows
+from kvserve.engine.cache.window_rows import FirstRows, NewestRows, WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -69,6 +69,8 @@ class InputBatch(RowArrays):
         self._writers = [group for group in groups if group.writes]
         self._windows = next((group for group in groups if isinstance(group, WindowRows)), None)
         self._newest = next((group for group in groups if isinstance(group, NewestRows)), None)
+        if self._newest is not None:
+            self._newest.first = next(group for group in groups if isinstance(group, FirstRows))
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -277,8 +279,7 @@ class InputBatch(RowArrays):
 
     def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
-        others = [group for group in self._writers if group is not self._newest]
-        assert not others, "layers that drop tokens write nothing of them"
+        assert not self._writers, "layers that drop tokens write nothing of them"
         assert self._windows is None, "layers that drop tokens have no windows"
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.num_computed[rows] = count

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
 from kvserve.engine.cache.entry_store import (
     EntryStore,
+    FewEntries,
     QuantizedEntries,
     RawEntries,
     memory_shape,
@@ -20,8 +21,11 @@ from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
+from kvserve.kernels.few_bits import FewBlocks, FewLayer
 from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels, by_device
+from kvserve.kernels.turning import turn_torch
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
@@ -40,8 +44,9 @@ class Writer(Protocol):
 class KVCache:
     """``kv [num_blocks, L/LG, ...]``, read and written as ``entries`` and as ``query_log``.
 
-    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
-    ``layers`` are those of the model (default: as many as the layout has, of one kind).
+    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed);
+    of few bits, ``few`` says what each layer of the model is. ``layers`` are those of the model
+    (default: as many as the layout has, of one kind).
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class KVCache:
         form: EntryFormat | None = None,
         layers: LayerKinds | None = None,
         kernels: StorageKernels | None = None,
+        few: tuple[FewLayer, ...] = (),
     ) -> None:
         kernels = kernels or by_device(device, layout.head_dim)
         self.layout = layout
@@ -78,7 +84,11 @@ class KVCache:
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
         self.entries: EntryStore = RawEntries(self.kv, kernels)
-        if self.form.quantized:
+        if few:
+            sizes = layout.heads_per_block, layout.block_size, layout.head_dim
+            parts = FewBlocks(self.kv.flatten(1), few, *sizes)
+            self.entries = FewEntries(parts, kernels, dtype, self.layers.full)
+        elif self.form.quantized:
             blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
@@ -95,9 +105,28 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
-        self.entries.write(place, slots, k, v)
+        self.entries.write(self.entries.index(layer, place), slots, k, v)
+        if isinstance(self.entries, FewEntries) and self.writers:
+            k, v = self.entries.turn(k, layer), self.entries.turn(v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
             writer.write(layer, slots, k, v)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Queries [T, Hq, D] as entries are held, or attention's output turned back; the same, if
+        entries are held as they came."""
+        return self.entries.turn(x) if isinstance(self.entries, FewEntries) else x
+
+    def turn_remainder(self, left: Remainder, layers: Tensor | None, *, back: bool) -> Remainder:
+        """What stands for entries of ``layers [L']`` (``None``: all that see all tokens), [E, L',
+        Hkv, ...], as entries are held, or ``back``."""
+        if not isinstance(self.entries, FewEntries):
+            return left
+        means = self.entries.means if layers is None else self.entries.means[layers]
+        if back:
+            keys, values = (turn_torch(x.float()) for x in left.numbers())
+            return Remainder(keys + means, values, left.bias)
+        keys, values = left.numbers()
+        return Remainder(turn_torch(keys, means), turn_torch(values), left.bias)
 
     @property
     def rotate_and_store(self) -> RotateAndStore | None:
@@ -156,7 +185,7 @@ class KVCache:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group among those
         of its kind."""
         group, place = self._where(layer)
-        return *self.entries.layer(place), group
+        return *self.entries.layer(self.entries.index(layer, place)), group
 
     def hold_newest(self, tokens: int) -> None:
         """Let blocks be read as ``tokens`` entries as they were computed, too."""

@@ -89,14 +89,14 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         others = "; policies act in the other layers" if spec.layers.full else ""
         rows.append(("sliding window", state, f"blocks behind it are given back{others}"))
     lanes = spec.num_layers * layout.num_kv_heads
-    size = lanes * plan.form.entry_bytes(spec.head_dim)
+    size = lanes * plan.form.mean_bytes(spec.head_dim, layout.layers_per_block)
     name, share = f"auto ({dtype})", ""
     if plan.form.quantized:
         computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(spec.head_dim)
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
-        share += f"; the newest {plan.form.newest} at most also as computed"
-    rows.append(("kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"))
+        share += f"; the newest {plan.form.newest} at most and the first also as computed"
+    rows.append(("kv cache dtype", name, f"{size:g} bytes a token{share}; --kv-cache-dtype"))
     most = most_held(policy.event_trigger, plan.max_len // 2, plan.max_len, layout.block_size)
     longest = plan.blocks_for(plan.max_len)
     bounded = longest - layout.blocks_for(plan.max_len) + layout.blocks_for(most)

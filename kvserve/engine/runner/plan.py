@@ -33,11 +33,11 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.engine.runner.cuda_graph import LARGEST as MOST_CAPTURED
 from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
-from kvserve.entry_format import EntryFormat, entry_format
+from kvserve.entry_format import TILE, EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
+from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.speculation.speculation import MOST_ROWS, NgramSettings
 from kvserve.scheduler.triggers.trigger import EventKind
@@ -211,7 +211,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         policy = policy.for_model(num_layers, block_size)
     dtype = _dtype_of(config.model, spec, device)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
-    check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
+    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device, block_size)
+    check_policy(policy, spec, form, max_len, continues=config.cache.continuations == "on")
     statistics = statistics_of(policy, spec, directory)
     if isinstance(policy, TriAttention):
         policy = replace(policy, stats=None)  # read once, for requests too
@@ -224,7 +225,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         choose_granularity(policy, config.cache.kv_layout, ranks),
         holds_entries=bool(layers.full),
     )
-    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
     asked = policy.query_reduction, policy.logged_dtype
     log = _log_form_of(*asked, part, dtype, device, config.attention_backend)
     try:
@@ -237,7 +237,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        groups += (_newest_spec(spec, form, layout, dtype.itemsize, chunk),)
+        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk)
     if policy.event_kind is EventKind.CODED:
         if form.quantized:
             raise ConfigError(
@@ -249,18 +249,18 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     return EnginePlan(*shared, max_len, policy, statistics)
 
 
-def _newest_spec(
+def _exact_specs(
     spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int
-) -> NewestSpec:
-    """The group of entries as they were computed."""
-    size = layout.block_size
-    tokens = form.newest_tokens(size, layout.head_dim, itemsize)
+) -> tuple[NewestSpec, FirstSpec]:
+    """The groups of entries as they were computed."""
+    size, lanes = layout.block_size, layout.layers_per_block * layout.heads_per_block
+    tokens = block_bytes(layout, form) // (lanes * 2 * layout.head_dim * itemsize)
     if not tokens:
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
     window = -(-form.newest // size) * size
-    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk)
+    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk), FirstSpec(tokens)
 
 
 @contextmanager
@@ -319,9 +319,13 @@ def _max_len_of(wanted: int | None, scheduler: SchedulerConfig, longest: int) ->
     return wanted
 
 
-def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) -> EntryFormat:
+def _entry_form_of(
+    name: str, spec: ModelSpec, dtype: torch.dtype, device: str, block_size: int
+) -> EntryFormat:
     """The format of entries; ``ConfigError`` if the head size or the device does not support it."""
     form = entry_format(name, dtype.itemsize)
+    if form.few and block_size % TILE:
+        raise ConfigError(f"--block-size: {block_size} is not a multiple of {TILE}, as {name} needs")
     if (reason := form.refusal(spec.head_dim)) is not None:
         raise ConfigError(f"--kv-cache-dtype {name}: {reason}; auto holds heads of any size")
     if name == "fp8" and device == "cuda" and not _has_fp8():

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.entry_statistics import entry_table
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
@@ -74,6 +75,11 @@ def build_runner(
     if plan.device == "cpu":
         keep_freed_memory()
     model.tabulate(plan.max_len)
+    few = ()
+    if plan.form.few:
+        if model.entry_table is None:
+            model.entry_table = entry_table(model, plan.directory)
+        few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,
         pool.num_blocks,
@@ -84,13 +90,15 @@ def build_runner(
         form=plan.form,
         layers=plan.spec.layers,
         kernels=attention.storage,
+        few=few,
     )
     config, spec = plan.config, plan.spec
     rows = config.scheduler.max_num_seqs
     remainders = None
     if attention.backend.reads_remainders:
         places = num_places(rows, continuations=config.cache.continuations == "on")
-        remainders = Remainders(plan.layout, rows, plan.device, places, spec.layers.full or None)
+        full, turned = spec.layers.full or None, cache.turn_remainder if few else None
+        remainders = Remainders(plan.layout, rows, plan.device, places, full, turned)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [
         make_row_group(group_spec, shape, plan.device)

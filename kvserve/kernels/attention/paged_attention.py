@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes, read_codes
-from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
@@ -35,8 +35,8 @@ def check_newest(newest: Newest | None, shares: Shares | None) -> None:
 
 def paged_attention_torch(
     q: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -102,8 +102,8 @@ def paged_attention_torch(
 
 
 def _gathered(
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     rows: Tensor,
     chunks: QuerySegments,
@@ -113,7 +113,7 @@ def _gathered(
     [T, R, M * B]."""
     own = tables[rows].long()
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    k, v = (_numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
     place = torch.arange(k.shape[4], device=k.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
@@ -122,5 +122,12 @@ def _gathered(
             x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     seen = place <= chunks.last.T[..., None]
     if chunks.first is not None:
-        seen &= place >= chunks.first.T[..., None]
+        shown = place >= chunks.first.T[..., None]
+        if chunks.always is not None:
+            shown |= place < chunks.always.T[..., None]
+        seen &= shown
     return k, v, seen
+
+
+def _numbers(x: Entries) -> Tensor:
+    return x if isinstance(x, Tensor) else x.widened()
