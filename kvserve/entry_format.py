@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_ALIGNED = 16  # bytes: so that a lane's part can be read as any type
+ALIGNED = 16
+"""Bytes, so that a lane's part of a block can be read as any type."""
 TILE = 16
 """Entries in few bits that are stored together."""
 
@@ -114,7 +115,7 @@ class EntryFormat:
         """Bytes of a block of so many layers and KV heads."""
         size = heads * block_size * self.entry_bytes(dim, layers)
         if self.quantized and not self.few:
-            lane = -(-block_size * self.entry_bytes(dim) // _ALIGNED) * _ALIGNED
+            lane = -(-block_size * self.entry_bytes(dim) // ALIGNED) * ALIGNED
             size = heads * layers * lane
         return size
 

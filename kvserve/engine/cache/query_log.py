@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.entry_format import EntryFormat
+from kvserve.entry_format import ALIGNED, EntryFormat
 from kvserve.kernels.int4_log import int4_bytes, int4_log
 from kvserve.kernels.scores.causal_scores import Queries
 from kvserve.kernels.storage import StorageKernels
@@ -35,7 +35,7 @@ class LogForm:
         exactly, unless they are int4 or the entries are quantised.
         """
         dim = layout.head_dim
-        part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
+        part = block_bytes(layout, form) // layout.layers_per_block // ALIGNED * ALIGNED * layout.rows
         vector = {"model": dim * itemsize, "fp8": dim, "int4": int4_bytes(dim)}[self.dtype]
         held, left = divmod(part, self.heads * vector)
         if not held or (left and self.dtype != "int4" and not form.quantized):
@@ -51,7 +51,9 @@ class LogForm:
         Returns [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
         """
         heads, dim = self.heads // layout.rows, layout.head_dim
-        memory = kv.flatten(2).view(torch.uint8)
+        memory, layers = kv.flatten(1).view(torch.uint8), layout.layers_per_block
+        part = memory.shape[1] // layers // ALIGNED * ALIGNED
+        memory = memory[:, : layers * part].unflatten(1, (layers, part))
         if self.dtype == "int4":
             return int4_log(memory, heads, dim, tokens)
         logged = torch.uint8 if self.dtype == "fp8" else dtype
