@@ -20,6 +20,7 @@ import uvicorn
 
 from kvserve import __version__
 from kvserve.config import EngineConfig
+from kvserve.folders import install
 from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.cli.listening import address_of, listen, warn_if_open
 from kvserve.server.http.app import create_app
@@ -53,8 +54,7 @@ def make_engine(config: EngineConfig) -> Engine:
             from kvserve.server.replicas.replicated_engine import LocalReplicas
         except ImportError as error:
             raise ConfigError(
-                f"--data-parallel-size above 1 runs on Ray Serve ({error}): "
-                "pip install 'kvserve[ray]'"
+                f"--data-parallel-size above 1 runs on Ray Serve ({error}): {install('ray')}"
             ) from None
         return LocalReplicas(config)
     from kvserve.engine.frontend.async_engine import AsyncEngine
