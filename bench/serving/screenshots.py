@@ -29,6 +29,7 @@ _SIZE = {"width": 1280, "height": 800}
 _FRAME_S = 0.2
 _SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 _RECORDED, _FRAMES = 3, 36
+_SAVES = "(least) => parseInt(document.getElementById('share').textContent) >= least"
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def main() -> None:
         for theme in ("light", "dark"):
             page = _open(browser, args.url, theme)
             with _load(args.url):
-                page.wait_for_timeout(5000)
+                page.wait_for_function(_SAVES, arg=30)
                 _shoot(page, args.out / f"overview-{theme}.png")
             page.close()
         page = _open(browser, args.url, "light")
@@ -180,6 +181,7 @@ def _play(page: Any, url: str, path: Path) -> None:
     page.wait_for_selector("#recorded:not([hidden])")
     film.roll(6)  # the recording that plays by itself
     with _load(url):
+        page.wait_for_function(_SAVES, arg=10)
         film.roll(4)
     page.wait_for_selector("#running-card", state="hidden")
     page.click("#try-it")

@@ -195,9 +195,11 @@ def test_what_keeps_everything_is_not_called_compressed(stopped: tuple[Any, Any]
     assert page.inner_text("#with-name") == "With kara" and page.inner_text("#share") == "65 %"
     told = "2 requests run beside 1 with the full cache, remembering 1,800 tokens"
     assert told in page.inner_text("#sentence") and page.inner_text("#with") == "40.0 KiB"
-    event["requests"][1]["policy"] = "snapkv"
+    event["requests"][1] |= {"policy": "snapkv", "logical_tokens": 300}
+    event["requests"][2] |= {"logical_tokens": 300, "compactions": 0}
     tell(page, event)
     assert page.inner_text("#with-name") == "Compressed"
+    assert page.inner_text("#figure").split("\n") == ["…", "not yet compressed"]
     tell(page, crowd(server, 2, policy="none"))
     assert page.inner_text("#with-name") == "As it is"
 

@@ -21,7 +21,7 @@ export function moment(event, tokenBytes) {
     all: sum((one) => Math.ceil((one.logical_tokens * tokenBytes) / block) * block),
     held: sum((one) => one.held_bytes),
     log: sum((one) => (one.log_blocks ?? 0) * block),
-    compactions: sum((one) => one.compactions),
+    compacted: requests.every((one) => one.compactions),
     policies: new Set(requests.map(({ policy }) => policy)),
     keepsAll: !dropping.length,
   };

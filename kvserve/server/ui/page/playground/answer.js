@@ -153,7 +153,7 @@ export class Answer {
     return kv && {
       held: kv.held_bytes + kv.log_bytes, log: kv.log_bytes,
       all: Math.max(kv.logical_tokens * this.server.tokenBytes, kv.compactions ? 0 : kv.held_bytes),
-      compactions: kv.compactions,
+      compacted: kv.compactions > 0,
     };
   }
 
@@ -164,7 +164,7 @@ export class Answer {
     const tokens = held.entries(run.tokens) / held.lanes;
     this.tell({
       held: tokens * server.tokenBytes, log: 0, all: run.tokens * server.tokenBytes,
-      compactions: held.lost.size,
+      compacted: held.lost.size > 0,
     });
     say(this.counts, `${count(tokens)} of ${count(run.tokens)} tokens so far, the query log left out.`);
   }
