@@ -29,7 +29,8 @@ _SIZE = {"width": 1280, "height": 800}
 _FRAME_S = 0.2
 _SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 _RECORDED, _FRAMES = 3, 36
-_SAVES = "(least) => parseInt(document.getElementById('share').textContent) >= least"
+_SAVES = """(least) => document.getElementById("recorded").hidden &&
+  parseInt(document.getElementById("share").textContent) >= least"""
 
 
 def main() -> None:
