@@ -112,7 +112,7 @@ def test_less_motion(live: Server, watched: Watched) -> None:
     page.emulate_media(reduced_motion="no-preference")
     assert page.evaluate(moving) > 0
     page.emulate_media(reduced_motion="reduce")
-    page.wait_for_function(f"({moving})() === 0")  # what had begun ends
+    page.wait_for_function(f"() => ({moving})() === 0")  # what had begun ends
 
 
 def test_a_phone_shows_figures_and_does_not_zoom(live: Server, watched: Watched) -> None:
