@@ -60,7 +60,7 @@ def test_try_it_can_be_stopped(live: Server, watched: Watched) -> None:
 
 def test_blocks_and_their_ghosts_while_requests_run(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
-    setting(page, max_tokens=5000, ignore_eos=True)
+    setting(page, max_tokens=3500, ignore_eos=True)
     send(page, "Hello")
     page.click("#tab-overview")
     page.wait_for_selector("#running button")
