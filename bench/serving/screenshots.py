@@ -28,7 +28,9 @@ _POLICIES: tuple[Any, ...] = (None, "none", {"name": "snapkv", "budget": 128}, N
 _SIZE = {"width": 1280, "height": 800}
 _FRAME_S = 0.2
 _SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
-_RECORDED = 3
+_RECORDED, _FRAMES = 3, 36
+_SAVES = """(least) => document.getElementById("recorded").hidden &&
+  parseInt(document.getElementById("share").textContent) >= least"""
 
 
 def main() -> None:
@@ -53,7 +55,7 @@ def main() -> None:
         for theme in ("light", "dark"):
             page = _open(browser, args.url, theme)
             with _load(args.url):
-                page.wait_for_timeout(5000)
+                page.wait_for_function(_SAVES, arg=30)
                 _shoot(page, args.out / f"overview-{theme}.png")
             page.close()
         page = _open(browser, args.url, "light")
@@ -74,6 +76,7 @@ def _open(browser: Any, url: str, theme: str) -> Any:
 def record(url: str) -> dict[str, Any]:
     """What the page's events say while chains of sums are answered, until the first one ends.
 
+    It begins when all of them have been compacted once.
     A frame has seconds, the pool, and of each request its number, tokens read and held, blocks,
     those of the query log, and compactions. ``film.js`` makes events of it again.
     """
@@ -105,6 +108,10 @@ def record(url: str) -> dict[str, Any]:
                 frames.append([round(event["time"], 2), _short(event["cells"]["runs"]), rows])
     for thread in threads:
         thread.join()
+    frames = [
+        frame for frame in frames if len(frame[2]) == _RECORDED and all(r[5] for r in frame[2])
+    ]
+    frames = frames[:: 1 + len(frames) // _FRAMES]
     first = frames[0][0]
     return {
         "about": f"{_RECORDED} chains of sums",
@@ -145,7 +152,7 @@ def _draw_sheet(browser: Any, url: str, path: Path) -> None:
         with _load(url):
             page.wait_for_timeout(6000)
             pictures.append(page.screenshot())
-        page.wait_for_selector("#nobody:not([hidden])")
+        page.wait_for_selector("#running-card", state="hidden")
         page.click("#try-it")
         page.wait_for_selector("#try-tokens:not([hidden])")
         page.click("#try-tokens")
@@ -172,10 +179,12 @@ def _draw_sheet(browser: Any, url: str, path: Path) -> None:
 def _play(page: Any, url: str, path: Path) -> None:
     """The recording, requests that run, "Try it", then its answers event by event."""
     film = Film(page)
+    page.wait_for_selector("#recorded:not([hidden])")
     film.roll(6)  # the recording that plays by itself
     with _load(url):
+        page.wait_for_function(_SAVES, arg=10)
         film.roll(4)
-    page.wait_for_selector("#nobody:not([hidden])")
+    page.wait_for_selector("#running-card", state="hidden")
     page.click("#try-it")
     while not page.is_visible("#try-tokens"):
         film.roll(_FRAME_S)

@@ -15,7 +15,8 @@ _INTRO = f"""\
 
 `kvserve COMMAND --help` prints what stands here. `kvserve --model M ...` is `kvserve serve
 --model M ...`. Every flag of `kvserve serve` may also be an environment variable
-(`--max-num-seqs`: `{ENV_PREFIX}MAX_NUM_SEQS`) or a line of the YAML file that `--config` names.
+(`--max-num-seqs`: `{ENV_PREFIX}MAX_NUM_SEQS`, `--policy.window`: `{ENV_PREFIX}POLICY_WINDOW`) or a
+line of the YAML file that `--config` names ([a sample](../reference.md#command-line)).
 The command line wins over the environment, the environment over the file. Sizes: `32k` is 32,000;
 `32K` and `32Ki` are 32,768; `2GiB` is 2 x 1024^3.
 """

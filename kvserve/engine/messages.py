@@ -12,6 +12,7 @@ from kvserve.stats import EngineStats, PoolView
 
 Row = tuple[str, str, str]
 """Of the start-up table: feature, state, why."""
+INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
 
 
 @dataclass(frozen=True, slots=True)

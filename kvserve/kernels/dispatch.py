@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvserve.folders import install
 from kvserve.kernels.tiles import FLOAT32_TILES, TILES, Tile
 
 # Arguments that change from step to step: no code is compiled for particular values of them.
@@ -43,7 +44,7 @@ class Kernel:
         try:
             import triton
         except ImportError as error:
-            raise ImportError("GPU kernels need Triton: pip install 'kvserve[cuda]'") from error
+            raise ImportError(f"GPU kernels need Triton: {install('cuda')}") from error
         _complete(self.source.__globals__)
         names = self.source.__code__.co_varnames[: self.source.__code__.co_argcount]
         return triton.jit(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from kvserve.benchmarks.commands import evaluate, throughput
+from kvserve.benchmarks.setup import checkpoint
 from kvserve.server.cli.commands import run
+from tests.benchmarks.conftest import Bench
 
 WRONG = r"""
 bench throughput --policy karo | karo
@@ -109,3 +112,35 @@ def test_mistakes_are_named_in_one_line(
     name = words[: words.index(" -")]
     assert error.startswith(f"kvserve {name}: error: ") and error.count("\n") == 1
     assert named in error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eval --tasks chain",
+        "eval --tasks chain --match-bytes kara --policy snapkv:trigger=threshold",
+        "eval --fidelity",
+        "bench throughput --dataset random --num-prompts 2",
+    ],
+)
+def test_what_the_model_refuses_is_said_before_the_first_run(
+    command: str,
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of the last row, behind all others: a window that is longer than the context."""
+
+    def build(*_: object) -> None:
+        raise AssertionError("something has run")
+
+    monkeypatch.setattr(checkpoint, "LLMEngine", build)
+    text = tmp_path / "text.txt"
+    text.write_text("Some text. " * 400)
+    words = [*command.split(), *(["--text", str(text)] if "--fidelity" in command else [])]
+    name = " ".join(words[: 2 if words[0] == "bench" else 1])
+    flags = words[len(name.split()) :]
+    status, _ = bench(name, *flags, "--policy", "kara", "--policy", "kara:window=5000")
+    assert status == 1
+    assert "--policy.window: 5000 exceeds the context of 4096" in capsys.readouterr().err

@@ -83,10 +83,12 @@ def test_repeats_take_turns_and_show_the_median_until_ctrl_c(
         return {"output_tok_s": next(rates), "compactions": 1, "cut_short": 0}
 
     monkeypatch.setattr(Throughput, "run_once", fake_run)
-    policies = ("--policy", "none", "--policy", "kara")
+    policies = ("--policy", "none", "--policy", "kara:window=64")
     status, saved = bench("bench throughput", *SMALL, "--repeat", "3", *policies)
     assert status == 0
-    assert order == [f"{name} {turn}/3" for turn in (1, 2, 3) for name in ("none", "kara")]
+    assert order == [
+        f"{name} {turn}/3" for turn in (1, 2, 3) for name in ("none", "kara:window=64")
+    ]
     none, kara = saved["rows"]
     assert none["output_tok_s_all"] == [10.0, 30.0, 20.0] and none["output_tok_s"] == 20.0
     assert kara["output_tok_s"] == 6.0

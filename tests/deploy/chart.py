@@ -40,5 +40,8 @@ def _texts(python: str, changes: str) -> dict[str, str]:
     command, sets = [python, str(CLIENT), str(CHART), "/dev/stdin"], f'{{"one": {changes}}}'
     done = subprocess.run(command, input=sets, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found: dict[str, str] = json.loads(done.stdout)["sets"]["one"]["texts"]
-    return found
+    found: dict[str, Any] = json.loads(done.stdout)["sets"]["one"]
+    if "error" in found:
+        raise ValueError(found["error"])
+    made: dict[str, str] = found["texts"]
+    return made

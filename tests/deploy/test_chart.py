@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from kvserve.config import EngineConfig
+from kvserve.config import SETTINGS, EngineConfig
 from kvserve.server.cli import serve
 from kvserve.server.settings.args import Parser
 from kvserve.server.settings.reading import read_settings
@@ -251,6 +251,33 @@ def test_a_typo_is_an_error(word: str, values: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError, match=word) as error:
         jsonschema.validate(values, SCHEMA)
     assert word in f"{error.value.json_path} {error.value.message}"
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        *(("kv-cache-dtype", "pool.dtype"), ("kv_cache_dtype", "pool.dtype")),
+        *(("policy.window", "policy.args"), ("policy", "policy.name"), ("port", "service.port")),
+        *(("tensor-parallel-size", "gpus"), ("allowed-hosts", "allowedHosts")),
+    ],
+)
+def test_a_setting_is_given_once(key: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=f"settings.{key}: the chart writes it; give {instead}"):
+        render(settings={key: "k8v4"})
+
+
+def test_the_chart_refuses_what_it_writes_itself() -> None:
+    for values in ({"gpus": 0}, LONG):
+        own = yaml.safe_load(of("ConfigMap", **{**values, "settings": {}})["data"]["server.yaml"])
+        for key in own:
+            with pytest.raises(ValueError, match="the chart writes it"):
+                render(**{**values, "settings": {key: "a"}})
+
+
+def test_every_kv_cache_dtype_is_named() -> None:
+    (line,) = [one for one in (CHART / "values.yaml").read_text().splitlines() if "dtype:" in one]
+    named = line.partition("stored as: ")[2].split(", ")
+    assert sorted(named) == sorted(SETTINGS["kv_cache_dtype"].choices or ())
 
 
 def test_ingress_and_network_policy() -> None:

@@ -66,6 +66,17 @@ def test_flags_are_those_of_the_program(item: tuple[Fence, list[str]]) -> None:
         check_arguments(args)
 
 
+def test_the_sample_of_a_settings_file_is_read(tmp_path: Path) -> None:
+    samples = [fence for fence in ALL_FENCES if fence.language == "yaml"]
+    assert [fence.page for fence in samples] == ["docs/reference.md"]
+    file = tmp_path / "server.yaml"
+    for fence in samples:
+        file.write_text(fence.body)
+        config, _ = read_settings(commands.parser_of("serve").parse(["--config", str(file)]))
+        policy = config.compression
+        assert make_policy({"name": policy.policy, **policy.policy_args}).name == "kara"
+
+
 @pytest.mark.parametrize(
     "item", [i for i in COMMANDS if i[1][0] == "make" and not i[0].mark], ids=where
 )

@@ -17,6 +17,7 @@ from tests.waiting import WAIT
 PYTHON = [fence for fence in ALL_FENCES if fence.language == "python"]
 WHOLE = [f for f in PYTHON if "import" in f.body and f.mark != SERVED]
 MODEL, POLICY = "kvserve/tiny-long", ("--policy", "kara")
+POOL = ("--num-gpu-blocks-override", "600")
 
 
 def at(fence: Fence) -> str:
@@ -31,7 +32,7 @@ def test_programs_run(fence: Fence, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server("--model", MODEL, *POLICY)
+    made = Server("--model", MODEL, *POLICY, *POOL)
     yield made
     made.stop()
 
@@ -39,6 +40,7 @@ def server() -> Iterator[Server]:
 def test_the_server_is_that_of_make_run() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert f"MODEL ?= {MODEL}\nPOLICY ?= {' '.join(POLICY)}\n" in makefile
+    assert f"POOL ?= $(if $(filter kvserve/%,$(MODEL)),{' '.join(POOL)})\n" in makefile
 
 
 @pytest.mark.slow

@@ -54,6 +54,10 @@ async def collect(engine: AsyncEngine, name: str, **params: object) -> tuple[lis
     return lengths, output
 
 
+async def test_it_says_what_it_does_while_it_starts(engine: AsyncEngine) -> None:
+    assert engine.stage == "preparing the cache and the first steps", "the last one"
+
+
 async def all_free(engine: AsyncEngine) -> None:
     await until(lambda: engine.stats.kv_cache_usage == 0.0 and not engine.stats.num_running)
 

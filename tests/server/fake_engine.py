@@ -115,6 +115,7 @@ class FakeEngine:
     )
     dead_error: BaseException | None = None
     suspended: bool = False
+    stage: str = "reading the weights"
     aborted: list[str] = field(default_factory=list)
     seen: list[tuple[list[int], SamplingParams, str]] = field(default_factory=list)
     stopped: bool = False

@@ -47,7 +47,21 @@ tensor-parallel-size: {{ .Values.gpus }}
 {{- else }}
 device: cpu
 {{- end }}
+{{- $own := include "kvserve.own" . | fromJson }}
+{{- range $key, $_ := .Values.settings }}
+{{- $name := $key | replace "_" "-" }}
+{{- if hasPrefix "policy." $name }}{{ $name = "policy-args" }}{{ end }}
+{{- with get $own $name }}{{ fail (printf "settings.%s: the chart writes it; give %s" $key .) }}{{ end }}
+{{- end }}
 {{- if .Values.settings }}
 {{ .Values.settings | toYaml }}
 {{- end }}
+{{- end -}}
+{{- /* The settings that the chart writes, and which of its values they come from. */ -}}
+{{- define "kvserve.own" -}}
+{{- $own := dict "host" "nothing (0.0.0.0)" "port" "service.port" "model" "model" "policy" "policy.name" "policy-args" "policy.args"
+  "kv-cache-dtype" "pool.dtype" "kv-cache-memory" "pool.memory" "shutdown-timeout" "shutdown.timeout" "device" "gpus" }}
+{{- if .Values.gpus }}{{ $_ := set $own "tensor-parallel-size" "gpus" }}{{ end }}
+{{- if .Values.apiKey.secret }}{{ $_ := set $own "api-key-file" "apiKey.secret" }}{{ else }}{{ $_ := set $own "allowed-hosts" "allowedHosts" }}{{ end }}
+{{- $own | toJson }}
 {{- end -}}

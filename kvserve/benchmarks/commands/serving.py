@@ -41,6 +41,7 @@ from kvserve.benchmarks.setup.options import NAMED, add_report_arguments, file_n
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 from kvserve.fields import setting, settings_of
+from kvserve.folders import install
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
@@ -150,7 +151,7 @@ def _percentiles(text: str) -> list[float]:
 def run(args: argparse.Namespace) -> int:
     check_dataset(args)
     if importlib.util.find_spec("httpx") is None:
-        args.fail("needs httpx: pip install 'kvserve[bench]'")
+        args.fail(f"needs httpx: {install('bench')}")
     dataset = args.datasets[args.dataset]
     if args.backend == "openai-chat" and not dataset.text:
         args.fail(f"--backend openai-chat: --dataset {args.dataset} is token ids; take openai")

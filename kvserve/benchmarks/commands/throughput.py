@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import ceil
 from statistics import median
 from typing import Any
@@ -193,6 +193,8 @@ class Throughput(Benchmark):
             [each for spec in self.policies for each in self._sides(spec, limit, blocks, varies)]
             for limit, blocks in product(limits, self._pools)
         ]
+        for each in chain.from_iterable(self._cells):
+            self.engines.check(each.spec, block_size=self._block_size, **each.settings)
 
     def _sides(
         self, spec: PolicySpec, limit: int, blocks: int | None, varies: bool

@@ -53,6 +53,10 @@ class Comparison(Benchmark):
         self.longest = self.args.max_model_len or self.checkpoint.spec.max_position
         self.specs = self.as_held(self.policies)
         self.target = target_of(self.args.match_bytes, [spec for spec, _ in self.specs])
+        for spec, stored in self.specs:
+            if not self.args.every_policy:  # the first runs would be in vain
+                given = spec.with_fields(budget=512) if spec.incomplete else spec
+                self.engines.check(given, kv_cache_dtype=stored)
 
     def matched(
         self, spec: PolicySpec, stored: str, most: int, held: Callable[[PolicySpec, str], float]

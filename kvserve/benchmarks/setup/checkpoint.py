@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.plan import make_plan
 
 ENGINE_FLAGS = (
     *("dtype", "kv_cache_dtype", "max_model_len", "block_size", "max_num_batched_tokens"),
@@ -135,13 +136,21 @@ class Engines:
         self._settings = checkpoint.settings(args)
         self._model: Transformer | None = None
 
+    def check(self, spec: PolicySpec, **settings: Any) -> None:
+        """``ConfigError`` if the model cannot be served under this policy. Nothing is loaded."""
+        config = self._config(spec, settings)
+        make_plan(config).attention(config.attention_backend)
+
+    def _config(self, spec: PolicySpec, settings: Mapping[str, Any]) -> EngineConfig:
+        held = {"kv_cache_dtype": spec.kv_cache_dtype} if spec.kv_cache_dtype else {}
+        return EngineConfig.from_flat(
+            policy=spec.name, policy_args=spec.fields, **{**self._settings, **held, **settings}
+        )
+
     def build(self, spec: PolicySpec, **settings: Any) -> LLMEngine:
         """An engine under this policy. Engines that the caller has dropped are freed first."""
         gc.collect()  # frees the pools of dropped engines before the next is allocated
-        held = {"kv_cache_dtype": spec.kv_cache_dtype} if spec.kv_cache_dtype else {}
-        config = EngineConfig.from_flat(
-            policy=spec.name, policy_args=spec.fields, **{**self._settings, **held, **settings}
-        )
+        config = self._config(spec, settings)
         alone = config.parallel.tensor_parallel_size == 1
         # With ranks each engine loads its own: the model sums over the ranks that it was made for.
         engine = LLMEngine(config, self._model if alone else None)

@@ -20,6 +20,7 @@ from kvserve.config import SETTINGS
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.fields import number_reader
+from kvserve.folders import install
 
 _ALL = PolicySpec("all")
 
@@ -129,7 +130,7 @@ def add_report_arguments(
 def check_matplotlib(args: argparse.Namespace, name: str = "save_plots") -> None:
     """Refuse a flag that draws if matplotlib is not installed."""
     if getattr(args, name) and importlib.util.find_spec("matplotlib") is None:
-        args.fail(f"--{name.replace('_', '-')} needs matplotlib: pip install 'kvserve[bench]'")
+        args.fail(f"--{name.replace('_', '-')} needs matplotlib: {install('bench')}")
 
 
 # ---- policies ---------------------------------------------------------------------------------

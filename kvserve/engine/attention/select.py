@@ -17,6 +17,7 @@ from kvserve.engine.attention.paged import PagedAttention, triton_refusal
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.entry_format import FORMATS
+from kvserve.folders import install
 from kvserve.kernels import storage
 from kvserve.kernels.attention import paged_attention_cpu
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
@@ -118,7 +119,7 @@ def _cpu_library(needs: Needs) -> CDLL:
 def _refuse_package(package: str, extra: str, block_multiple: int, needs: Needs) -> str | None:
     """The limits of both packages that kvserve adapts."""
     if find_spec(package) is None:
-        return f"not installed: pip install 'kvserve[{extra}]'"
+        return f"not installed: {install(extra)}"
     if needs.log_shares:
         return "it does not tell apart what newest entries got, which query_dtype int4 logs"
     if needs.remainders:

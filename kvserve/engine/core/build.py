@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
@@ -38,11 +39,21 @@ class BuiltEngine:
     info: EngineInfo
 
 
-def build_engine(config: EngineConfig, model: Transformer | None = None) -> BuiltEngine:
-    """Load the model unless given, size the pool, wire the parts.
+Tell = Callable[[str], None]
+
+
+def untold(_: str) -> None:
+    """Tell nobody."""
+
+
+def build_engine(
+    config: EngineConfig, model: Transformer | None = None, tell: Tell = untold
+) -> BuiltEngine:
+    """Load the model unless given, size the pool, wire the parts, and ``tell`` what is being done.
 
     ``ConfigError`` names the flag to change.
     """
+    tell("reading the model's config and choosing kernels")
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
     if plan.device == "cpu":
@@ -53,7 +64,9 @@ def build_engine(config: EngineConfig, model: Transformer | None = None) -> Buil
         group = executor.join()
         if model is None:
             weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device
+            tell("reading the weights")
             model = load_model(*weights, group)
+        tell("preparing the cache and the first steps")
         profile = measure(plan, model, attention, group)
         layout, settings = _sizes(plan, executor.least_memory(profile.left))
         scheduler = Scheduler(layout, settings)

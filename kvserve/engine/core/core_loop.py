@@ -10,13 +10,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvserve.config import EngineConfig
-from kvserve.engine.core.engine_core import INTERNAL_ERROR, EngineCore
 from kvserve.engine.core.pool_watch import PoolWatch
 from kvserve.engine.device.pages import KeptMemory
 from kvserve.engine.messages import (
+    INTERNAL_ERROR,
     Branches,
     EngineInfo,
     FinishedSequence,
@@ -24,10 +24,13 @@ from kvserve.engine.messages import (
     RefusedSequence,
     StepOutputs,
 )
-from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import EngineDeadError, RequestError, logger
 from kvserve.sampling_params import StructuredOutput
 from kvserve.turns import Turns
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.engine_core import EngineCore
+    from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 
 _IDLE_POLL_S = 0.5
 _IDLE_S = 0.02
@@ -80,6 +83,7 @@ class ThreadClient:
     Callbacks run in the event loop that called ``start``."""
 
     suspended = False
+    stage = "loading torch"
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -88,7 +92,7 @@ class ThreadClient:
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         loop = asyncio.get_running_loop()
-        core = await asyncio.to_thread(EngineCore, self._config)
+        core = await asyncio.to_thread(self._load)
 
         def call(function: Callable[[Any], None], argument: Any) -> None:
             with suppress(RuntimeError):  # the loop has been closed
@@ -105,6 +109,11 @@ class ThreadClient:
         self._thread = threading.Thread(target=run, name="kvserve-engine", daemon=True)
         self._thread.start()
         return core.info
+
+    def _load(self) -> EngineCore:
+        from kvserve.engine.core.engine_core import EngineCore
+
+        return EngineCore(self._config, tell=partial(setattr, self, "stage"))
 
     def send(self, command: Command) -> None:
         self._commands.put(command)

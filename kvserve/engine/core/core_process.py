@@ -34,7 +34,6 @@ from kvserve.engine.core.core_loop import (
     WatchPool,
     run_core,
 )
-from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
 from kvserve.folders import temporary_folder
@@ -44,7 +43,7 @@ _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
     for kind in (Branches, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
 }
-_REFUSED, _FAILED = b"refused", b"failed"
+_REFUSED, _FAILED, _STAGE = b"refused", b"failed", b"stage"
 _IDLE_POLL_MS = 500
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 0.5
@@ -55,6 +54,7 @@ class ProcessClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self.stage = "loading torch"
         self._process: SpawnProcess
         self._started = False
         self._reader: asyncio.Task[None] | None = None
@@ -79,7 +79,8 @@ class ProcessClient:
         self._started, self._died = True, asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
         try:
-            info = await self._next()
+            while isinstance(info := await self._next(), str):
+                self.stage = info
         except BaseException:
             await self.stop()
             raise
@@ -134,7 +135,7 @@ class ProcessClient:
             logger.exception("the engine's answers cannot be read")
             on_death(EngineDeadError(f"its answers cannot be read: {error}"))
 
-    async def _next(self) -> EngineInfo | StepOutputs:
+    async def _next(self) -> EngineInfo | StepOutputs | str:
         frames = asyncio.ensure_future(self._outputs.recv_multipart())
         died = asyncio.ensure_future(self._died.wait())
         await asyncio.wait((frames, died), return_when=asyncio.FIRST_COMPLETED)
@@ -151,6 +152,8 @@ class ProcessClient:
             raise ConfigError(body.decode())
         if kind == _FAILED:
             raise EngineDeadError(f"the engine failed: {body.decode()}")
+        if kind == _STAGE:
+            return body.decode()
         message: EngineInfo | StepOutputs = msgspec.msgpack.decode(body, type=_KINDS[kind])
         return message
 
@@ -168,7 +171,13 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
     share_one_arena()
     channel = _SocketChannel(commands, outputs)
     try:
-        with closing(EngineCore(config)) as core:
+        # Here: the server's process starts this one before it could have loaded torch itself.
+        from kvserve.engine.core.engine_core import EngineCore
+
+        def tell(stage: str) -> None:
+            channel.send_frames([_STAGE, stage.encode()])
+
+        with closing(EngineCore(config, tell=tell)) as core:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.info))
             run_core(core, channel.receive, channel.send)

@@ -12,12 +12,13 @@ import torch
 
 from kvserve.config import EngineConfig
 from kvserve.engine.compression.event_runner import EventMemoryError
-from kvserve.engine.core.build import build_engine
+from kvserve.engine.core.build import Tell, build_engine, untold
 from kvserve.engine.core.engine_stats import EngineCounts
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.messages import (
+    INTERNAL_ERROR,
     EngineInfo,
     FinishedSequence,
     NewSequence,
@@ -43,7 +44,6 @@ NOT_FINITE = (
     "the logits of this answer's next token are not finite numbers: the model's weights, or what "
     "it computed in this --dtype, hold infinity or NaN"
 )
-INTERNAL_ERROR = "an internal error ended this request; the server's log has the details"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,15 @@ class StepInFlight:
 
 
 class EngineCore:
-    """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
+    """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start.
 
-    def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
-        built = build_engine(config, model)
+    ``tell`` is called with what it does while it starts.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: Transformer | None = None, tell: Tell = untold
+    ) -> None:
+        built = build_engine(config, model, tell)
         self.scheduler = built.scheduler
         self.executor = built.executor
         self.runner = built.executor.runner

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvserve.engine.core.engine_core import EngineCore
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.stats import PoolView
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.engine_core import EngineCore
 
 INTERVAL_S = 0.2
 MOST_CELLS = 16_384

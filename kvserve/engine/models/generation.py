@@ -36,16 +36,17 @@ class GenerationDefaults:
 def read_generation_config(
     directory: Path, spec: ModelSpec, *, use_sampling: bool = True
 ) -> GenerationDefaults:
-    """The file's settings, or those of a GGUF file; ending tokens come from config.json if the
-    file names none."""
-    path = directory / "generation_config.json"
+    """The file's settings; those of a GGUF file go before those of the file beside it. Ending
+    tokens come from config.json, or the GGUF file, if the file names none."""
+    folder = directory.parent if directory.is_file() else directory
+    path = folder / "generation_config.json"
+    raw = read_json(path) if path.exists() else {}
     if directory.is_file():
         from kvserve.engine.gguf.config import sampling_of
         from kvserve.engine.gguf.reader import read_gguf
 
-        raw = sampling_of(read_gguf(directory))
-    else:
-        raw = read_json(path) if path.exists() else {}
+        beside = {name: raw[name] for name in _SAMPLING if name in raw}
+        raw = {**beside, **sampling_of(read_gguf(directory))}
     eos = raw.get("eos_token_id")
     eos = list(spec.eos_token_ids) if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) for token in eos):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.device.pages import use_large_pages
+from kvserve.folders import install
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.linear_levels import LevelPanels
@@ -120,7 +121,7 @@ def select_level_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
     """What multiplies levels, ``"compiled"`` or ``"triton"``, and how; or nothing, and why."""
     if device == "cuda":
         if find_spec("triton") is None:
-            return "", "products with levels need Triton: pip install 'kvserve[cuda]'"
+            return "", f"products with levels need Triton: {install('cuda')}"
         return "triton", "levels are widened as they are read"
     if device != "cpu" or dtype not in compiled.DTYPES:
         return "", "products with levels are for float32 and bfloat16 on a CPU"

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from kvserve.folders import install
 from kvserve.kernels import elementwise
 from kvserve.kernels.cpu import elementwise as compiled
 from kvserve.kernels.cpu.build import why_missing
@@ -56,7 +57,7 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
     how = "norms, rotation and activation in one pass each"
     if device == "cuda":
         if find_spec("triton") is None:
-            return Operators("torch", "Triton is not installed: pip install 'kvserve[cuda]'")
+            return Operators("torch", f"Triton is not installed: {install('cuda')}")
         return Operators("triton", how, *TRITON)
     if device != "cpu" or dtype not in compiled.DTYPES:
         return Operators("torch", "compiled ones are for float32 and bfloat16 on a CPU")

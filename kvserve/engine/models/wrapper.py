@@ -29,11 +29,14 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
 
     ``architecture`` is what ``raw`` names. Raises ``ConfigError`` if the decoder is none of ours.
     """
+    if architecture in VARIANTS:
+        return None
+    # Not for decoders of our own: loading transformers takes as long as loading torch.
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     kind = str(raw.get("model_type"))
-    if architecture in VARIANTS or kind not in CONFIG_MAPPING:
+    if kind not in CONFIG_MAPPING:
         return None
     try:
         whole = CONFIG_MAPPING[kind].from_dict(dict(raw))

@@ -1,4 +1,4 @@
-"""Kara: sliding-window compression of generated text (arXiv 2607.01237).
+"""Kara: sliding-window compression of generated text (arXiv 2607.01237); defaults are our own.
 
 Every full window of generated tokens is scored by the window's own queries, without a causal mask
 (Eq. 4); single tokens and the text between them are kept (Eqs. 5-8); the rest is evicted and the
@@ -42,10 +42,11 @@ _PAPER: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Kara(Policy):
-    """Keep a fixed share of every window of generated tokens; the prompt is left alone.
+    """Keep a fixed share of every window of generated tokens; nine defaults are not the paper's.
 
-    Use it for long generations on a pool that is too small for them. With room for everything it
-    costs a little and gains nothing; outputs shorter than ``window`` are never touched.
+    ``preset=paper`` has the paper's. The prompt is left alone. Use it for long generations on a
+    pool that is too small for them. With room for everything it costs a little and gains nothing;
+    outputs shorter than ``window`` are never touched.
     """
 
     name: ClassVar[str] = "kara"

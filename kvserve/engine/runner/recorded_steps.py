@@ -203,6 +203,11 @@ class _Watch(TorchDispatchMode):
         self.refused: str | None = None
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load its compiler, as long as torch itself, to keep it away from here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -20,6 +20,7 @@ import uvicorn
 
 from kvserve import __version__
 from kvserve.config import EngineConfig
+from kvserve.folders import install
 from kvserve.log import ConfigError, EngineDeadError, logger, say
 from kvserve.server.cli.listening import address_of, listen, warn_if_open
 from kvserve.server.http.app import create_app
@@ -53,8 +54,7 @@ def make_engine(config: EngineConfig) -> Engine:
             from kvserve.server.replicas.replicated_engine import LocalReplicas
         except ImportError as error:
             raise ConfigError(
-                f"--data-parallel-size above 1 runs on Ray Serve ({error}): "
-                "pip install 'kvserve[ray]'"
+                f"--data-parallel-size above 1 runs on Ray Serve ({error}): {install('ray')}"
             ) from None
         return LocalReplicas(config)
     from kvserve.engine.frontend.async_engine import AsyncEngine
@@ -183,8 +183,8 @@ class DrainingServer(uvicorn.Server):
 async def _tell_while_loading(
     state: ServerState, serving: asyncio.Task[None], loading: asyncio.Task[None]
 ) -> None:
-    """Wait until the model is loaded or the server is stopped. Log every ten seconds that it is
-    still loading; check the tokenizer as soon as there is one."""
+    """Wait until the model is loaded or the server is stopped. Log every ten seconds what is being
+    done; check the tokenizer as soon as there is one."""
     started, tasks = time.monotonic(), (serving, loading)
     told, checked = 1, False
     while not (serving.done() or loading.done()):
@@ -194,7 +194,7 @@ async def _tell_while_loading(
             checked = True
         seconds = time.monotonic() - started
         if seconds > told * _LOG_INTERVAL and not loading.done():
-            logger.info("still loading, for %.0f s", seconds)
+            logger.info("still loading, for %.0f s: %s", seconds, state.engine.stage)
             told += 1
 
 

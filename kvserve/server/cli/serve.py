@@ -18,9 +18,10 @@ examples:
   kvserve --model kvserve/tiny --policy kara --policy.window 128 --policy.buffer 16
   kvserve --config server.yaml --port 9000
 
-Every flag may also be an environment variable (--max-num-seqs: KVSERVE_MAX_NUM_SEQS) or a line of a
-YAML file (max-num-seqs: 64; policy: {name: kara, window: 128}). The command line wins over the
-environment, the environment over the file. --policy.FIELD VALUE sets a field of the policy;
+Every flag may also be an environment variable (--max-num-seqs: KVSERVE_MAX_NUM_SEQS,
+--policy.window: KVSERVE_POLICY_WINDOW) or a line of a YAML file (max-num-seqs: 64; policy.window:
+128; policy: {name: kara, window: 128}). The command line wins over the environment, the
+environment over the file. --policy.FIELD VALUE sets a field of the policy;
 `kvserve policies` lists them. Sizes: 32k is 32,000; 32K and 32Ki are 32,768; 2GiB is 2 x 1024^3.
 """
 

@@ -24,7 +24,7 @@ from kvserve.server.openai.fields import Strings
 from kvserve.server.openai.prompts import decode_long, encode, encode_chat
 from kvserve.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from kvserve.server.openai.responses import json_response, kv_stats
-from kvserve.server.state.beside import beside
+from kvserve.server.state.beside import beside, in_thread
 from kvserve.server.state.errors import ApiError, unavailable
 from kvserve.server.state.generation import Generation
 from kvserve.server.state.server_state import ServerState
@@ -162,16 +162,21 @@ async def kv_policies(request: Request) -> Response:
 
     ``offer`` has arguments that do something on this server; ``refusal`` says why it cannot run.
     """
-    from kvserve.engine.policies.registry import describe_policies
-
     state = _ready(request)
     offers = {offer.name: offer for offer in state.engine.info.offers}
     # `args` describes the same arguments in words.
     data = [
         {**{k: v for k, v in p.items() if k != "args"}, **_offer_of(state, offers.get(p["name"]))}
-        for p in describe_policies()
+        for p in await in_thread(_describe_policies)
     ]
     return json_response({"default": state.engine.info.policy_name, "data": data})
+
+
+def _describe_policies() -> list[dict[str, Any]]:
+    """Beside the event loop: the first one who asks waits until torch is loaded."""
+    from kvserve.engine.policies.registry import describe_policies
+
+    return describe_policies()
 
 
 def _offer_of(state: ServerState, offer: PolicyOffer | None) -> dict[str, Any]:

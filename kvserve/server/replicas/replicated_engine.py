@@ -58,6 +58,7 @@ class ReplicatedEngine:
         self.dead_error: BaseException | None = None
         self.suspended = False
         """Serve asks each replica for its health, and replaces one that does not answer."""
+        self.stage = "starting replicas"
         self.stats_by_engine: Mapping[str, EngineStats] = {}
         self._router = HeldTokenRouter()
         self._handle: DeploymentHandle

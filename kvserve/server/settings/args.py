@@ -6,7 +6,7 @@ At start only the standard library is imported: ``--help`` stays quick.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvserve import absent
@@ -79,7 +79,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             new = read_object(value) if flag == "--policy-args" else {name: read_any(value)}
         except ValueError as exc:
             raise UsageError(f"{flag}: {exc}") from None
-        for name, item in new.items():
-            if given.setdefault(name, item) != item:
-                raise UsageError(f"{flag}: {name} is given twice: {given[name]!r} and {item!r}")
+        add_fields(given, new, flag)
     return rest, given
+
+
+def add_fields(given: dict[str, Any], new: Mapping[str, Any], where: str) -> None:
+    """Add fields of a policy to those given. A ``UsageError`` begins with ``where``."""
+    for key, value in new.items():
+        name = str(key).replace("-", "_")
+        if given.setdefault(name, value) != value:
+            raise UsageError(f"{where}: {name} is given twice: {given[name]!r} and {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 
 from kvserve import absent
 from kvserve.config import SECTIONS, SETTINGS, EngineConfig, ModelConfig
-from kvserve.fields import Setting, settings_of
+from kvserve.fields import Setting, read_any, settings_of
 from kvserve.log import ConfigError
-from kvserve.server.settings.args import UsageError
+from kvserve.server.settings.args import UsageError, add_fields
 from kvserve.server.settings.serve_settings import ServeSettings
 
 ENV_PREFIX = "KVSERVE_"
+_OTHERS = ("CONFIG", "COMMIT", "PEERS")
+"""Variables that are no settings: the file's, and those that `bench` reads."""
+_LINKS = re.compile(r"SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)")
+"""What Kubernetes sets for services that are called kvserve, beside KVSERVE_PORT=tcp://..."""
 _OF_SERVER = {item.name: item for item in settings_of(ServeSettings)}
 _ALL: Mapping[str, Setting] = {**_OF_SERVER, **SETTINGS}
 GROUPS = {
@@ -81,25 +86,35 @@ def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
 
 
 def _from_environment() -> dict[str, Any]:
-    values = {}
-    for name, item in _ALL.items():
-        variable = ENV_PREFIX + name.upper()
-        text = os.environ.get(variable)
-        # Kubernetes sets KVSERVE_PORT=tcp://... for a service that is called kvserve.
-        if text is None or text.startswith("tcp://"):
+    values: dict[str, Any] = {}
+    for variable, text in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in _OTHERS or _LINKS.search(name) or text.startswith("tcp://"):
             continue
-        try:
-            values[name] = item.read_plain(text)
-        except argparse.ArgumentTypeError as exc:
-            raise UsageError(f"{variable}: {exc}") from None
+        key = name.lower()
+        if key not in _ALL and key.startswith("policy_"):
+            key = key.replace("_", ".", 1)
+        _read(values, key, text, variable)
     return values
 
 
 def _from_file(path: Path) -> dict[str, Any]:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that a mapping has twice: of two values one would be ignored."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node, seen = super().compose_mapping_node(anchor), set[str]()
+            for key, _ in node.value:
+                if str(key.value) in seen:
+                    where = f"{path}: line {key.start_mark.line + 1}"
+                    raise UsageError(f"--config: {where}: {key.value} is given twice")
+                seen.add(str(key.value))
+            return node
+
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.load(path.read_text(), Loader) or {}
     except OSError as exc:
         raise UsageError(f"--config: cannot read {path}: {exc.strerror}") from None
     except yaml.YAMLError as exc:
@@ -112,22 +127,36 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _read_names(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values by name, with - or _, as YAML gives them. A ``UsageError`` begins with ``where``."""
     values: dict[str, Any] = {}
+    for key, value in content.items():
+        _read(values, str(key).replace("-", "_"), value, where, str(key))
+    return values
 
-    def wrong(message: str, _: str) -> UsageError:
+
+def _read(values: dict[str, Any], name: str, value: Any, where: str, key: str = "") -> None:
+    """Add a setting to ``values``: a plain value, or text. ``policy.FIELD`` is one of the policy.
+
+    A ``UsageError`` begins with ``where``, and names the ``key`` of a file.
+    """
+
+    def wrong(message: str, _: str = "") -> UsageError:
         return UsageError(f"{where}: {message}")
 
-    for key, value in content.items():
-        name = str(key).replace("-", "_")
-        if name == "policy" and isinstance(value, dict):
-            policy = dict(value)
-            values["policy"] = str(policy.pop("name", "none"))
-            values["policy_args"] = {**policy, **values.get("policy_args", {})}
-            continue
-        if not absent.take_known({name: value}, _ALL, absent.SETTINGS, wrong):
-            continue
-        try:
-            read = _ALL[name].read_plain(value)
-        except argparse.ArgumentTypeError as exc:
-            raise UsageError(f"{where}: {key}: {exc}") from None
-        values[name] = {**values.get(name, {}), **read} if name == "policy_args" else read
-    return values
+    place, of_policy = f"{where}: {key}" if key else where, values.setdefault("policy_args", {})
+    if name == "policy" and isinstance(value, dict):
+        add_fields(of_policy, {k: v for k, v in value.items() if k != "name"}, place)
+        value = value.get("name", "none")
+    if name.startswith("policy."):
+        field = read_any(value) if isinstance(value, str) else value
+        return add_fields(of_policy, {name.removeprefix("policy."): field}, where)
+    if not absent.take_known({name: value}, _ALL, absent.SETTINGS, wrong):
+        return None
+    try:
+        read = _ALL[name].read_plain(value)
+    except argparse.ArgumentTypeError as exc:
+        raise UsageError(f"{place}: {exc}") from None
+    if name == "policy_args":
+        return add_fields(of_policy, read, place)
+    if name in values:
+        raise wrong(f"{name} is given twice, with - and with _")
+    values[name] = read
+    return None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from kvserve.folders import install
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -24,8 +25,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ConfigError(
-                "--otlp-traces-endpoint: OpenTelemetry is not installed (pip install "
-                "'kvserve[otel]')"
+                f"--otlp-traces-endpoint: OpenTelemetry is not installed: {install('otel')}"
             ) from None
         self._model = model
         self._propagator = TraceContextTextMapPropagator()

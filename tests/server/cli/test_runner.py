@@ -139,6 +139,18 @@ def test_health_while_loading(serve: Serve) -> None:
     assert status == 0 and "stopped before" in said and "Traceback" not in said
 
 
+def test_what_takes_long_is_named(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(runner, "_LOG_INTERVAL", 0.0)
+    monkeypatch.setattr(runner.logger, "info", lambda text, *args: said.append(text % args))
+
+    def client(url: str) -> None:
+        wait_until(lambda: "still loading, for 0 s: reading the weights" in said)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert serve(client, start_delay=3600.0)[0] == 0
+
+
 def test_an_error_at_the_start(serve: Serve) -> None:
     message = "model-00002-of-00003.safetensors is missing"
     status, _, said = serve(lambda url: None, start_error=message)

@@ -171,7 +171,7 @@ def test_without_ray_the_extra_is_named() -> None:
     process = start("--model", MODEL, "--data-parallel-size", "2", "--port", "0")
     _, told = process.communicate(timeout=WAIT)
     assert process.returncode == 1
-    assert "pip install 'kvserve[ray]'" in told and "Traceback" not in told
+    assert "-m pip install -e '" in told and "[ray]'" in told and "Traceback" not in told
 
 
 def test_autoscaling_needs_replicas() -> None:

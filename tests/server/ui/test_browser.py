@@ -102,7 +102,9 @@ def test_tab_reaches_every_control(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     ask(page, "Hello", 200)
     page.click("#tab-overview")
-    page.wait_for_selector("#nobody:not([hidden])")  # a row that leaves takes its button along
+    page.wait_for_selector(
+        "#running-card", state="hidden"
+    )  # a row that leaves takes its button along
     for view in VIEWS:
         page.click(f"#tab-{view}")
         wanted, found = set(page.evaluate(REACHED)), set()

@@ -112,7 +112,7 @@ def test_less_motion(live: Server, watched: Watched) -> None:
     page.emulate_media(reduced_motion="no-preference")
     assert page.evaluate(moving) > 0
     page.emulate_media(reduced_motion="reduce")
-    page.wait_for_function(f"({moving})() === 0")  # what had begun ends
+    page.wait_for_function(f"() => ({moving})() === 0")  # what had begun ends
 
 
 def test_a_phone_shows_figures_and_does_not_zoom(live: Server, watched: Watched) -> None:
@@ -150,7 +150,7 @@ def test_a_phone_shows_figures_and_does_not_zoom(live: Server, watched: Watched)
 
 def test_an_outline_leaves_with_the_pointer(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
-    ask(page, "Hello", 50)
+    ask(page, "Hello")
     page.locator(".answer .tokens").locator(".token >> nth=3").hover()
     assert page.locator(".token.current").count() == 1 and page.is_visible("#strip")
     page.mouse.move(5, 5)

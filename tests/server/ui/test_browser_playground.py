@@ -36,6 +36,26 @@ def test_an_example_streams_and_its_tokens_leave_the_cache(live: Server, watched
     watched.check()
 
 
+def test_an_answer_is_formatted_until_a_token_is_dropped(live: Server, watched: Watched) -> None:
+    page = watched.ready(live.url)
+    ask(page, "Hello", 40)
+    assert page.is_visible(".answer .markdown") and not page.is_visible(".answer .tokens")
+    assert page.inner_text("#cache .share").split("\n") == ["…", "not yet compressed"]
+    page.click("#new")
+    ask(page, "Hello", 300)
+    assert page.is_visible(".answer .tokens") and not page.is_visible(".answer .markdown")
+    assert "less memory" in page.inner_text("#cache .share")
+
+
+def test_answers_are_long_enough_for_an_event(
+    live: Server, start_server: StartServer, watched: Watched
+) -> None:
+    page = watched.ready(live.url)
+    assert page.input_value("#max-tokens") == "1200"
+    page = watched.ready(start_server(FakeEngine(max_model_len=512)).url)
+    assert page.input_value("#max-tokens") == "256", "half of the context"
+
+
 def test_the_slider_shows_what_was_held_after_each_event(live: Server, watched: Watched) -> None:
     page = watched.ready(live.url)
     ask(page, "Hello", 300)

@@ -109,3 +109,11 @@ def test_the_examples_are_the_tasks(server: RunningServer) -> None:
     for example in tasks:
         (sample,) = make_samples(example["task"], 1, 0)
         assert example["prompt"] == sample.turns[0]
+
+
+def test_the_recording_shows_what_is_saved_from_its_first_moment_on() -> None:
+    film = json.loads((PAGE / "overview" / "film.json").read_text())
+    for _, _, requests in film["frames"]:
+        read = sum(tokens for _, tokens, *_ in requests) * film["token_bytes"]
+        held = sum(blocks for _, _, _, blocks, *_ in requests) * film["block_bytes"]
+        assert held < 0.9 * read and all(compactions for *_, compactions in requests)

@@ -2,22 +2,28 @@
 
 import { Areas } from "../shared/chart.js";
 import { $, bytes, count, fill, many, say } from "../shared/dom.js";
+import { saving } from "../shared/saving.js";
 
 const SECONDS = 180;
 
-/** What those who run hold at this moment, and would hold of the full cache, in whole blocks. */
+/** What those who run under a policy hold now, and would hold of the full cache, in whole blocks.
+ *  If all of them keep everything, they are counted instead. */
 export function moment(event, tokenBytes) {
-  const { requests } = event, block = event.bytes_total / event.blocks_total || 1;
+  const block = event.bytes_total / event.blocks_total || 1;
+  const dropping = event.requests.filter(({ policy }) => policy !== "none");
+  const requests = dropping.length ? dropping : event.requests;
   const sum = (value) => requests.reduce((total, request) => total + value(request), 0);
   return {
-    running: event.num_running,
-    read: event.tokens_logical,
-    kept: event.tokens_held,
-    without: sum((one) => Math.ceil((one.logical_tokens * tokenBytes) / block) * block),
-    with: sum((one) => one.held_bytes),
+    running: requests.length,
+    others: event.requests.length - requests.length,
+    read: sum((one) => one.logical_tokens),
+    kept: sum((one) => one.held_tokens),
+    all: sum((one) => Math.ceil((one.logical_tokens * tokenBytes) / block) * block),
+    held: sum((one) => one.held_bytes),
     log: sum((one) => (one.log_blocks ?? 0) * block),
-    compactions: sum((one) => one.compactions),
-    keepsAll: requests.every(({ policy }) => policy === "none"),
+    compacted: requests.every((one) => one.compactions),
+    policies: new Set(requests.map(({ policy }) => policy)),
+    keepsAll: !dropping.length,
   };
 }
 
@@ -34,32 +40,31 @@ export class Hero {
   }
 
   show(event, { tokenBytes, policy }) {
-    say($("with-name"), policy === "none" ? "As it is" : `With ${policy}`);
+    this.policy = policy;
     if (!this.points.length) $("history").hidden = true;
     say($("memory-to"), event.num_running ? "now" : "when the last one ended");
     if (!event.num_running) return this.tell(this.fullest, idle(this.fullest, event));
     const now = moment(event, tokenBytes);
     if (isFuller(now, this.fullest)) this.fullest = now;
-    this.points.push([event.time, now.without, now.with, now.with - now.log]);
+    this.points.push([event.time, now.all, now.held, now.held - now.log]);
     while (this.points[0][0] < event.time - SECONDS) this.points.shift();
-    this.tell(now, `${running(now.running)}, remembering ${count(now.read)} tokens ` +
+    this.tell(now, `${running(now)}, remembering ${count(now.read)} tokens ` +
       `in the space of ${count(now.kept)}.`);
     this.draw();
   }
 
   tell(now, sentence) {
     say($("sentence"), sentence);
-    const share = now?.without ? 1 - now.with / now.without : 0;
-    // Without a log, more than the full cache is only the block that a request is about to fill.
-    const shown = now && Math.round(100 * (now.log ? share : Math.max(0, share)));
-    say($("share"), now ? `${Math.abs(shown)} %` : "…");
-    say($("share-of"), now ? words(shown, now) : "nothing to compare yet");
-    const most = Math.max(now?.without ?? 0, now?.with ?? 0, 1);
-    fill($("without-bar"), (now?.without ?? 0) / most);
-    fill($("with-bar"), now ? (now.with - now.log) / most : 0);
+    say($("with-name"), name(now?.policies ?? new Set([this.policy])));
+    const [share, shareOf] = now ? saving(now) : ["…", "nothing to compare yet"];
+    say($("share"), share);
+    say($("share-of"), shareOf);
+    const most = Math.max(now?.all ?? 0, now?.held ?? 0, 1);
+    fill($("without-bar"), (now?.all ?? 0) / most);
+    fill($("with-bar"), now ? (now.held - now.log) / most : 0);
     fill($("log-bar"), (now?.log ?? 0) / most);
-    say($("without"), now ? bytes(now.without) : "");
-    say($("with"), now ? bytes(now.with) : "");
+    say($("without"), now ? bytes(now.all) : "");
+    say($("with"), now ? bytes(now.held) : "");
     say($("log-note"), now?.log ? `Hatched: ${bytes(now.log)} for the query log.` : "");
   }
 
@@ -76,16 +81,19 @@ export class Hero {
 /** Of two moments the one to remember: where something was compressed, and more was read. */
 function isFuller(now, before) {
   if (!before || now.keepsAll !== before.keepsAll) return !before || before.keepsAll;
-  return now.without >= before.without;
+  return now.all >= before.all;
 }
 
-const running = (requests) => (requests === 1 ? "One request runs" : `${count(requests)} requests run`);
+function running({ running: requests, others }) {
+  const who = requests === 1 ? "One request runs" : `${count(requests)} requests run`;
+  return others ? `${who} beside ${count(others)} with the full cache` : who;
+}
 
-function words(percent, { log, compactions, keepsAll }) {
-  if (percent > 0) return "less memory";
-  if (percent < 0) return "more memory, for the query log";
-  if (keepsAll) return "less: policy none keeps everything";
-  return compactions ? "less memory" : "less: nothing is compacted yet";
+/** What the second bar is called. */
+function name(policies) {
+  if (policies.size > 1) return "Compressed";
+  const [policy] = policies;
+  return policy === "none" ? "As it is" : `With ${policy}`;
 }
 
 function idle(fullest, event) {

@@ -26,8 +26,22 @@ export class Marks {
     if (lowered) this.fill(hue, x, y + side * 0.55, side, side * 0.45);
     if (kind === 0 || kind === REQUEST || side < ROOMY) return;
     if (kind === 1) this.fill(this.paper, x + third, y + third, third, third);
-    else if (kind === 2) this.fill(this.paper, x, y + third, side, third);
+    else if (kind === 2) this.slant(x, y, third / 2);
     else this.fill(this.paper, x + third, y, third, side);
+  }
+
+  /** A line from corner to corner, as a hatched area has them. */
+  slant(x, y, half) {
+    const { context, side } = this;
+    this.use(this.paper);
+    context.beginPath();
+    context.moveTo(x, y + side);
+    context.lineTo(x, y + side - half);
+    context.lineTo(x + side - half, y);
+    context.lineTo(x + side, y);
+    context.lineTo(x + side, y + half);
+    context.lineTo(x + half, y + side);
+    context.fill();
   }
 
   ghost(x, y, hue, age) {

@@ -25,8 +25,7 @@ export class Running {
       row.remove();
       this.rows.delete(id);
     }
-    $("nobody").hidden = requests.length > 0;
-    $("running-table").hidden = !requests.length;
+    $("running-card").hidden = !requests.length;
   }
 
   update(row, request, blockBytes, fewer) {

@@ -33,7 +33,7 @@ export class TryIt {
     this.example = longest && fitted(longest, server);
     this.mend();
     if (!this.example || !this.policy) return;
-    say($("try-what"), `${this.example.about}: asked twice, with the full cache (none) and then ` +
+    say($("try-what"), `${this.example.about}: asked twice at once, with the full cache (none) and ` +
       `with one that shrinks (${this.policy.name}).`);
   }
 
@@ -47,7 +47,7 @@ export class TryIt {
     $("try-it").disabled = !(this.example && this.policy && (this.live || this.abort));
   }
 
-  /** One after the other, so that neither slows the other down. */
+  /** Both at once: a race, and half of the wait. */
   async run() {
     this.abort = new AbortController();
     say($("try-it"), "Stop");
@@ -57,12 +57,12 @@ export class TryIt {
     this.rows = this.answers.map((answer) => row(answer));
     $("try-runs").replaceChildren(...this.rows.flatMap(({ parts }) => parts));
     try {
-      for (const [i, answer] of this.answers.entries()) {
+      await Promise.all(this.answers.map(async (answer, i) => {
         answer.onGrow = () => this.tell(i);
         await answer.ask(this.body, this.abort.signal);
-        this.tell(i);
-        if (answer.stopped || answer.error) break;
-      }
+        if (answer.error) this.abort.abort();
+      }));
+      this.answers.forEach((_, i) => this.tell(i));
       this.judge();
     } finally {
       this.abort = null;
@@ -98,11 +98,7 @@ export class TryIt {
     const wrong = this.answers.find(({ error }) => error);
     if (wrong) return say($("try-verdict"), `That did not work: ${wrong.error.message}`);
     if (!this.answers.every(({ memory }) => memory)) return say($("try-verdict"), "Stopped.");
-    const [none, other] = this.answers.map(({ memory }) => memory.held);
-    const found = differences(...this.answers.map(({ run }) => run.ids));
-    const share = Math.round(100 * (1 - other / none));
-    const saved = share > 0 ? `${share} % less memory at the end.` : "No memory saved this time.";
-    say($("try-verdict"), `${verdict(found)} ${saved}`);
+    say($("try-verdict"), verdict(differences(...this.answers.map(({ run }) => run.ids))));
     $("try-tokens").hidden = false;
     for (const answer of this.answers) this.playground.onAnswer(answer);
   }

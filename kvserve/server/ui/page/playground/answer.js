@@ -2,6 +2,7 @@
 
 import { copy } from "../shared/clipboard.js";
 import { bytes, count, el, fill, many, say } from "../shared/dom.js";
+import { saving } from "../shared/saving.js";
 import { HeldTokens } from "../tokens/held_tokens.js";
 import { TokenView } from "../tokens/token_view.js";
 import { Markdown } from "./markdown.js";
@@ -25,8 +26,9 @@ export class Answer {
       onclick: () => onChoose(this), onfocusin: () => onChoose(this),
     }, el("h3", {}, this.chip, this.pace), this.view.element, this.formatted.element, this.note);
     this.panel = this.makePanel();
-    this.show(server.kvTrace ? showAs : "text");
+    this.show("text");
     this.other.hidden = !server.kvTrace;
+    this.colours = server.kvTrace && showAs === "tokens"; // once a token is dropped
   }
 
   makePanel() {
@@ -42,7 +44,13 @@ export class Answer {
     this.bars[1].part.after(this.logPart);
     this.pair = el("div", { class: "pair", hidden: true }, ...this.bars.flatMap(({ all }) => all));
     this.counts = el("p", { class: "counts quiet" });
-    this.other = el("button", { type: "button", onclick: () => this.show(this.hidden) });
+    this.other = el("button", {
+      type: "button",
+      onclick: () => {
+        this.colours = false; // from now on it stays as it was chosen
+        this.show(this.hidden);
+      },
+    });
     this.copy = el("button", {
       type: "button", onclick: () => copy(this.text).then((done) => say(this.copy, done)),
     }, "Copy");
@@ -92,7 +100,7 @@ export class Answer {
     try {
       await this.run.follow({ ...body, kv_policy: this.policy }, signal, {
         prompt: (texts) => this.view.setPrompt(texts),
-        event: (event) => this.view.apply(event),
+        event: (event) => this.apply(event),
         text: (text, start, tokens) => this.grow(text, start, tokens),
       });
       this.account(this.run.usage.kv_cache_details);
@@ -101,6 +109,18 @@ export class Answer {
     }
     if (!this.failed) this.end();
     this.onGrow();
+  }
+
+  /** Until a token is dropped all of them would look alike, and the text is easier to read. */
+  apply(event) {
+    this.view.apply(event);
+    if (this.held.lost.size) this.colour();
+  }
+
+  /** Show it by token, unless the reader has chosen. */
+  colour() {
+    if (this.colours) this.show("tokens");
+    this.colours = false;
   }
 
   grow(text, start, tokens) {
@@ -133,6 +153,7 @@ export class Answer {
     return kv && {
       held: kv.held_bytes + kv.log_bytes, log: kv.log_bytes,
       all: Math.max(kv.logical_tokens * this.server.tokenBytes, kv.compactions ? 0 : kv.held_bytes),
+      compacted: kv.compactions > 0,
     };
   }
 
@@ -141,15 +162,19 @@ export class Answer {
     const { held, run, server } = this;
     if (!held.lanes) return;
     const tokens = held.entries(run.tokens) / held.lanes;
-    this.tell({ held: tokens * server.tokenBytes, log: 0, all: run.tokens * server.tokenBytes });
+    this.tell({
+      held: tokens * server.tokenBytes, log: 0, all: run.tokens * server.tokenBytes,
+      compacted: held.lost.size > 0,
+    });
     say(this.counts, `${count(tokens)} of ${count(run.tokens)} tokens so far, the query log left out.`);
   }
 
-  tell({ held, log, all }) {
-    const most = Math.max(held, all, 1), percent = Math.round(100 * (1 - held / (all || 1)));
+  tell(memory) {
+    const { held, log, all } = memory, most = Math.max(held, all, 1);
+    const [share, shareOf] = saving({ ...memory, keepsAll: this.name === "none" });
     this.figure.hidden = this.pair.hidden = false;
-    say(this.share, `${Math.abs(percent)} %`);
-    say(this.shareOf, percent < 0 ? "more memory, for the query log" : "less memory");
+    say(this.share, share);
+    say(this.shareOf, shareOf);
     const [full, kept] = this.bars;
     fill(full.part, all / most);
     fill(kept.part, (held - log) / most);

@@ -17,7 +17,9 @@ export class Settings {
     for (const id of BOXES) $(id).checked = kept[id] ?? $(id).checked;
   }
 
-  serve({ policies, own }) {
+  serve({ policies, own, context }) {
+    const longest = $("max-tokens"); // half of a short context at most, as examples ask for
+    if (longest.value > context >> 1) longest.value = context >> 1;
     this.forms = [
       new PolicyForm("Policy", policies, own),
       new PolicyForm("Second policy", policies, own, own.name === "none" ? "" : "none"),

@@ -24,6 +24,7 @@ export class Turn {
     this.answers.forEach(({ view, run }, i) =>
       view.reply.mark(found[i].map((index) => run.tokens - run.ids.length + index)));
     say(this.compared, verdict(found));
+    if (this.answers.some(({ hidden }) => hidden === "text")) this.answers.forEach((one) => one.colour());
   }
 
   /** What is kept of it; nothing if nobody answered. */
