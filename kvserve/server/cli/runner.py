@@ -65,7 +65,7 @@ def make_engine(config: EngineConfig) -> Engine:
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     check_request_policies(config.compression.request_policies)
-    _check_certificate(settings)
+    tls = tls_context(settings)
     # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
     with listen(settings) as listener:
         warn_if_open(settings)
@@ -75,16 +75,16 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
         try:
             import uvloop
         except ImportError:
-            asyncio.run(_serve(state, listener))
+            asyncio.run(_serve(state, listener, tls))
         else:
-            uvloop.run(_serve(state, listener))
+            uvloop.run(_serve(state, listener, tls))
     if state.tracer is not None:
         state.tracer.shutdown()
     return 0
 
 
-async def _serve(state: ServerState, listener: socket.socket) -> None:
-    server = DrainingServer(state)
+async def _serve(state: ServerState, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    server = DrainingServer(state, tls)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(state.engine.start())
     background: list[asyncio.Task[None]] = []
@@ -115,7 +115,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> None:
 class DrainingServer(uvicorn.Server):
     """uvicorn, but signals let running requests finish first, and the exit status is 0."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, tls: ssl.SSLContext | None) -> None:
         settings = state.settings
         _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
         super().__init__(
@@ -125,14 +125,13 @@ class DrainingServer(uvicorn.Server):
                     settings.read_timeout,
                     settings.write_timeout,
                     _connections_that_fit(settings.max_connections),
+                    tls,
                 ),
+                ws="none",  # a library of WebSockets would take connections out of these limits
                 lifespan="off",
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT,
-                ssl_keyfile=settings.ssl_keyfile,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_ca_certs=settings.ssl_ca_certs,
             )
         )
         self._state = state
@@ -227,16 +226,19 @@ async def _watch(state: ServerState, server: DrainingServer) -> None:
     server.should_exit = True
 
 
-def _check_certificate(settings: ServeSettings) -> None:
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """What HTTPS is served with, if it is. ``ConfigError`` if its files cannot be read."""
     if settings.ssl_certfile is None:
-        return
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         if settings.ssl_ca_certs is not None:
             context.load_verify_locations(settings.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
     except OSError as exc:  # SSLError is an OSError
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
+    return context
 
 
 def _share_log(level: str, access: bool) -> None:

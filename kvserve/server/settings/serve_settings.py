@@ -61,7 +61,9 @@ class ServeSettings:
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
     ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
     ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS")
-    ssl_ca_certs: str | None = setting(None, "certificates of the authorities that sign clients'")
+    ssl_ca_certs: str | None = setting(
+        None, "certificates of authorities; clients must show one that these have signed"
+    )
     shutdown_timeout: float = setting(
         25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", least=0
     )
@@ -119,6 +121,8 @@ class ServeSettings:
         check_limits(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-ca-certs goes with --ssl-certfile and --ssl-keyfile")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
         object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
