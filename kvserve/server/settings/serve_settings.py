@@ -123,6 +123,8 @@ class ServeSettings:
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-ca-certs goes with --ssl-certfile and --ssl-keyfile")
+        if self.uds is not None and (not self.uds or "\0" in self.uds):
+            raise ConfigError(f"--uds must be the name of a file, not {self.uds!r}")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
         object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
