@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import pytest
 
-from kvserve.folders import temporary_folder
+from kvserve.folders import scratch_folder, temporary_folder
 
 
 def test_a_full_disk_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +20,23 @@ def test_a_full_disk_has_room_for_sockets(monkeypatch: pytest.MonkeyPatch) -> No
     assert temporary_folder() == "/somewhere"
     monkeypatch.delenv("TMPDIR")
     assert temporary_folder() == "/tmp"
+
+
+def test_a_folder_has_room_for_the_name_of_a_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library of messages refused it with a traceback, and the folder stayed."""
+    deep = tmp_path / ("a" * 110)
+    deep.mkdir()
+    for folder, socket, named in (
+        (deep, "out", r"TMPDIR is too long: the name of a socket has at most 103"),
+        (tmp_path / "none", "", "No such file"),
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(OSError, match=named):
+            scratch_folder(socket)
+    assert not [*deep.iterdir()]
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with scratch_folder() as made:
+        assert Path(made).parent == deep
+    assert not [*deep.iterdir()]

@@ -133,7 +133,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"prompt": {"id": "a"}}, "prompt", "instructions"),
         ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
-        *(({"include": value}, "include") for value in (5, 0, "", {})),
+        *(({"include": wrong}, "include") for wrong in (5, 0, "", {"a": 1})),
         # Under the names that fields have here, not those of the chat request made of them.
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"reasoning": {"effort": "lots"}}, "reasoning"),

@@ -116,8 +116,8 @@ def test_no_field_is_used_before_it_is_read(route: str) -> None:
     names = {*kind.model_fields, *kind.further_fields, "unheard_of"}
     refused = 0
     for name in sorted(names):
-        for value in (True, 0, 1.5, "", "x", [], [1], [{}], {}, {"a": 1}):
-            raw = orjson.dumps({**BODIES[route], name: value})
+        for value in VALUES[1:-1]:
+            raw = orjson.dumps({**BODIES[route], name: 1e300 if value == 10**30 else value})
             try:
                 body: Any = read_body(raw, (kind,), 2000)
                 if route == "/v1/messages":

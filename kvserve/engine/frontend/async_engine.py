@@ -65,6 +65,7 @@ class AsyncEngine:
         """Load the model; raises ``ConfigError`` with one line if that cannot work."""
         # Both at once: errors of the tokenizer show before the model is loaded.
         texts = asyncio.ensure_future(asyncio.to_thread(load_tokenizer, self.config.model))
+        texts.add_done_callback(lambda task: task.cancelled() or task.exception())  # one is told
         core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
         try:
             done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)

@@ -109,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
         return importlib.import_module(COMMANDS[name].module).run(args) or 0
     except UsageError as exc:
         return _fail(name, exc, 2)
-    except (ConfigError, RequestError, EngineDeadError) as exc:
+    except (ConfigError, RequestError, EngineDeadError, OSError) as exc:  # OSError: of the system
         return _fail(name, exc, 1)
     except KeyboardInterrupt:
         return 130

@@ -1,7 +1,7 @@
 """Starts and runs the server.
 
 The socket already answers health checks while the engine loads. Then a table says what is on, what
-is off and why. On SIGTERM or Ctrl-C running requests get time to finish.
+is off and why. On SIGTERM, Ctrl-C or a terminal's end running requests get time to finish.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
 from kvserve.server.state.server_state import ServerState, check_request_policies
 from kvserve.server.state.tracing import Tracer
+from kvserve.signals import AT_ONCE, heeded
 from kvserve.stats import EngineStats
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
 """Seconds to send the rest of the answers once every request has ended."""
 
@@ -41,6 +41,7 @@ _LOG_INTERVAL = 10.0
 _WIDEST_STATE = 40
 _OTHER_FILES = 128
 """Open files that are not connections: weights, sockets to the engine, logs."""
+_LEAST_FILES = 64
 _PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
@@ -65,7 +66,12 @@ def make_engine(config: EngineConfig) -> Engine:
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
     check_request_policies(config.compression.request_policies)
-    tls = tls_context(settings)
+    protocol = LimitedHttpProtocol.limited(
+        settings.read_timeout,
+        settings.write_timeout,
+        _connections_that_fit(settings.max_connections),
+        tls_context(settings),
+    )
     # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
     with listen(settings) as listener:
         warn_if_open(settings)
@@ -75,16 +81,18 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
         try:
             import uvloop
         except ImportError:
-            asyncio.run(_serve(state, listener, tls))
+            asyncio.run(_serve(state, listener, protocol))
         else:
-            uvloop.run(_serve(state, listener, tls))
+            uvloop.run(_serve(state, listener, protocol))
     if state.tracer is not None:
         state.tracer.shutdown()
     return 0
 
 
-async def _serve(state: ServerState, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
-    server = DrainingServer(state, tls)
+async def _serve(
+    state: ServerState, listener: socket.socket, protocol: type[LimitedHttpProtocol]
+) -> None:
+    server = DrainingServer(state, protocol)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(state.engine.start())
     background: list[asyncio.Task[None]] = []
@@ -115,18 +123,13 @@ async def _serve(state: ServerState, listener: socket.socket, tls: ssl.SSLContex
 class DrainingServer(uvicorn.Server):
     """uvicorn, but signals let running requests finish first, and the exit status is 0."""
 
-    def __init__(self, state: ServerState, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, state: ServerState, protocol: type[LimitedHttpProtocol]) -> None:
         settings = state.settings
         _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
         super().__init__(
             uvicorn.Config(
                 create_app(state),
-                http=LimitedHttpProtocol.limited(
-                    settings.read_timeout,
-                    settings.write_timeout,
-                    _connections_that_fit(settings.max_connections),
-                    tls,
-                ),
+                http=protocol,
                 ws="none",  # a library of WebSockets would take connections out of these limits
                 lifespan="off",
                 log_config=None,
@@ -141,19 +144,20 @@ class DrainingServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+        numbers = heeded()
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._draining is None:
             self._state.draining = True
             self._draining = asyncio.create_task(self._drain())
-        else:
+        elif number in AT_ONCE:
             logger.warning("stopping at once")
             self._draining.cancel()
             self._end_requests()
@@ -198,7 +202,8 @@ async def _tell_while_loading(
 
 
 def _connections_that_fit(wanted: int) -> int:
-    """``wanted``, or fewer if the limit of open files is lower. Raises that limit if it may."""
+    """``wanted``, or fewer if the limit of open files is lower. Raises that limit if it may;
+    ``ConfigError`` if nothing could start under it."""
     try:
         import resource
     except ImportError:
@@ -209,6 +214,10 @@ def _connections_that_fit(wanted: int) -> int:
             most = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
             soft = max(soft, most)
+    if soft < _LEAST_FILES:
+        raise ConfigError(
+            f"the system allows {soft} open files (ulimit -n), and a server needs {_LEAST_FILES}"
+        )
     if wanted <= soft - _OTHER_FILES:
         return wanted
     most = max(soft - _OTHER_FILES, 1)
