@@ -29,10 +29,12 @@ class ServeSettings:
         (), "names clients may use, the first in answers (default: --model)"
     )
     api_key: tuple[str, ...] = setting(
-        (), "keys clients must send as 'Authorization: Bearer KEY' (default: none needed)"
+        (),
+        "keys clients must send as 'Authorization: Bearer KEY' (default: none needed); all users "
+        "of this machine can read a command line: better --api-key-file or KVSERVE_API_KEY",
     )
     api_key_file: str | None = setting(
-        None, "file with more keys, one a line; read again when it changes"
+        None, "file with more keys, one a line (# begins a comment); read again when it changes"
     )
     open_metrics: bool = setting(False, "serve /metrics without a key")
     vllm_metrics: bool = setting(True, "repeat the common metrics under vllm's names")

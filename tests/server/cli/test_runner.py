@@ -8,6 +8,9 @@ import queue
 import resource
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +23,7 @@ from kvserve.server.cli import runner
 from kvserve.server.cli.commands import run as run_command
 from kvserve.server.http.http_protocol import MAX_HEAD
 from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state import server_state
 from kvserve.signals import AT_ONCE, ENDING, heeded
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.real_server import Server
@@ -164,6 +168,39 @@ def test_an_error_of_the_system_is_a_line(
     assert run_command(["serve", "--model", "m", "--port", "0"]) == 1
     error = capfd.readouterr().err.splitlines()[-1]
     assert error == "kvserve serve: error: [Errno 24] Too many open files: '/a/file'"
+
+
+@pytest.mark.parametrize("closed", [(1, 2), (0, 1, 2), (2,), (0,)])
+def test_streams_that_are_closed_at_the_start(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """A socket got the number of stderr, and at the end Python aborted."""
+    path = tmp_path / "socket"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, "--model", "m", "--uds", str(path)],
+        preexec_fn=lambda: [*map(os.close, closed)] and None,
+        text=True,
+    )
+    try:
+        wait_until(path.exists, process)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=WAIT) as http:
+            wait_until(lambda: http.get("http://localhost/health").status_code == 200)
+            for number in closed:
+                assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
+        process.terminate()
+        assert process.wait(WAIT) == 0
+    finally:
+        process.kill()
+
+
+def test_a_template_that_never_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "still loading" for ever."""
+    over = threading.Event()
+    monkeypatch.setattr(server_state, "TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr(FakeTokenizer, "forms", lambda *_: over.wait(WAIT))
+    status, _, said = serve(lambda url: None, start_delay=3600.0)
+    over.set()
+    assert status == 1 and said.splitlines()[-1] == (
+        "kvserve serve: error: --chat-template: the model's does not end within 0.1 s; give another"
+    )
 
 
 def test_a_second_signal_stops_at_once(serve: Serve) -> None:
