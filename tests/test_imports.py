@@ -5,13 +5,16 @@ Who may import whom: pyproject.toml.
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import zipfile
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,30 @@ def test_pytest_alone_is_enough() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "test_pooling" in done.stdout
+
+
+# ---- what is declared ---------------------------------------------------------------------------
+
+NAMES = {"flash_attn_interface": "flash_attn", "yaml": "pyyaml", "zmq": "pyzmq"}
+"""Modules -> the packages that have them, where these are called otherwise."""
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """Starlette came with FastAPI, in whatever version that took."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.split(r"[^\w-]", each)[0].replace("-", "_").lower() for each in stated}
+    declared |= {"opentelemetry", "setuptools"}
+    imported, private = set(), set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+            private |= {name for name in names if "._" in name and not name.startswith("torch.")}
+    foreign = imported - set(sys.stdlib_module_names) - {"kvserve"}
+    assert {NAMES.get(name, name) for name in foreign} <= declared
+    assert not private
+    [jinja] = (each for each in stated if each.startswith("jinja2"))
+    assert jinja == "jinja2>=3.1.6"

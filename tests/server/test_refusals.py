@@ -133,7 +133,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"prompt": {"id": "a"}}, "prompt", "instructions"),
         ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
-        ({"include": 5}, "include"),
+        *(({"include": wrong}, "include") for wrong in (5, 0, "", {"a": 1})),
         # Under the names that fields have here, not those of the chat request made of them.
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"reasoning": {"effort": "lots"}}, "reasoning"),
@@ -156,6 +156,11 @@ REFUSED: dict[str, list[Case]] = {
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
     ],
     "/v1/messages": [
+        *(
+            ({"thinking": {"type": kind}, "chat_template_kwargs": value}, "chat_template_kwargs")
+            for kind in ("enabled", "disabled", "adaptive")
+            for value in ("x", "", 1.5, 0, [1], [])
+        ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": of_user({"type": "image"})}, "messages", '"image"'),

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable
 from contextlib import closing
 from multiprocessing.context import SpawnProcess
@@ -36,8 +35,9 @@ from kvserve.engine.core.core_loop import (
 )
 from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
-from kvserve.folders import temporary_folder
+from kvserve.folders import scratch_folder
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
+from kvserve.signals import leave_to_parent
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
@@ -61,7 +61,7 @@ class ProcessClient:
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         """Wait until the model is loaded; raises ``ConfigError`` if it cannot be."""
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
+        self._directory = scratch_folder("out")
         addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
         self._context = zmq.Context()
         self._commands = _socket(self._context, zmq.PUSH)
@@ -165,7 +165,7 @@ class ProcessClient:
 
 def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
     """Main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
+    leave_to_parent()
     signal.signal(signal.SIGTERM, _leave)  # no request is open while it loads
     configure_logging(log_level)
     share_one_arena()
@@ -191,7 +191,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
 
 def _last_words(error: Exception) -> list[bytes]:
     """The message to the parent: a refusal, or a failure, whose traceback is logged here."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | OSError):  # the latter is the system's refusal
         return [_REFUSED, str(error).encode()]
     if isinstance(error, MemoryError):
         return [_REFUSED, f"there is not enough memory: {error}".encode()]

@@ -98,7 +98,8 @@ class EngineCore:
         sequence = self._intake.sequence(new, self._sequences, matcher)
         self.scheduler.add(sequence)
         self._sequences.add(sequence, new)
-        self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
+        if not new.branch:  # once a request, as in its usage
+            self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""

@@ -65,6 +65,7 @@ class AsyncEngine:
         # Both at once: errors of the tokenizer show before the model is loaded.
         core = asyncio.ensure_future(self._client.start(self._on_outputs, self._on_death))
         texts = asyncio.ensure_future(asyncio.to_thread(_tokenizer_of, self.config.model))
+        texts.add_done_callback(lambda task: task.cancelled() or task.exception())  # one is told
         try:
             done, _ = await asyncio.wait((texts, core), return_when=asyncio.FIRST_EXCEPTION)
             for task in done:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvserve.engine.models.hub import read_json
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 
 _FETCH = "fetch it again"
 
@@ -123,6 +123,9 @@ def _shards(directory: Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"--model: {index} has no weight_map; {_FETCH}")
+        outside = [name for name in weight_map.values() if not _is_beside(name)]
+        if outside:
+            raise ConfigError(f"--model: {index} names {shown(outside[0])}, no file beside it")
         names = sorted(set(weight_map.values()))
     shards = [directory / name for name in names]
     for shard in shards:
@@ -133,6 +136,14 @@ def _shards(directory: Path) -> list[Path]:
                 "GGUF), or take random weights with --load-format dummy"
             )
     return shards
+
+
+def _is_beside(name: object) -> bool:
+    """Whether this is the name of a file in a checkpoint's folder, or in one in it."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.counts import Held, check_counts, held_in
 from kvserve.engine.models.fetched import FETCHABLE, fetched_file
 from kvserve.log import ConfigError
 
@@ -83,21 +84,29 @@ def _gguf_in(directory: Path, load_format: str, flag: str) -> Path | None:
 
 
 def read_config(
-    path: Path, overrides: Mapping[str, Any] | None = None
+    path: Path, overrides: Mapping[str, Any] | None = None, *, weights: bool = True
 ) -> tuple[dict[str, Any], str]:
     """The fields of config.json, or what a GGUF file says of them, and where they were found.
 
-    ``overrides`` replace fields (``--hf-overrides``).
+    ``overrides`` replace fields (``--hf-overrides``). ``ConfigError`` if a count is larger than the
+    files can hold; without ``weights``, than any model's.
     """
     if path.is_file():
         from kvserve.engine.gguf.config import config_of
         from kvserve.engine.gguf.reader import read_gguf
 
-        return {**config_of(read_gguf(path)), **(overrides or {})}, str(path)
-    file = path / "config.json"
-    if not file.exists():
-        raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
-    return {**read_json(file), **(overrides or {})}, str(file)
+        gguf, where = read_gguf(path), str(path)
+        shapes = [tensor.shape for tensor in gguf.tensors.values()]
+        held, raw = Held.of([*shapes], path.stat().st_size), config_of(gguf)
+    else:
+        file = path / "config.json"
+        if not file.exists():
+            raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
+        held = held_in(path) if weights else Held()
+        raw, where = read_json(file), str(file)
+    check_counts(raw, held, where)
+    check_counts(overrides or {}, Held(), "--hf-overrides")
+    return {**raw, **(overrides or {})}, where
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -106,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
         if not isinstance(value, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: cannot read {path} ({error}); fetch it again") from None
     return value
 

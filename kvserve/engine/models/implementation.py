@@ -28,7 +28,8 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
 
     ``ConfigError`` says what keeps the model from running.
     """
-    raw, where = read_config(directory, config.hf_overrides)
+    has_weights = config.load_format != "dummy"
+    raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
     architecture = architecture_of(raw)
     if config.model_impl != "transformers" and directory.is_dir():
         text = text_part(raw, where, architecture)

@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool, RankStart, message_for_ranks
-from kvserve.folders import temporary_folder
+from kvserve.folders import scratch_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput
 
@@ -50,7 +49,7 @@ class Executor:
         self._dead = ""
         if size == 1:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
+        self._directory = scratch_folder()
         self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):

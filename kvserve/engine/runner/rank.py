@@ -49,6 +49,7 @@ from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.speculation.speculation import NgramSettings
+from kvserve.signals import leave_to_parent
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,8 @@ FORGET_SCORES = "forget scores"
 
 def main() -> None:
     """Main function of the process; its argument is the descriptor of its end of a pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the first rank says when to exit
+    leave_to_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
     connection = Connection(int(sys.argv[1]))
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()

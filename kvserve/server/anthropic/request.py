@@ -82,6 +82,7 @@ class MessagesRequest(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     stop_sequences: Strings | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -115,6 +116,7 @@ class MessagesRequest(BaseModel):
             "tools": tools or None,
             "tool_choice": None if choice is None else _tool_choice(choice),
             "stop": self.stop_sequences,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -124,8 +126,8 @@ class MessagesRequest(BaseModel):
             given["parallel_tool_calls"] = False
         if thinking is not None and thinking.type != "adaptive":
             on = thinking.type == "enabled"
-            template = extra.get("chat_template_kwargs") or {}
-            given["chat_template_kwargs"] = {"enable_thinking": on, **template}
+            own = self.chat_template_kwargs or {}
+            given["chat_template_kwargs"] = {"enable_thinking": on, **own}
             if on and limits_thinking:
                 given["thinking_token_budget"] = thinking.budget_tokens
         if config is not None and config.format is not None:

@@ -7,6 +7,7 @@ it runs, so ``kvserve --help`` loads neither torch nor FastAPI.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -90,7 +91,20 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point: run a command and exit with its status."""
+    _open_standard_streams()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def _open_standard_streams() -> None:
+    """Give each stream that was closed at the start nothing to read, and nowhere to write: a socket
+    would get its number, and what a library prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def run(argv: Sequence[str]) -> int:
@@ -109,7 +123,7 @@ def run(argv: Sequence[str]) -> int:
         return importlib.import_module(COMMANDS[name].module).run(args) or 0
     except UsageError as exc:
         return _fail(name, exc, 2)
-    except (ConfigError, RequestError, EngineDeadError) as exc:
+    except (ConfigError, RequestError, EngineDeadError, OSError) as exc:  # OSError: of the system
         return _fail(name, exc, 1)
     except KeyboardInterrupt:
         return 130

@@ -44,7 +44,11 @@ class ResponseWriter(ChoiceWriter):
             "temperature": request.temperature,
             "text": {"format": (text and text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            "tools": [
+                tool.model_dump(exclude_none=True)
+                for tool in request.tools or ()
+                if tool.type == "function"
+            ],
             "top_p": request.top_p,
             "truncation": "disabled",
         }

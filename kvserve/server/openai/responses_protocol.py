@@ -16,7 +16,7 @@ from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_cha
 from kvserve.server.openai.fields import UNSEEN, FirstFault
 
 _LOGPROBS = "message.output_text.logprobs"
-IGNORED = ("include", "max_tool_calls", "truncation")
+IGNORED = ("max_tool_calls", "truncation")
 """They are about stored answers or OpenAI's own tools, or what is done when the context is too
 short: here that is an error."""
 
@@ -98,16 +98,14 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
+    include: Annotated[list[Any], FirstFault()] | None = None
     stream: bool | None = None
 
     def as_chat(self) -> tuple[ChatCompletionRequest, list[str]]:
         """The equivalent chat request, whose errors name the fields of this one; and what it leaves
         out: tools that this server does not have, and what is left of them in the history."""
         extra = dict(self.model_extra or {})
-        include = extra.get("include") or []
-        if not isinstance(include, list):
-            raise RequestError("include must be a list", param="include")
-        logprobs = _LOGPROBS in include
+        logprobs = _LOGPROBS in (self.include or ())
         for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": logprobs}.items():
             if asked:
                 why = "log-probabilities go with /v1/chat/completions"

@@ -10,14 +10,15 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError, logger, shown
 from kvserve.outputs import RequestOutput
-from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutput
 from kvserve.server.state.engine_protocol import OpenRequest
 from kvserve.server.state.errors import too_many
 from kvserve.server.state.metrics import Metrics
@@ -56,7 +57,7 @@ class Generation:
         state.generations.add(self)
         if state.settings.enable_log_requests:
             lengths = [len(prompt) for prompt in prompts]
-            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, params)
+            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, _sizes(params))
         self._tasks = [
             asyncio.create_task(self._follow(index, prompt, f"{request_id}-{index}"))
             for index, prompt in enumerate(prompts)
@@ -286,3 +287,21 @@ class RequestWatch:
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics.observe(name, value, self._engine)
+
+
+def _sizes(params: SamplingParams) -> str:
+    """The settings that are not the defaults, for the log: numbers, and the sizes of what else was
+    sent. Salts, stop strings and grammars are the client's."""
+    said = []
+    for item in fields(params):
+        value = getattr(params, item.name)
+        if value == item.default or value is None:
+            continue
+        if item.name == "kv_policy":
+            value = shown(value if isinstance(value, str) else value.get("name"))
+        elif isinstance(value, StructuredOutput):
+            value = f"{value.kind} of {len(value.value)}"
+        elif not isinstance(value, int | float) and item.name != "client":
+            value = f"({len(value)})"
+        said.append(f"{item.name}={value}")
+    return " ".join(said)

@@ -46,6 +46,13 @@ def shard(directory: Path) -> Path:
     return directory / name
 
 
+def rename_shards(directory: Path, name: object) -> None:
+    index = shard(directory).with_name(INDEX)
+    found = json.loads(index.read_text())
+    found["weight_map"] |= dict.fromkeys(found["weight_map"], name)
+    index.write_text(json.dumps(found))
+
+
 def set_tensor(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
     """``None`` takes it out."""
     with edited_tensors(directory) as tensors:
@@ -66,6 +73,10 @@ def truncate(path: Path, size: int = 5000) -> None:
         (lambda d: truncate(d / "model.safetensors"), "model.safetensors is damaged"),
         (lambda d: truncate(shard(d)), "model-00002-of-00002.safetensors is damaged"),
         (lambda d: truncate(shard(d).with_name(INDEX), 15), INDEX),
+        *(
+            (lambda d, name=name: rename_shards(d, name), f"{INDEX} names .*, no file beside it")
+            for name in ("../../../x", "a/../../x", "/etc/passwd", "", "a\0b", 5, None, ["a"])
+        ),
         (
             lambda d: set_tensor(d, "model.norm.weight", torch.full([64], torch.nan)),
             "model.norm.weight in .*model.safetensors holds NaN",
@@ -105,6 +116,29 @@ def truncate(path: Path, size: int = 5000) -> None:
         (lambda d: edit_config(d, architectures=["InternLM2ForCausalLM"], bias=True), "sets bias"),
         (lambda d: edit_config(d, hidden_act="gelu"), "'gelu'"),
         (lambda d: (d / "config.json").write_text("{"), "cannot read .*config.json"),
+        *(
+            (lambda d, text=text: (d / "config.json").write_text(text), "cannot read .*config.json")
+            for text in ("[" * 10**5, '{"a":' * 10**5, '{"a": %s}' % ("9" * 5000), "", "\0", "[]")
+        ),
+        *(
+            (lambda d, field=field: edit_config(d, **field), next(iter(field)))
+            for field in (
+                {"eos_token_id": {"a": 1}},
+                {"eos_token_id": [[1]]},
+                {"dtype": ["x"]},
+                {"rms_norm_eps": float("nan")},
+                {"rms_norm_eps": 10**400},
+            )
+        ),
+        *(
+            (lambda d, rope=rope: edit_config(d, rope_parameters=rope), f"RoPE.* sets {name}")
+            for name, rope in (
+                ("rope_theta", {"rope_type": "default", "rope_theta": 0}),
+                ("rope_theta", {"rope_type": "default", "rope_theta": float("inf")}),
+                ("factor", {"rope_type": "linear", "factor": 0}),
+                ("factor", {"rope_type": "linear", "factor": 1e308}),
+            )
+        ),
         (lambda d: (d / "generation_config.json").write_text("{"), "generation_config.json"),
         (
             lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),

@@ -155,6 +155,10 @@ def test_codex_and_its_tools(server: RunningServer) -> None:
         said = "tools[1] (web_search), tools[2] (custom), tools[3] (local_shell)"
         assert answer.headers["X-Kvserve-Skipped"] == said
         assert '"function_call"' in answer.text
+        # They were repeated, in three events of a stream.
+        for kind in ("web_search", "apply_patch", "local_shell"):
+            assert kind not in answer.text
+        assert '"tools":[{"type":"function","name":"weather"' in answer.text
 
 
 def test_the_names_of_what_is_skipped_are_no_headers(server: RunningServer) -> None:
