@@ -6,6 +6,7 @@ its file anew: loading then takes the model's own memory and that of one piece.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError
 
 _FETCH = "fetch it again"
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 class Checkpoint(Protocol):
@@ -86,6 +88,11 @@ class SafetensorsFiles:
             for stored in stored_names:
                 if (name := name_of(stored)) is None:
                     self.left_out.append(stored)
+                elif name in self._stored:
+                    raise ConfigError(
+                        f"--model: {shard} and {self._stored[name][0]} both have a tensor {name}; "
+                        "remove what is left of another checkpoint"
+                    )
                 else:
                     self._stored[name] = shard, stored
 
@@ -117,17 +124,30 @@ class SafetensorsFiles:
 
 
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    """The files with the weights: those of the index, the one file, or all shards there are."""
+    index, one = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    shards = [one]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"--model: {index} has no weight_map; {_FETCH}")
-        names = sorted(set(weight_map.values()))
-    shards = [directory / name for name in names]
+        shards = [directory / name for name in sorted(set(weight_map.values()))]
+    elif not one.exists():
+        found = [match for file in directory.iterdir() if (match := _SHARD.fullmatch(file.name))]
+        wholes = sorted({(match[1], match[3]) for match in found})
+        if len(wholes) > 1:
+            names = " and ".join(f"{prefix}-...-of-{count}" for prefix, count in wholes)
+            raise ConfigError(
+                f"--model: {directory} has shards {names}, and no {index.name} that says which are "
+                f"the model's; {_FETCH}"
+            )
+        for prefix, count in wholes:
+            places = range(1, int(count) + 1)
+            names = (f"{prefix}-{place:0{len(count)}}-of-{count}.safetensors" for place in places)
+            shards = [directory / name for name in names]
     for shard in shards:
         if not shard.exists():
-            others = "" if index.exists() else " and so is model.safetensors.index.json"
+            others = "" if shard != one or index.exists() else f" and so is {index.name}"
             raise ConfigError(
                 f"--model: {shard} is missing{others}; {_FETCH} (kvserve reads safetensors and "
                 "GGUF), or take random weights with --load-format dummy"
