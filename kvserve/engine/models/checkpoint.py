@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,7 +97,7 @@ class SafetensorsFiles:
                 else:
                     self._stored[name] = shard, stored
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         return set(self._stored)
 
@@ -136,10 +137,10 @@ def _shards(directory: Path) -> list[Path]:
         found = [match for file in directory.iterdir() if (match := _SHARD.fullmatch(file.name))]
         wholes = sorted({(match[1], match[3]) for match in found})
         if len(wholes) > 1:
-            names = " and ".join(f"{prefix}-...-of-{count}" for prefix, count in wholes)
+            several = " and ".join(f"{prefix}-...-of-{count}" for prefix, count in wholes)
             raise ConfigError(
-                f"--model: {directory} has shards {names}, and no {index.name} that says which are "
-                f"the model's; {_FETCH}"
+                f"--model: {directory} has shards {several}, and no {index.name} that says "
+                f"which are the model's; {_FETCH}"
             )
         for prefix, count in wholes:
             places = range(1, int(count) + 1)

@@ -97,7 +97,13 @@ def read_config(
     file = path / "config.json"
     if not file.exists():
         raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
-    return {**read_json(file), **(overrides or {})}, str(file)
+    raw, beside = read_json(file), path / "hf_quant_config.json"
+    if not raw.get("quantization_config") and beside.exists():  # as ModelOpt wrote it at first
+        raw["quantization_config"] = {
+            "quant_method": "modelopt",
+            **(read_json(beside).get("quantization") or {}),
+        }
+    return {**raw, **(overrides or {})}, str(file)
 
 
 def read_json(path: Path) -> dict[str, Any]:
