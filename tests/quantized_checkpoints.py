@@ -242,10 +242,11 @@ def in_form(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, 
         alone = {**config, "format": own["format"], "config_groups": {"group_0": own}}
         return in_form(name, weight, alone)
     if config["quant_method"] == "auto-round":
-        own = next((x for n, x in config.get("extra_config", {}).items() if n in name), {})
+        extra: dict[str, Any] = config.get("extra_config", {})
+        of_module: dict[str, Any] = next((x for n, x in extra.items() if n in name), {})
         method = "awq" if "awq" in config["packing_format"] else "gptq"
         version = "gptq" if "auto_gptq" in config["packing_format"] else "gptq_v2"
-        config = {**config, **own, "quant_method": method, "checkpoint_format": version}
+        config = {**config, **of_module, "quant_method": method, "checkpoint_format": version}
     for pattern, own in config.get("dynamic", {}).items():
         if re.match(pattern[2:], name):
             if pattern.startswith("-:"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -113,6 +113,12 @@ class SafetensorsFiles:
         shard, stored = self._stored[name]
         with _open_shard(shard) as file:
             return file.get_tensor(stored).clone()
+
+    def slices(self, opened: ExitStack) -> dict[str, Any]:
+        """All tensors, each read when it is asked for, while the files in ``opened`` are open."""
+        shards = {shard for shard, _ in self._stored.values()}
+        files = {shard: opened.enter_context(_open_shard(shard)) for shard in sorted(shards)}
+        return {name: files[at].get_slice(stored) for name, (at, stored) in self._stored.items()}
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]
