@@ -133,20 +133,25 @@ def _parse_gptq(raw: Mapping[str, Any], where: str) -> Quantization:
     if version not in ("gptq", "gptq_v2"):
         raise _refused(where, f"gptq with checkpoint_format {version}")
     own = [given for name, given in dynamic.items() if not name.startswith("-:")]
-    forms = (_gptq_forms({**raw, **given}, where, version) for given in [{}, *own])
-    return Quantization("gptq", _each_once(form for each in forms for form in each))
+    return Quantization(
+        "gptq", _gptq_forms([{**raw, **given} for given in [{}, *own]], where, version)
+    )
 
 
-def _gptq_forms(raw: Mapping[str, Any], where: str, version: str) -> list[Packed]:
-    """That of a weight with its order, and without one where inputs are in their own."""
-    bits, method = raw.get("bits"), raw.get("quant_method", "gptq")
-    if bits not in _SHIFTS:
-        raise _refused(where, f"{method} with bits {bits}")
-    group = _group(raw.get("group_size", 128), where)
-    how: dict[str, Any] = {"turned": True, "packed": "inputs", "shifts": _SHIFTS[bits]}
-    how |= {"symmetric": bool(raw.get("sym", True)), "zeros_from": int(version == "gptq")}
-    orders = ("g_idx",) if raw.get("desc_act") else ("g_idx", "")
-    return [Packed(bits, group, "qweight", "scales", "qzeros", order, **how) for order in orders]
+def _gptq_forms(kinds: list[dict[str, Any]], where: str, version: str) -> tuple[Form, ...]:
+    """Those of weights with their order, and without one where inputs are in their own. If some are
+    not symmetric, zeros are read of all."""
+    forms: list[Form] = []
+    symmetric = all(raw.get("sym", True) for raw in kinds)
+    for raw in kinds:
+        bits, group = raw.get("bits"), _group(raw.get("group_size", 128), where)
+        if bits not in _SHIFTS:
+            raise _refused(where, f"{raw['quant_method']} with bits {bits}")
+        how: dict[str, Any] = {"turned": True, "packed": "inputs", "shifts": _SHIFTS[bits]}
+        how |= {"symmetric": symmetric, "zeros_from": int(version == "gptq")}
+        for order in ("g_idx",) if raw.get("desc_act") else ("g_idx", ""):
+            forms.append(Packed(bits, group, "qweight", "scales", "qzeros", order, **how))
+    return _each_once(forms)
 
 
 def _parse_auto_round(raw: Mapping[str, Any], where: str) -> Quantization:
@@ -162,12 +167,12 @@ def _parse_auto_round(raw: Mapping[str, Any], where: str) -> Quantization:
     own = [given for given in (raw.get("extra_config") or {}).values() if isinstance(given, dict)]
     levels = [{**raw, **given} for given in own if given.get("bits", 4) < 16]
     if packing == "auto_round:auto_awq":
-        forms = (_parse_awq({"bits": x.get("bits"), **x}, where).forms for x in [raw, *levels])
+        forms = _each_once(_parse_awq(each, where).forms[0] for each in [raw, *levels])
     elif packing in versions:
-        forms = (tuple(_gptq_forms(x, where, versions[packing])) for x in [raw, *levels])
+        forms = _gptq_forms([dict(raw), *levels], where, versions[packing])
     else:
         raise _refused(where, f"auto-round with packing_format {packing}")
-    return Quantization("auto-round", _each_once(form for each in forms for form in each))
+    return Quantization("auto-round", forms)
 
 
 def _parse_modelopt(raw: Mapping[str, Any], where: str) -> Quantization:

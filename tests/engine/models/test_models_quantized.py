@@ -104,7 +104,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "gptq that skips": ("llama", gptq(dynamic={"-:.*k_proj": {}, "-:.*down": {}}), {}, "4 bits"),
     "gptq, some in 8 bits": (
         "llama",
-        gptq(dynamic={"+:.*mlp": {"bits": 8}, "-:.*o_proj": {}}),
+        gptq(dynamic={"+:.*mlp": {"bits": 8, "sym": False}, "-:.*o_proj": {}}),
         {},
         "4 bits and 8 bits",
     ),
@@ -172,7 +172,11 @@ def test_modelopt_beside_config(tmp_path: Path) -> None:
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     "form",
-    ["awq, experts", *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd")],
+    [
+        "awq, experts",
+        "mixed, FP8 and FP4",
+        *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd"),
+    ],
 )
 def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     kind, config, changes, held_as = FORMS[form]
