@@ -103,7 +103,12 @@ def read_config(
         if not file.exists():
             raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
         held = held_in(path) if weights else Held()
-        raw, where = read_json(file), str(file)
+        raw, where, beside = read_json(file), str(file), path / "hf_quant_config.json"
+        if not raw.get("quantization_config") and beside.exists():  # as ModelOpt wrote it at first
+            raw["quantization_config"] = {
+                "quant_method": "modelopt",
+                **(read_json(beside).get("quantization") or {}),
+            }
     check_counts(raw, held, where)
     check_counts(overrides or {}, Held(), "--hf-overrides")
     return {**raw, **(overrides or {})}, where

@@ -19,7 +19,7 @@ from kvserve.engine.models.linear import FP8, Holding, select_product
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import Target, is_unused, weight_targets
+from kvserve.engine.models.weights import Target, has_own_head, is_unused, weight_targets
 from kvserve.engine.models.wrapper import open_text_part
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError
@@ -47,9 +47,8 @@ def load_model(
         checkpoint = open_checkpoint(directory)
     elif config.load_format != "dummy":
         checkpoint = open_text_part(directory, spec.wrapper)
-        # Whether the head is tied, the wrapper's config.json may leave out and the class get wrong.
-        has_head = any(name.startswith("lm_head.") for name in checkpoint.names)
-        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not has_head)
+    if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
+        spec = replace(spec, tied_embeddings=False)
     holding = hold_levels(spec, checkpoint, dtype, device, group)
     stored: dict[str, Storage] = {}
     if checkpoint is not None:
