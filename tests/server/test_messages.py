@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.server.openai.fields import UNSEEN
+from kvserve.engine.frontend.content import UNSEEN
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 
@@ -170,7 +170,7 @@ def test_a_conversation_as_claude_code_sends_it(server: RunningServer) -> None:
         body = {**SECOND_TURN, "system": system + SECOND_TURN["system"][1:]}
         answer = server.http.post("/v1/messages", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.headers["X-Kvserve-Skipped"] == "messages[2] (image)"
+        assert answer.headers["X-Kvserve-Skipped"] == "messages[2] (image), output_config"
     *_, first, second = server.prompts
     assert first == second
     for part in ("<system>be brief<user>a\nb", "I look.", "Bern", UNSEEN, "Error: no city"):

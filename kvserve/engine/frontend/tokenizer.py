@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError, RequestError
 

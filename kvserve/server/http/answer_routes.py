@@ -80,13 +80,13 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
         state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     writer = ChatWriter(body, request_id, model, fingerprint, plan=plan)
-    return await _respond(generation, writer, body.stream, request)
+    return await _respond(generation, writer, body.stream, request, body.skipped)
 
 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
-    chat, skipped = await beside(body.as_chat)
+    chat = await beside(body.as_chat)
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
     if chat.kv_trace:
@@ -100,6 +100,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
     )
     writer = ResponseWriter(body, request_id, model, plan)
+    skipped = [OWN_NAMES.get(name, name) for name in chat.skipped]
     return await _respond(generation, writer, body.stream, request, skipped)
 
 
@@ -107,7 +108,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request."""
     reasons = request.app.state.server.chat.reasoning is not None
-    chat, skipped = await beside(lambda: body.as_chat(reasons))
+    chat = await beside(lambda: body.as_chat(reasons))
     if (chat.n or 1) > 1 or chat.kv_trace:
         name = "kv_trace" if chat.kv_trace else "n"
         raise RequestError(f"{name} goes with /v1/chat/completions", param=name)
@@ -118,6 +119,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
     writer = MessageWriter(request_id, model, plan, body.max_tokens)
+    skipped = [NAMES_OF_MESSAGES.get(name, name) for name in chat.skipped]
     return await _respond(generation, writer, body.stream, request, skipped)
 
 
@@ -126,7 +128,7 @@ async def count_tokens(body: MessagesRequest, request: Request) -> Response:
     """How many tokens a conversation has under the chat template."""
     state: ServerState = request.app.state.server
     state.check_ready()
-    chat, _ = await beside(lambda: body.as_chat(False))
+    chat = await beside(lambda: body.as_chat(False))
     state.check_model(chat.model)
     try:
         ids = await encode_chat(state, chat)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvserve.engine.frontend.chat_template import template_arguments
+from kvserve.engine.frontend.efforts import SCALE
 from kvserve.log import RequestError
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
@@ -20,6 +21,8 @@ _FIRST_LOOK = 4
 _MOST_WHOLE = 2**20
 _SEAM = 64
 """Tokens that the whole text may have fewer than its beginning, where that was cut off."""
+_HARMONY_EFFORTS = ("low", "medium", "high")
+"""Its template writes any word, and its models know these."""
 _FEW = 16
 """The most texts that are tokenized, or messages that a template gets, on the event loop."""
 
@@ -116,7 +119,7 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         )
 
     def apply() -> list[int]:
-        more = _effort(state, request)
+        more = _reasoning(state, request)
         if tools := request.tools_for_template():
             more["tools"] = tools
         arguments = template_arguments(
@@ -148,22 +151,24 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
 
 
-def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
-    """``reasoning_effort`` if the template has it, else ``enable_thinking``, which is on or off."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    template = request.chat_template or state.chat_template
-    template = template or str(state.require_tokenizer("messages").describe()["chat_template"])
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"}
-    raise RequestError(
-        "this model's chat template does not know reasoning_effort; leave it out",
-        param="reasoning_effort",
-        code="unsupported_field",
-    )
+def _reasoning(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
+    """Arguments of the template that say how much to reason: the nearest that it takes to what is
+    asked for. What it does not know is skipped: agents ask for it in every request."""
+    tokenizer = state.require_tokenizer("messages")
+    reasons = tokenizer.forms(request.chat_template or state.chat_template).reasons
+    more: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        known = _HARMONY_EFFORTS if state.chat.harmony else SCALE
+        more = reasons.arguments(request.reasoning_effort, known)
+        if not more:
+            request.skipped.append("reasoning_effort")
+    reasons_anyway = state.chat.harmony or state.chat.reasoning is not None
+    if request.thinks is not None and reasons.switch:
+        more[reasons.switch] = request.thinks
+    elif request.thinks is not None and not (request.thinks and reasons_anyway):
+        request.skipped.append("thinking")
+    own = request.chat_template_kwargs or {}
+    return {name: value for name, value in more.items() if name not in own}
 
 
 def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:

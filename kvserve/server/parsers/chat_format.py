@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from kvserve.engine.frontend.chat_template import KEY, TOOL, VALUE, Forms, written_calls
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import KEY, TOOL, VALUE, written_calls
 from kvserve.log import ConfigError, logger
 from kvserve.server.parsers.harmony import MARKS, HarmonyParser
 from kvserve.server.parsers.json_text import ValueEnd

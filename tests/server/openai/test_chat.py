@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.efforts import SCALE, Reasons
 from kvserve.log import ConfigError
 from tests.server.conftest import MODEL, RunningServer, StartServer, payloads
 from tests.server.fake_engine import END, FakeEngine, FakeTokenizer
@@ -176,12 +178,13 @@ def test_a_budget_and_a_template_without_reasoning(thinking: RunningServer) -> N
 def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServer) -> None:
     tokenizer = FakeTokenizer()
     server = start_server(FakeEngine(tokenizer=tokenizer))
-    for template, effort, expected in (
-        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
-        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
-        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+    for reasons, effort, expected in (
+        (Reasons(SCALE), "max", {"reasoning_effort": "max"}),
+        (Reasons(("low", "high")), "none", {"reasoning_effort": "low"}),
+        (Reasons(switch="enable_thinking"), "none", {"enable_thinking": False}),
+        (Reasons(switch="thinking"), "high", {"thinking": True}),
     ):
-        tokenizer.template = template
+        tokenizer.wanted = Forms(reasons=reasons)
         assert server.chat("a", max_tokens=1, reasoning_effort=effort).status_code == 200
         assert tokenizer.seen[1] == expected
         body = {"input": "a", "max_output_tokens": 16, "reasoning": {"effort": effort}}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from kvserve.server.openai.fields import UNSEEN
+from kvserve.engine.frontend.content import UNSEEN
 from tests.server.conftest import MODEL, RunningServer
 from tests.server.fake_engine import FakeEngine
 
@@ -152,7 +152,7 @@ def test_codex_and_its_tools(server: RunningServer) -> None:
     for stream in (False, True):
         answer = server.http.post("/v1/responses", json={**body, "stream": stream})
         assert answer.status_code == 200
-        said = "tools[1] (web_search), tools[2] (custom), tools[3] (local_shell)"
+        said = "tools[1] (web_search), tools[3] (local_shell)"
         assert answer.headers["X-Kvserve-Skipped"] == said
         assert '"function_call"' in answer.text
 

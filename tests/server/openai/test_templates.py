@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import CallWriting, find_format
 from tests.server.conftest import RunningServer, StartServer, payloads
@@ -159,9 +160,7 @@ def test_system_messages_are_not_lost() -> None:
 def test_what_cannot_show_is_refused() -> None:
     with pytest.raises(RequestError, match="does not write tool calls") as error:
         prompt("PLAIN", USER, {"role": "assistant", "content": None, "tool_calls": [call()]})
-    assert error.value.param == "messages"
-    with pytest.raises(RequestError, match="only user, assistant and tool"):
-        prompt("MISTRAL", {"role": "system", "content": "x"}, USER)
+    assert error.value.param == "messages" and "--chat-template" in str(error.value)
 
 
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:

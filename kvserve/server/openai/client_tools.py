@@ -1,0 +1,125 @@
+"""The client's own tools in ``/v1/responses``: functions, those in namespaces, and freeform ones.
+
+A model has one kind of tool, a function with a name. Codex has its MCP tools in namespaces, and
+refuses a call whose namespace is not apart from its name; a freeform tool takes one text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvserve.server.parsers.json_text import read_object
+
+INPUT = "input"
+"""The one argument of freeform tools."""
+_NO_NAME = re.compile(r"[^a-zA-Z0-9_.-]")
+_MOST = 128
+
+
+@dataclass(frozen=True)
+class ClientTool:
+    """A tool under the names that the client gave it."""
+
+    name: str
+    namespace: str | None = None
+    freeform: bool = False
+
+    def item(self) -> dict[str, Any]:
+        """The beginning of an item that calls it."""
+        where = {} if self.namespace is None else {"namespace": self.namespace}
+        kind = "custom_tool_call" if self.freeform else "function_call"
+        return {"type": kind, **where, "name": self.name}
+
+
+@dataclass
+class ClientTools:
+    """``functions`` as a chat request has them; ``by_name`` says what each name stands for."""
+
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    by_name: dict[str, ClientTool] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, tools: Sequence[Mapping[str, Any]]) -> ClientTools:
+        made = cls()
+        made._add(tools, "tools", None)
+        return made
+
+    def _add(self, tools: Sequence[Mapping[str, Any]], where: str, namespace: str | None) -> None:
+        for at, tool in enumerate(tools):
+            kind, inner = tool.get("type"), tool.get("tools")
+            if kind == "namespace" and namespace is None and isinstance(inner, list):
+                within = [each for each in inner if isinstance(each, Mapping)]
+                self._add(within, f"{where}[{at}].tools", str(tool.get("name", "")))
+            elif kind in ("function", "custom"):
+                self._add_one(tool, namespace)
+            else:
+                self.skipped.append(f"{where}[{at}] ({kind})")
+
+    def _add_one(self, tool: Mapping[str, Any], namespace: str | None) -> None:
+        freeform = tool["type"] == "custom"
+        own = ClientTool(str(tool.get("name", "")), namespace, freeform)
+        name = self._joined(namespace, own.name)
+        self.by_name[name] = own
+        given = {key: value for key, value in tool.items() if key != "type" and value is not None}
+        function = _with_input(given) if freeform else given
+        self.functions.append({"type": "function", "function": {**function, "name": name}})
+
+    def _joined(self, namespace: str | None, name: str) -> str:
+        """A name of its own, of characters that names may have."""
+        if namespace is None:
+            return name
+        mark = "" if namespace.endswith("_") else "__"
+        joined = _NO_NAME.sub("_", f"{namespace}{mark}{name}")[-_MOST:]
+        taken = (f"{joined[: _MOST - 4]}_{number}" for number in range(2, 1000))
+        return next(each for each in (joined, *taken) if each not in self.by_name)
+
+    def name_of(self, item: Mapping[str, Any]) -> Any:
+        """The function's name of an item or a ``tool_choice`` that names a tool of the client.
+
+        A call may be of a tool that is no longer there; a name without its namespace may be the
+        joined one, or that of the only tool of that name.
+        """
+        name, namespace = item.get("name"), item.get("namespace")
+        if not isinstance(name, str) or (namespace is None and name in self.by_name):
+            return name
+        same = [each for each, tool in self.by_name.items() if tool.name == name]
+        found = [each for each in same if self.by_name[each].namespace == namespace]
+        if found or (namespace is None and len(same) == 1):
+            return (found or same)[0]
+        return name if namespace is None else self._joined(str(namespace), name)
+
+    def choice(self, choice: Any) -> Any:
+        """A ``tool_choice`` of a chat request."""
+        if not isinstance(choice, Mapping):
+            return choice
+        if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+            return {**choice, "tools": list(self._allowed(choice["tools"]))}
+        return {**choice, "name": self.name_of(choice)}
+
+    def _allowed(self, tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        for tool in tools:
+            if isinstance(tool, Mapping) and tool.get("type") == "namespace":
+                names = [n for n, own in self.by_name.items() if own.namespace == tool.get("name")]
+                yield from ({"type": "function", "name": name} for name in names)
+            elif isinstance(tool, Mapping):
+                yield {**tool, "name": self.name_of(tool)}
+
+
+def _with_input(tool: dict[str, Any]) -> dict[str, Any]:
+    """A freeform tool as a function of one text, whose grammar the model is told."""
+    form = tool.pop("format", None) or {}
+    told = str(tool.get("description") or "")
+    if isinstance(form, Mapping) and form.get("definition"):
+        told += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{form['definition']}"
+    text = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {**tool, "description": told.strip(), "parameters": text}
+
+
+def freeform_input(arguments: str) -> str:
+    """The text of a freeform call; what there is of it if the answer was cut."""
+    value = read_object(arguments).get(INPUT)
+    return value if isinstance(value, str) else arguments
