@@ -73,7 +73,9 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
     def count(choice: CompletionOutput) -> int:
         if form.harmony:
             return count_reasoning(choice.token_ids, lambda ids: decode(state, ids, "messages"))
-        return 0 if reasoning is None else reasoning.count_tokens(choice, inside)
+        marks = form.tools.opens if form.tools is not None and body.calls_tools else ()
+        calls = [form.tokens[mark][0] for mark in marks if mark in form.tokens]
+        return 0 if reasoning is None else reasoning.count_tokens(choice, inside, calls)
 
     return ChatPlan(prompt, params, parser, count, state.require_tokenizer("messages").token_bytes)
 
@@ -126,4 +128,5 @@ def _parser(state: ServerState, body: ChatCompletionRequest, inside: bool | None
         return MessageParser(split, NamedCall(body.tool_choice.name))
     parallel = body.parallel_tool_calls is not False
     syntax = REQUIRED if body.forces_calls or form.tools is None else form.tools
-    return MessageParser(split, ToolSplit(syntax, tools, parallel))
+    begins = False if split is None else inside
+    return MessageParser(split, ToolSplit(syntax, tools, parallel, begins))
