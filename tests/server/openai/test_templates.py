@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -67,8 +68,13 @@ USER: Any = {"role": "user", "content": "w?"}
 CALLING = ["QWEN", "LLAMA", "DEEPSEEK", "MISTRAL", "HARMONY"]
 
 
+@cache
+def tokenizer_of(name: str) -> TemplateTokenizer:
+    return TemplateTokenizer(getattr(templates, name))
+
+
 def prompt(name: str, *messages: Any, **more: Any) -> str:
-    return TemplateTokenizer(getattr(templates, name)).render_chat(messages, **more)
+    return tokenizer_of(name).render_chat(messages, **more)
 
 
 @pytest.mark.parametrize("name", CALLING)
