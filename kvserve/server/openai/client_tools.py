@@ -1,4 +1,5 @@
-"""The client's own tools in ``/v1/responses``: functions, those in namespaces, and freeform ones.
+"""The client's own tools in ``/v1/responses``: functions, those in namespaces, freeform ones, and
+the search for more of them, in the request or among its input.
 
 A model has one kind of tool, a function with a name. Codex has its MCP tools in namespaces, and
 refuses a call whose namespace is not apart from its name; a freeform tool takes one text.
@@ -15,6 +16,14 @@ from kvserve.server.parsers.json_text import read_object
 
 INPUT = "input"
 """The one argument of freeform tools."""
+SEARCH = "tool_search"
+CALLS = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    SEARCH: "tool_search_call",
+}
+"""Kinds of tools -> the items that call them."""
+BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_.-]")
 _MOST = 128
 
@@ -25,13 +34,14 @@ class ClientTool:
 
     name: str
     namespace: str | None = None
-    freeform: bool = False
+    kind: str = "function"
 
     def item(self) -> dict[str, Any]:
         """The beginning of an item that calls it."""
+        if self.kind == SEARCH:
+            return {"type": CALLS[SEARCH], "execution": "client"}
         where = {} if self.namespace is None else {"namespace": self.namespace}
-        kind = "custom_tool_call" if self.freeform else "function_call"
-        return {"type": kind, **where, "name": self.name}
+        return {"type": CALLS[self.kind], **where, "name": self.name}
 
 
 @dataclass
@@ -43,9 +53,15 @@ class ClientTools:
     skipped: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]]) -> ClientTools:
+    def of(
+        cls, tools: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]
+    ) -> ClientTools:
+        """Those of a request, and those that items of its input bring."""
         made = cls()
         made._add(tools, "tools", None)
+        for at, item in enumerate(items):
+            if item.get("type") in BRINGS_TOOLS:
+                made._add(loaded(item), f"input[{at}].tools", None)
         return made
 
     def _add(self, tools: Sequence[Mapping[str, Any]], where: str, namespace: str | None) -> None:
@@ -54,18 +70,25 @@ class ClientTools:
             if kind == "namespace" and namespace is None and isinstance(inner, list):
                 within = [each for each in inner if isinstance(each, Mapping)]
                 self._add(within, f"{where}[{at}].tools", str(tool.get("name", "")))
-            elif kind in ("function", "custom"):
+            elif kind in ("function", "custom") or (kind, tool.get("execution")) == (
+                SEARCH,
+                "client",
+            ):
                 self._add_one(tool, namespace)
             else:
                 self.skipped.append(f"{where}[{at}] ({kind})")
 
     def _add_one(self, tool: Mapping[str, Any], namespace: str | None) -> None:
-        freeform = tool["type"] == "custom"
-        own = ClientTool(str(tool.get("name", "")), namespace, freeform)
+        kind = tool["type"]
+        own = ClientTool(
+            str(tool.get("name") or (SEARCH if kind == SEARCH else "")), namespace, kind
+        )
+        if own in self.by_name.values():
+            return  # once more
         name = self._joined(namespace, own.name)
         self.by_name[name] = own
         given = {key: value for key, value in tool.items() if key != "type" and value is not None}
-        function = _with_input(given) if freeform else given
+        function = _with_input(given) if kind == "custom" else given
         self.functions.append({"type": "function", "function": {**function, "name": name}})
 
     def _joined(self, namespace: str | None, name: str) -> str:
@@ -84,6 +107,7 @@ class ClientTools:
         joined one, or that of the only tool of that name.
         """
         name, namespace = item.get("name"), item.get("namespace")
+        name = SEARCH if item.get("type") in (SEARCH, CALLS[SEARCH]) else name
         if not isinstance(name, str) or (namespace is None and name in self.by_name):
             return name
         same = [each for each, tool in self.by_name.items() if tool.name == name]
@@ -117,6 +141,12 @@ def _with_input(tool: dict[str, Any]) -> dict[str, Any]:
         told += f"\n\nThe input follows this grammar ({form.get('syntax')}):\n{form['definition']}"
     text = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
     return {**tool, "description": told.strip(), "parameters": text}
+
+
+def loaded(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The tools that an item brings."""
+    tools = item.get("tools")
+    return [tool for tool in tools if isinstance(tool, Mapping)] if isinstance(tools, list) else []
 
 
 def freeform_input(arguments: str) -> str:

@@ -14,10 +14,14 @@ from kvserve.server.openai.client_tools import ClientTool, freeform_input
 from kvserve.server.openai.responses import usage
 from kvserve.server.openai.responses_protocol import ResponsesRequest
 from kvserve.server.openai.streaming import ChoiceWriter, named_event
+from kvserve.server.parsers.json_text import read_object
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
-_ITEM_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_ITEM_IDS = {
+    **{"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"},
+    "tool_search_call": "tsc",
+}
 
 
 class ResponseWriter(ChoiceWriter):
@@ -124,6 +128,9 @@ class ResponseWriter(ChoiceWriter):
             return [{**done, **where}, self._item_event("done")]
         if kind == "custom_tool_call":
             return self._end_freeform()
+        if kind == "tool_search_call":
+            item["arguments"] = read_object(item["arguments"])
+            return [self._item_event("done")]
         part = item["content"][0]
         where["content_index"] = 0
         name = "output_text" if kind == "message" else "reasoning_text"
@@ -158,7 +165,7 @@ class ResponseWriter(ChoiceWriter):
             item = {**own.item(), "call_id": call["id"]}
             events = self._start(item["type"], {**item, "arguments": ""})
         self._output[-1]["arguments"] += function["arguments"]
-        if not function["arguments"] or self._open == "custom_tool_call":
+        if not function["arguments"] or self._open != "function_call":
             return events
         kind = "response.function_call_arguments.delta"
         return [*events, {"type": kind, "delta": function["arguments"], **self._where()}]
@@ -187,6 +194,8 @@ class ResponseWriter(ChoiceWriter):
             item["content"] = []
         if what == "added" and item["type"] == "custom_tool_call":
             item["input"] = item.pop("arguments")
+        if what == "added" and item["type"] == "tool_search_call":
+            item["arguments"] = {}
         where = {"output_index": len(self._output) - 1}
         return {"type": f"response.output_item.{what}", "item": item, **where}
 

@@ -15,7 +15,7 @@ from kvserve.engine.frontend.content import HistoryReader, thought_text
 from kvserve.log import RequestError
 from kvserve.sampling_params import refused
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.client_tools import INPUT, ClientTools
+from kvserve.server.openai.client_tools import BRINGS_TOOLS, CALLS, INPUT, ClientTools, loaded
 from kvserve.server.openai.fields import FirstFault
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -30,8 +30,8 @@ OWN_NAMES: dict[Any, str] = {
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat request -> their names here."""
-_CALLS = ("function_call", "custom_tool_call")
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_CALLS = tuple(CALLS.values())
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
 
 
 def _parse_input(value: Any) -> str | list[dict[str, Any]]:
@@ -93,7 +93,12 @@ class ResponsesRequest(BaseModel):
 
     @cached_property
     def client_tools(self) -> ClientTools:
-        return ClientTools.of([tool.model_dump(exclude_none=True) for tool in self.tools or ()])
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return ClientTools.of(tools, self._items)
+
+    @property
+    def _items(self) -> list[dict[str, Any]]:
+        return [] if isinstance(self.input, str) else self.input
 
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request, whose errors name the fields of this one."""
@@ -108,8 +113,7 @@ class ResponsesRequest(BaseModel):
                 raise refused(absent.refusal(name, why), name)
         extra = {name: value for name, value in extra.items() if name not in IGNORED}
         tools = self.client_tools
-        items = [] if isinstance(self.input, str) else self.input
-        answered = any(item.get("role") == "assistant" or _called(item) for item in items)
+        answered = any(each.get("role") == "assistant" or _called(each) for each in self._items)
         history = HistoryReader("input", answered)
         form = self.text.format if self.text is not None else None
         if form is not None and form.get("type") == "json_schema":
@@ -151,7 +155,8 @@ class ResponsesRequest(BaseModel):
                 function = {"name": self.client_tools.name_of(item), "arguments": _arguments(item)}
                 _append_call(messages, item, function)
             elif kind in _OUTPUTS:
-                text = "\n".join(history.read(item.get("output"), i, "tool", "input").texts)
+                output = item.get("output", _told(item))
+                text = "\n".join(history.read(output, i, "tool", "input").texts)
                 call_id = item.get("call_id")
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
             elif kind == "message" or (kind == "agent_message" and item.get("content")):
@@ -160,7 +165,8 @@ class ResponsesRequest(BaseModel):
                 messages.append({"role": role, "content": "\n".join(read.texts)})
                 thought = thought or read.thought
             elif isinstance(kind, str) and kind != "item_reference":
-                history.skip(i, kind)
+                if kind not in BRINGS_TOOLS:
+                    history.skip(i, kind)
             else:
                 raise RequestError(
                     f"input[{i}]: items of type {kind!r} are not supported: nothing is stored here",
@@ -173,6 +179,12 @@ class ResponsesRequest(BaseModel):
 
 def _called(item: dict[str, Any]) -> bool:
     return item.get("type") in (*_CALLS, *_OUTPUTS)
+
+
+def _told(item: dict[str, Any]) -> str | None:
+    """What the model is told of a search for tools."""
+    names = ", ".join(str(tool.get("name")) for tool in loaded(item))
+    return f"Loaded: {names or 'none'}" if item.get("type") == "tool_search_output" else None
 
 
 def _arguments(item: dict[str, Any]) -> Any:

@@ -150,8 +150,8 @@ def tool_turn(door: str, *parts: Any) -> list[Any]:
         shown = {"type": "tool_result", "tool_use_id": "c", "content": list(parts)}
         return [{"role": "user", "content": "u"}, of("assistant", used), of("user", shown)]
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    used: Any = {"role": "assistant", "tool_calls": calls}
-    return [{"role": "user", "content": "u"}, used, {**of("tool", *parts), "tool_call_id": "c"}]
+    turn: Any = {"role": "assistant", "tool_calls": calls}
+    return [{"role": "user", "content": "u"}, turn, {**of("tool", *parts), "tool_call_id": "c"}]
 
 
 @pytest.mark.parametrize("door", DOORS)
