@@ -7,7 +7,7 @@ from typing import Any
 
 from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.engine.frontend.efforts import SCALE
-from kvserve.log import RequestError
+from kvserve.log import RequestError, too_long
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.parsers.json_text import whole_text
@@ -67,12 +67,8 @@ def _encode_text(
             # If the beginning alone exceeds the context, the rest need not be tokenized.
             seen = len(tokenizer.encode(text[:look], add_special_tokens=special))
             if seen > context + _SEAM:
-                raise RequestError(
-                    f"{param}: the first {look} of {len(text)} characters are {seen} tokens, more "
-                    f"than this model's context",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+                said = f"{param}: so many have the first {look} of {len(text)} characters"
+                raise too_long(seen, context, said, param)
         return tokenizer.encode(text, add_special_tokens=special)
     except RequestError:
         raise
@@ -86,15 +82,12 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
     A ``whole`` text, to be truncated or counted, may always have ``_MOST_WHOLE`` characters.
     """
     context = state.engine.info.max_model_len
-    most = context * state.require_tokenizer(param).longest_token
+    longest = state.require_tokenizer(param).longest_token
+    most = context * longest
     most = max(most, _MOST_WHOLE) if whole else most
     if count > most:
-        raise RequestError(
-            f"{param} has {count} characters; no text of more than {most} fits this model's "
-            f"context of {context} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        said = f"{param} has {count} characters, and no token has more than {longest}"
+        raise too_long(-(-count // longest), context, said, param)
 
 
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
@@ -102,11 +95,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     tokenizer = state.require_tokenizer("messages")
     context, size = state.engine.info.max_model_len, len(request.messages)
     if size > context:
-        raise RequestError(
-            f"messages: {size} messages do not fit this model's context of {context} tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        said = f"{size} messages do not fit this model's context"
+        raise too_long(size, context, said, "messages")
     characters = sum(len(message.content) for message in request.messages)
     whole = getattr(request, "truncate_prompt_tokens", None) is not None
     check_characters(state, characters, "messages", whole=whole)

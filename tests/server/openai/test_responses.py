@@ -115,6 +115,17 @@ def test_a_history(server: RunningServer) -> None:
     assert messages[1]["reasoning"] == "hm"
 
 
+def test_tokens_are_counted_and_metadata_come_back(server: RunningServer) -> None:
+    body = {"input": HISTORY, "tools": [TOOL], "instructions": "be", "metadata": {"a": "b"}}
+    counted = server.http.post("/v1/responses/input_tokens", json=body).json()
+    answer = server.http.post("/v1/responses", json={**body, "max_output_tokens": 1}).json()
+    count = answer["usage"]["input_tokens"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": count}
+    assert answer["metadata"] == {"a": "b"}
+    refused = server.http.post("/v1/responses/input_tokens", json={**body, "model": "x"})
+    assert refused.status_code == 404
+
+
 def test_parse(server: RunningServer) -> None:
     class City(BaseModel):
         name: str
