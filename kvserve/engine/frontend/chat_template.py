@@ -62,7 +62,7 @@ class Forms:
         if not self.shows_calls and any(message.get("tool_calls") for message in out):
             raise RequestError(
                 "messages: this model's chat template does not write tool calls; start the server "
-                "with a --chat-template that does (--chat-template hermes comes with kvserve)",
+                "with a --chat-template that does (hermes comes with kvserve)",
                 param="messages",
             )
         out = self.system.place(out)

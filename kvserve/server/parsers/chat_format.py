@@ -125,7 +125,10 @@ def find_format(
             one,
         )
     if not tokenizer.forms(template).shows_tools and tools is not None:
-        logger.warning("the chat template does not write tools: the model sees none")
+        logger.warning(
+            "the chat template does not write tools: the model sees none; --chat-template takes "
+            "one that does (hermes comes with kvserve, for models of ChatML)"
+        )
     return ChatFormat(tools, writing, reasoning, tokens=tokens)
 
 

@@ -255,3 +255,29 @@ def test_an_unknown_format_is_said(start_server: StartServer) -> None:
     server = start_server(named, enable_auto_tool_choice=True, tool_call_parser="hermes")
     says = f'<tool_call>{{"name": "weather", "arguments": {CITY}}}</tool_call>'
     assert spoken(server, says, True, tools=[TOOL])["calls"] == [["weather", CITY]]
+
+
+def test_the_template_that_comes_along_writes_tools(start_server: StartServer) -> None:
+    """Kind: a remedy that nobody has: agents on a model whose own template writes no tools."""
+    server = start_server(FakeEngine(tokenizer=TemplateTokenizer(templates.CHATML)))
+    assert server.chat("a", tools=[TOOL]).headers["X-Kvserve-Skipped"] == "tools"
+    state = start_server(FakeEngine(), chat_template="hermes").state
+    assert state.chat_template is not None
+    tokenizer = TemplateTokenizer(state.chat_template)
+    forms, found = tokenizer.forms(), find_format(tokenizer, None, None, None)
+    assert forms.shows_tools and forms.shows_calls and not (forms.one_call or forms.split)
+    assert found.tools is not None and found.tools.name == "hermes" and found.writing is not None
+    system, calls = {"role": "system", "content": "be"}, [call(), call(call_id="call_b")]
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    history = [system, USER, turn, result(), result("sun", "call_b"), USER, system]
+    text = tokenizer.render_chat(history, tools=[TOOL])
+    for words in (
+        "<|im_start|>system\nbe\n\nYou may call",
+        '\n<tools>\n{"type": "function", "function": {"name": "weather"',
+        '<|im_start|>assistant\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": ',
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n",
+        "<|im_start|>user\nw?<|im_end|>\n<|im_start|>system\nbe<|im_end|>\n<|im_start|>assistant\n",
+    ):
+        assert words in text, words
+    plain = TemplateTokenizer(templates.CHATML).render_chat([system, USER])
+    assert tokenizer.render_chat([system, USER]) == plain
