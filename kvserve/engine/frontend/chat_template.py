@@ -47,6 +47,8 @@ class Forms:
     """A message has one call, and its result follows."""
     merge: bool = False
     """Neighbours of one role are one message."""
+    user_first: bool = False
+    """The first turn that is not the system's is a user's."""
     after_results: bool = True
     """A user's turn may come behind the results of calls."""
     parts: bool = False
@@ -66,6 +68,10 @@ class Forms:
                 param="messages",
             )
         out = self.system.place(out)
+        if self.user_first:
+            at = next((i for i, each in enumerate(out) if each["role"] != "system"), len(out))
+            if at < len(out) and out[at]["role"] == "assistant":
+                out.insert(at, {"role": "user", "content": ""})
         _join_results(out)
         if not self.after_results:
             out = _behind_results(out)

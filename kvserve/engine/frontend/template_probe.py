@@ -86,6 +86,7 @@ def _odd_conversations(
         ("one_call", two, (*shown, VALUE + "1", _RESULT + "1")),
         ("merge", [*user, *user], (_TEXT,)),
         ("merge", [*user, *replies, more], (_TEXT + "4", _TEXT + "5")),
+        ("user_first", [replies[0], more], (_TEXT + "4", _TEXT + "3")),
         ("after_results", [*user, *called_conversation(), more], (*shown, _TEXT + "3")),
     ]
 

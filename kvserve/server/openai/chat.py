@@ -44,8 +44,8 @@ class ChatPlan:
 
 async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan:
     """Plan a chat request. Raises ``RequestError``, which names the field that cannot work."""
+    prompt = await encode_chat(state, body)  # refuses templates that are not trusted
     _check_tools(state, body)
-    prompt = await encode_chat(state, body)
     form, reasoning = state.chat, state.chat.reasoning
     more: dict[str, Any] = {"thinking_token_budget": body.thinking_token_budget}
     inside = None

@@ -34,13 +34,24 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call that an earlier answer made."""
+    """A call that an earlier answer made, maybe another server's: of a freeform tool it is one with
+    the argument ``input``."""
 
     model_config = ConfigDict(extra="allow")
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_freeform(cls, value: Any) -> Any:
+        own = value.get("custom") if isinstance(value, dict) else None
+        if not isinstance(own, dict):
+            return value
+        function = {"name": own.get("name"), "arguments": {"input": own.get("input")}}
+        rest = {name: each for name, each in value.items() if name not in ("custom", "type")}
+        return {**rest, "function": function}
 
 
 class Function(BaseModel):

@@ -192,6 +192,25 @@ def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServ
         assert tokenizer.seen[1] == expected
 
 
+def test_a_template_that_is_not_trusted_is_not_tried(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a program: what it wants of conversations, tools and efforts is found by running it."""
+    tokenizer, tried = FakeTokenizer(), list[str | None]()
+
+    def forms(template: str | None = None) -> Forms:
+        tried.append(template)
+        return Forms()
+
+    monkeypatch.setattr(tokenizer, "forms", forms)
+    server = start_server(FakeEngine(tokenizer=tokenizer))
+    more = {"tools": [TOOL], "reasoning_effort": "high", "chat_template": "{{ x }}"}
+    assert server.chat("a", **more).status_code == 400
+    assert server.post("/v1/responses", input="a", chat_template="{{ x }}").status_code == 400
+    assert server.post("/v1/messages", messages=[HISTORY[0]], chat_template="{{ x }}").is_error
+    assert set(tried) == {None}
+
+
 def test_templates_of_requests_want_a_flag(start_server: StartServer, tmp_path: Path) -> None:
     tokenizer = FakeTokenizer()
     (tmp_path / "chat.jinja").write_text("the file's")

@@ -20,7 +20,7 @@ ALL = [
 ]
 ORDERS = [
     *("UDU", "US", "SU", "SUS", "SSU", "SUDSU", "SUASU", "UASU", "SUADU", "USUAUS", "SUAUAS"),
-    *("SUASDU", "SUAUSAU", "UUAAU", "S", "SS", "DUSAUSAU"),
+    *("SUASDU", "SUAUSAU", "UUAAU", "S", "SS", "DUSAUSAU", "AU", "SAU"),
 ]
 
 
@@ -240,6 +240,17 @@ def test_what_a_servers_own_tools_have_left_is_left_out(server: RunningServer) -
         asked(server, "/v1/messages", [of("assistant", compacted), *turns("U")]).status_code == 200
     )
     assert server.rendered[0][0]["content"] == "what was said"
+
+
+def test_a_freeform_call_of_another_server_is_a_call(server: RunningServer) -> None:
+    calls = [{"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}}]
+    history = [*turns("U"), {"role": "assistant", "tool_calls": calls}]
+    history.append({"role": "tool", "tool_call_id": "c", "content": "x"})
+    answer = asked(server, DOORS[0], history)
+    assert answer.status_code == 200, answer.text
+    [made] = server.rendered[0][1]["tool_calls"]
+    assert made["function"] == {"name": "run", "arguments": {"input": "ls"}}
+    assert made["type"] == "function" and "custom" not in made
 
 
 def test_tools_that_a_server_would_run_are_skipped_on_chat_too(server: RunningServer) -> None:
