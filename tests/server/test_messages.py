@@ -306,6 +306,11 @@ SCALES = {
     "{% if reasoning_effort == 'max' %}E=max.{% elif reasoning_effort %}E=medium.{% endif %}": (
         *("medium", "medium", "medium", "medium", "medium", "max", "max"),
     ),
+    "{% if reasoning_effort is defined and reasoning_effort == 'high' %}E=high.{% else %}E=Max."
+    "{% endif %}": ("high", "high", "high", "high", "high", "Max", "Max"),
+    "{% if reasoning_effort == 'none' %}E=none.{% elif reasoning_effort %}E=on.{% endif %}": (
+        *("none", "none", "on", "on", "on", "on", "on"),
+    ),
     "E={{ reasoning_effort }}.": EFFORTS,
     "{% if enable_thinking is defined and not enable_thinking %}E=off.{% else %}E=on.{% endif %}": (
         *("off", "on", "on", "on", "on", "on", "on"),

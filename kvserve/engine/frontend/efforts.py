@@ -40,12 +40,22 @@ def find_reasons(render: Callable[..., str]) -> Reasons:
     if all(text == plain for text in (other, *texts.values())):
         taken = []
     elif other and _OTHER not in other:
-        # The middle stands for what it does with words that it does not tell apart.
-        own = [word for word in taken if texts[word] != other]
-        taken = [word for word in SCALE if word in own or word == "medium"] if own else taken
+        own = {word: text for word, text in texts.items() if text not in ("", other)}
+        taken = [w for w in SCALE if w in own or w == _level(other, own.values())] if own else taken
     switch = ""
     for name in _SWITCHES:
         on, off = render(**{name: True}), render(**{name: False})
         if on and off and on != off:
             switch = switch or name
     return Reasons(tuple(taken), switch)
+
+
+def _level(other: str, own: Collection[str]) -> str:
+    """The word for what a template does with words that it does not tell apart: the one that it
+    writes then, or else the middle."""
+    named = [word for word in SCALE if all(_count(word, other) > _count(word, t) for t in own)]
+    return named[0] if len(named) == 1 else "medium"
+
+
+def _count(word: str, text: str) -> int:
+    return text.lower().count(word)

@@ -93,10 +93,16 @@ def find_system_turns(render: Callable[[Sequence[Message]], str]) -> SystemTurns
         "assistant": ([user, reply], [[more]]),
         "tool": ([user, *call], [[], [reply, more]]),
     }
+    # Some show a later one instead of the first.
+    begins: list[list[Message]] = [[], [first]] if shown else [[]]
     behind = frozenset(
         role
         for role, (before, afters) in places.items()
-        if all(shows(before, after) for after in afters)
+        if all(
+            shows([*begin, *before], after)
+            for begin in (begins if role != "system" else [[]])
+            for after in afters
+        )
     )
     return SystemTurns(shown, first["content"] in render([first]), behind)
 

@@ -86,7 +86,7 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
     most = context * longest
     most = max(most, _MOST_WHOLE) if whole else most
     if count > most:
-        said = f"{param} has {count} characters, and no token has more than {longest}"
+        said = f"{param} has {count} characters; none of more than {most} fits this context"
         raise too_long(-(-count // longest), context, said, param)
 
 

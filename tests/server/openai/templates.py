@@ -238,3 +238,9 @@ IN_PLACE = """
 {%- endif %}
 {%- endfor %}"""
 """As Mistral Small 3."""
+
+REPLACES = """
+{%- set ns = namespace(sys='') %}
+{%- for m in messages if m.role == 'system' %}{% set ns.sys = m.content %}{% endfor %}{{ ns.sys }}
+{%- for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"""
+"""As DeepSeek R1's distillates: the last system turn instead of the first."""

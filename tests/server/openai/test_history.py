@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ ROLES = {"S": "system", "D": "developer", "U": "user", "A": "assistant"}
 DOORS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 ALL = [
     *("STRICT", "GEMMA", "NO_SYSTEM", "LLAMA31", "COLLECTS", "CHATML", "ALTERNATES", "IN_PLACE"),
+    "REPLACES",
     *("QWEN", "LLAMA", "DEEPSEEK", "MISTRAL", "HARMONY", "PLAIN", "PARTS"),
 ]
 ORDERS = [
@@ -77,7 +79,9 @@ def test_a_conversation_that_goes_on_begins_as_before(name: str) -> None:
     order = "SUSAUSAU"
     for end in (3, 6):
         start = prompt(name, *turns(order[:end]), add_generation_prompt=False)
-        assert prompt(name, *turns(order)).startswith(start.removesuffix("<assistant>")), end
+        assert prompt(name, *turns(order)).startswith(re.sub(r"<(assistant|reply)>$", "", start)), (
+            end
+        )
 
 
 @pytest.mark.parametrize("name", ["STRICT", "QWEN", "LLAMA31", "DEEPSEEK", "MISTRAL", "ALTERNATES"])
