@@ -84,16 +84,21 @@ class ReasoningSplit:
             return "", ""
         if not self._inside:
             return "", self._content(final)
+        reasoning, closed = self._to_close(final)
+        self._inside = not closed
+        return reasoning, self._take(len(self._held)) if closed else ""
+
+    def _to_close(self, final: bool) -> tuple[str, bool]:
+        """The text up to the mark, and whether that has come."""
         at = self._held.find(CLOSE)
         if at < 0:
             shown = len(self._held)
             if not final:
                 shown = len(self._held[: shown - opening(self._held, CLOSE)].rstrip("\n"))
-            return self._take(shown), ""
-        reasoning = self._take(at).rstrip("\n")
-        self._held = self._held[len(CLOSE) :]
-        self._inside, self._begun = False, False
-        return reasoning, self._take(len(self._held))
+            return self._take(shown), False
+        before = self._take(at).rstrip("\n")
+        self._held, self._begun = self._held[len(CLOSE) :], False
+        return before, True
 
     def _end(self) -> tuple[str, str]:
         """What is held before the first call."""
@@ -108,11 +113,9 @@ class ReasoningSplit:
         """Behind a call that has ended the reasoning its own end may still come."""
         if not self._left_open:
             return self._take(len(self._held))
-        before, mark, behind = self._held.partition(CLOSE)
-        if mark:
-            self._left_open, self._held = False, before.rstrip("\n") + behind.lstrip("\n")
-            return self._take(len(self._held))
-        return self._take(len(self._held) - (0 if final else opening(self._held, CLOSE)))
+        before, closed = self._to_close(final)
+        self._left_open = not closed
+        return before + self._take(len(self._held)) if closed else before
 
     def _open(self, final: bool) -> bool:
         stripped = self._held.lstrip()
