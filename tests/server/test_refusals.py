@@ -162,6 +162,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"input": of_user({"type": "input_image"})}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"temperature": 200}, "temperature"),
         ({"n": 2}, "n"),
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),

@@ -28,6 +28,7 @@ _NOT_FOR_TEMPLATES = frozenset(
 )
 """Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
 ABSENT = "absent"
+_OF_CALLS = ("tool_calls", "tool_call_id", "name")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -59,14 +60,10 @@ class Forms:
     reasons: Reasons = field(default_factory=Reasons)
 
     def apply(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The conversation in this form; ``RequestError`` if its calls would not show."""
+        """The conversation in this form."""
         out = [_one_form(message) for message in messages]
-        if not self.shows_calls and any(message.get("tool_calls") for message in out):
-            raise RequestError(
-                "messages: this model's chat template does not write tool calls; start the server "
-                "with a --chat-template that does (hermes comes with kvserve)",
-                param="messages",
-            )
+        if not self.shows_calls:
+            out = _calls_as_text(out)
         out = self.system.place(out)
         if self.user_first:
             at = next((i for i, each in enumerate(out) if each["role"] != "system"), len(out))
@@ -176,6 +173,26 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
         arguments = value
     value = {} if arguments is None else arguments
     return json.dumps(value, ensure_ascii=False) if as_text else value
+
+
+def _calls_as_text(messages: Iterable[Message]) -> list[Message]:
+    """Calls within what the assistant says, as Hermes' models write them, and results as what the
+    user says."""
+    out: list[Message] = []
+    for message in messages:
+        made = {key: value for key, value in message.items() if key not in _OF_CALLS}
+        texts = [message["content"]] if message["content"] else []
+        for call in message.get("tool_calls", ()):
+            name, given = call["function"]["name"], call["function"].get("arguments")
+            called = {"name": name, "arguments": _arguments(given, as_text=False)}
+            texts.append(f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>")
+        if message["role"] == "tool":
+            made["role"] = "user"
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>"]
+        made["content"] = "\n".join(texts)
+        results = message["role"] == "tool" and out and out[-1]["role"] == "user"
+        out[-1:] = joined([out[-1], made]) if results else [*out[-1:], made]
+    return out
 
 
 def _join_results(messages: Iterable[Message]) -> None:

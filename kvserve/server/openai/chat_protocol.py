@@ -46,12 +46,14 @@ class ToolCall(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_freeform(cls, value: Any) -> Any:
-        own = value.get("custom") if isinstance(value, dict) else None
-        if not isinstance(own, dict):
+        if not isinstance(value, dict):
             return value
-        function = {"name": own.get("name"), "arguments": {"input": own.get("input")}}
-        rest = {name: each for name, each in value.items() if name not in ("custom", "type")}
-        return {**rest, "function": function}
+        given = {name: each for name, each in value.items() if each is not None}
+        own = given.pop("custom", None)
+        if isinstance(own, dict):
+            function = {"name": own.get("name"), "arguments": {"input": own.get("input")}}
+            given |= {"type": "function", "function": function}
+        return given
 
 
 class Function(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.engine.frontend.efforts import SCALE
-from kvserve.log import RequestError, too_long
+from kvserve.log import RequestError, log_once, too_long
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.parsers.json_text import whole_text
@@ -110,6 +110,13 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
 
     def apply() -> list[int]:
         more = _reasoning(state, request)
+        forms = tokenizer.forms(request.chat_template or state.chat_template)
+        if not forms.shows_calls and any(message.tool_calls for message in request.messages):
+            request.skipped.append("tool_calls (as text)")
+            log_once(
+                "the chat template does not write tool calls: those of a history are text; "
+                "--chat-template takes one that does (hermes comes with kvserve)"
+            )
         if tools := request.tools_for_template():
             more["tools"] = tools
         arguments = template_arguments(

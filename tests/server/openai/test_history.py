@@ -252,7 +252,10 @@ def test_a_freeform_call_of_another_server_is_a_call(server: RunningServer) -> N
     history.append({"role": "tool", "tool_call_id": "c", "content": "x"})
     answer = asked(server, DOORS[0], history)
     assert answer.status_code == 200, answer.text
+    null = {"id": "c", "type": None, "function": {"name": "f", "arguments": None}}
     [made] = server.rendered[0][1]["tool_calls"]
+    messages = [history[0], {"role": "assistant", "tool_calls": [null]}, history[2]]
+    assert asked(server, DOORS[0], messages).status_code == 200
     assert made["function"] == {"name": "run", "arguments": {"input": "ls"}}
     assert made["type"] == "function" and "custom" not in made
 

@@ -163,10 +163,25 @@ def test_system_messages_are_not_lost() -> None:
     assert "be brief\n\nbe kind" in text
 
 
-def test_what_cannot_show_is_refused() -> None:
-    with pytest.raises(RequestError, match="does not write tool calls") as error:
-        prompt("PLAIN", USER, {"role": "assistant", "content": None, "tool_calls": [call()]})
-    assert error.value.param == "messages" and "--chat-template" in str(error.value)
+@pytest.mark.parametrize(
+    "name", ["PLAIN", "PARTS", "CHATML", "GEMMA", "NO_SYSTEM", "IN_PLACE", "REPLACES"]
+)
+def test_calls_that_a_template_does_not_write_are_text(
+    name: str, start_server: StartServer
+) -> None:
+    """Kind: the turn behind a call that a grammar has forced: an agent cannot leave it out."""
+    calls = [call(), call(call_id="call_b")]
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    history = [{"role": "system", "content": "be"}, USER, turn, result(), result("sun", "call_b")]
+    text = prompt(name, *history)
+    for words in ("I look.", '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"'):
+        assert words in text
+    assert text.index("rain") < text.index("sun") and "be" in text
+    assert "the next" in prompt(name, *history, {"role": "user", "content": "the next"})
+    server = start_server(FakeEngine(2000, tokenizer=tokenizer_of(name)))
+    answer = server.post("/v1/chat/completions", messages=history)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Kvserve-Skipped"] == "tool_calls (as text)"
 
 
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:
