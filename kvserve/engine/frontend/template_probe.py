@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,7 +27,11 @@ PROBE_TOOLS = [
         "function": {
             "name": TOOL,
             "description": "d",
-            "parameters": {"type": "object", "properties": {"kvserve_p": {"type": "string"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"kvserve_p": {"type": "string", "description": "d"}},
+                "required": ["kvserve_p"],
+            },
         },
     }
 ]
@@ -36,10 +41,10 @@ def find_forms(render: Render) -> Forms:
     """Try a template; ``render`` may raise anything."""
 
     def rendered(forms: Forms, messages: Sequence[Message], **kwargs: Any) -> str:
-        try:
-            return render(forms.apply(messages), tools=PROBE_TOOLS, **kwargs)
-        except Exception:  # what the template's author chose
-            return ""
+        for tools in (PROBE_TOOLS, None):  # some templates take no tools like these
+            with suppress(Exception):  # what the template's author chose
+                return render(forms.apply(messages), tools=tools, **kwargs)
+        return ""
 
     forms = Forms()
     user, call = conversation(), conversation(called_conversation())

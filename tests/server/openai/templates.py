@@ -244,3 +244,6 @@ REPLACES = """
 {%- for m in messages if m.role == 'system' %}{% set ns.sys = m.content %}{% endfor %}{{ ns.sys }}
 {%- for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"""
 """As DeepSeek R1's distillates: the last system turn instead of the first."""
+
+NO_TOOLS = CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+"""What is asked beside tools is none the less found."""

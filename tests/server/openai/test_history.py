@@ -18,6 +18,7 @@ DOORS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 ALL = [
     *("STRICT", "GEMMA", "NO_SYSTEM", "LLAMA31", "COLLECTS", "CHATML", "ALTERNATES", "IN_PLACE"),
     "REPLACES",
+    "NO_TOOLS",
     *("QWEN", "LLAMA", "DEEPSEEK", "MISTRAL", "HARMONY", "PLAIN", "PARTS"),
 ]
 ORDERS = [
