@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 from kvserve.server.parsers.json_text import read_object
@@ -51,6 +52,7 @@ class ClientTools:
     functions: list[dict[str, Any]] = field(default_factory=list)
     by_name: dict[str, ClientTool] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    _names: dict[ClientTool, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,10 +85,10 @@ class ClientTools:
         own = ClientTool(
             str(tool.get("name") or (SEARCH if kind == SEARCH else "")), namespace, kind
         )
-        if own in self.by_name.values():
+        if own in self._names:
             return  # once more
         name = self._joined(namespace, own.name)
-        self.by_name[name] = own
+        self.by_name[name], self._names[own] = own, name
         given = {key: value for key, value in tool.items() if key != "type" and value is not None}
         function = _with_input(given) if kind == "custom" else given
         self.functions.append({"type": "function", "function": {**function, "name": name}})
@@ -97,8 +99,8 @@ class ClientTools:
             return name
         mark = "" if namespace.endswith("_") else "__"
         joined = _NO_NAME.sub("_", f"{namespace}{mark}{name}")[-_MOST:]
-        taken = (f"{joined[: _MOST - 4]}_{number}" for number in range(2, 1000))
-        return next(each for each in (joined, *taken) if each not in self.by_name)
+        others = (f"{joined[: _MOST - 8]}_{n}" for n in count(len(self.by_name) + 1))
+        return next(each for each in chain((joined,), others) if each not in self.by_name)
 
     def name_of(self, item: Mapping[str, Any]) -> Any:
         """The function's name of an item or a ``tool_choice`` that names a tool of the client.
@@ -110,11 +112,12 @@ class ClientTools:
         name = SEARCH if item.get("type") in (SEARCH, CALLS[SEARCH]) else name
         if not isinstance(name, str) or (namespace is None and name in self.by_name):
             return name
-        same = [each for each, tool in self.by_name.items() if tool.name == name]
-        found = [each for each in same if self.by_name[each].namespace == namespace]
-        if found or (namespace is None and len(same) == 1):
-            return (found or same)[0]
-        return name if namespace is None else self._joined(str(namespace), name)
+        if namespace is None:
+            same = [each for each, tool in self.by_name.items() if tool.name == name]
+            return same[0] if len(same) == 1 else name
+        owns = (ClientTool(name, str(namespace), kind) for kind in CALLS)
+        found = next((self._names[own] for own in owns if own in self._names), None)
+        return found or self._joined(str(namespace), name)
 
     def choice(self, choice: Any) -> Any:
         """A ``tool_choice`` of a chat request."""

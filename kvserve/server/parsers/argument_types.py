@@ -10,6 +10,8 @@ from urllib.parse import unquote
 from kvserve.server.parsers.json_text import read_json
 
 _MOST_DEEP = 32
+_MOST_STEPS = 5000
+"""Schemas within schemas that are looked at for one argument."""
 _EITHER = ("anyOf", "oneOf")
 _TYPES: dict[str, Any] = {
     **{"string": str, "integer": int, "number": (int, float), "boolean": bool},
@@ -22,14 +24,22 @@ class ArgumentTypes:
 
     def __init__(self, parameters: Any) -> None:
         self._root = parameters
+        self._left = 0
+
+    def _goes_on(self, depth: int) -> bool:
+        """Whether to look further: references may go round, and each time twice."""
+        self._left -= 1
+        return depth <= _MOST_DEEP and self._left > 0
 
     @cached_property
     def names(self) -> set[str]:
         """The arguments that the schema names."""
+        self._left = _MOST_STEPS
         return {name for each in self._objects(self._root, 0) for name in each}
 
     def read(self, name: str, text: str) -> Any:
         """The value of an argument: the text if that is allowed, else the JSON that it is."""
+        self._left = _MOST_STEPS
         found = [each[name] for each in self._objects(self._root, 0) if name in each]
         schema = {"anyOf": found} if found else self._other(self._root)
         stripped = text.strip()
@@ -65,7 +75,7 @@ class ArgumentTypes:
     def _objects(self, schema: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         """The properties that a schema has, wherever it has them."""
         schema = self._followed(schema)
-        if depth < _MOST_DEEP and isinstance(schema, Mapping):
+        if isinstance(schema, Mapping) and self._goes_on(depth):
             if isinstance(schema.get("properties"), Mapping):
                 yield schema["properties"]
             for key in (*_EITHER, "allOf"):
@@ -113,7 +123,7 @@ class ArgumentTypes:
 
     def _tells(self, schema: Any, depth: int) -> bool:
         """Whether a schema says anything about types."""
-        if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+        if not isinstance(schema, Mapping) or not self._goes_on(depth):
             return False
         if schema.keys() & {"type", "enum", "const", "nullable"}:
             return True
@@ -121,7 +131,7 @@ class ArgumentTypes:
 
     def _says(self, schema: Any, kind: str, depth: int) -> bool:
         """Whether a type is named somewhere in a schema."""
-        if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+        if not isinstance(schema, Mapping) or not self._goes_on(depth):
             return False
         if kind in _kinds(schema):
             return True
@@ -130,7 +140,7 @@ class ArgumentTypes:
 
     def _allows(self, schema: Any, value: Any, depth: int = 0) -> bool:
         """Whether a value has a type, or is a value, that the schema names."""
-        if not isinstance(schema, Mapping) or depth > _MOST_DEEP:
+        if not isinstance(schema, Mapping) or not self._goes_on(depth):
             return schema is not False
         if value is None and schema.get("nullable") is True:
             return True

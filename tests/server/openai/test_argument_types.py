@@ -92,3 +92,15 @@ def test_a_value_has_a_type_of_its_schema(schema: Any, text: str, value: Any) ->
 )
 def test_an_argument_is_found_wherever_the_schema_has_it(parameters: Any) -> None:
     assert ArgumentTypes(parameters).read("x", "12") == "12"
+
+
+def test_references_that_go_round_cost_little() -> None:
+    """Kind: a schema of a client that never ends: each reference leads to two more."""
+    twice = [{"$ref": "#/$defs/A"}] * 2
+    schemas = [{key: twice} for key in ("anyOf", "allOf", "oneOf")]
+    for schema in schemas:
+        root = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": schema}, **schema}
+        types = ArgumentTypes(root)
+        assert types.names == {"x"} and types.read("x", "12") in (12, "12")
+        assert types.read("y", "12") in (12, "12")
+        assert types._left > -20_000

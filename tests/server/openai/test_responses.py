@@ -336,11 +336,12 @@ def test_allowed_tools_on_chat(server: RunningServer, mode: str) -> None:
 def test_names_of_tools_are_apart(server: RunningServer) -> None:
     """Kind: joined names that are another tool's, too long, or of letters that no name has."""
     odd = {"type": "namespace", "name": "a b/é" + "n" * 200, "tools": [function("f")]}
-    tools = [function("n__f"), {**NOTES, "name": "n", "tools": [function("f")]}, odd]
+    same = {**NOTES, "tools": [function(chr(0x400 + at)) for at in range(1500)]}
+    tools = [function("n__f"), {**NOTES, "name": "n", "tools": [function("f")]}, odd, same]
     answer = server.http.post("/v1/responses", json={"input": "SAY[x]", "tools": tools})
     assert answer.status_code == 200
     names = [tool["function"]["name"] for tool in server.rendered[1]["tools"]]
-    assert names[:2] == ["n__f", "n__f_2"] and len(names[2]) == 128
+    assert names[:2] == ["n__f", "n__f_2"] and len(names[2]) == 128 and len(set(names)) == 1503
     for name, item in (("n__f_2", ("f", "n")), ("n__f", ("n__f", None))):
         body = {"input": called(name, "{}"), "tools": tools}
         [call] = server.http.post("/v1/responses", json=body).json()["output"]
