@@ -84,7 +84,7 @@ def find_system_turns(render: Callable[[Sequence[Message]], str]) -> SystemTurns
         if not all(words in text for words in said):
             return False
         at, start = text.index(late["content"]), text.index(said[len(before) - 1])
-        start = start if start < at else 0
+        start = start if start < at and before[-1]["role"] != "system" else 0
         return (shown and has_role) or "system" not in text[start:at]
 
     places: dict[str, tuple[list[Message], list[list[Message]]]] = {

@@ -247,3 +247,6 @@ REPLACES = """
 
 NO_TOOLS = CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
 """What is asked beside tools is none the less found."""
+
+ANY_ROLE = GEMMA.replace("raise_exception('alternate')", "''")
+"""The first system turn is part of the user's, a later one an unknown role, and none is refused."""
