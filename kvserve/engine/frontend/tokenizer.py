@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError, RequestError, logger
 

@@ -72,6 +72,8 @@ class RequestIdMiddleware:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = state["request_id"]
+                if "/v1/messages" in scope["path"]:  # the name that Anthropic's clients read
+                    headers["Request-Id"] = state["request_id"]
                 if self._state.draining:
                     headers["Connection"] = "close"
             await send(message)

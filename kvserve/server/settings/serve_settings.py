@@ -39,7 +39,9 @@ class ServeSettings:
     open_metrics: bool = setting(False, "serve /metrics without a key")
     vllm_metrics: bool = setting(True, "repeat the common metrics under vllm's names")
     chat_template: str | None = setting(
-        None, "file with a Jinja chat template, instead of the tokenizer's"
+        None,
+        "file with a Jinja chat template, instead of the tokenizer's; 'hermes' comes with kvserve: "
+        "tools for models of ChatML whose own writes none",
     )
     trust_request_chat_template: bool = setting(
         False, "let requests send a chat_template; it is a program and may run for any time"

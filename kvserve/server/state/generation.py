@@ -28,7 +28,10 @@ _T = TypeVar("_T")
 
 
 class Generation:
-    """Starts when created. ``close`` may be called from anywhere; it aborts unfinished prompts."""
+    """Starts when created. ``close`` may be called from anywhere; it aborts unfinished prompts.
+
+    Errors name the fields ``max_tokens`` and ``prompt`` by their ``own_names``.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class Generation:
         params: SamplingParams,
         request_id: str,
         headers: Mapping[str, str] | None = None,
-        token_limit_field: str = "max_tokens",
+        own_names: Mapping[Any, str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
@@ -53,7 +56,7 @@ class Generation:
         self._failure: Exception | None = None
         self._unfinished = len(prompts)
         self._headers = headers or {}
-        self._own_names = {"max_tokens": token_limit_field}
+        self._own_names = own_names or {}
         state.generations.add(self)
         if state.settings.enable_log_requests:
             lengths = [len(prompt) for prompt in prompts]

@@ -208,8 +208,12 @@ def check_request_policies(policies: Sequence[str]) -> None:
 
 
 def _read_template(path: str | None) -> str | None:
+    """A file's, or one that comes with the package, by its name."""
+    if path is None:
+        return None
+    own = Path(kvserve.__file__).parent / "data" / "templates" / f"{path}.jinja"
     try:
-        return None if path is None else Path(path).read_text()
+        return (Path(path) if Path(path).exists() or not own.is_file() else own).read_text()
     except OSError as exc:
         raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
 
