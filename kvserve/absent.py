@@ -193,6 +193,19 @@ FIELDS = _by_name(
 """Of requests: ``SamplingParams``, prompts, ``generate`` and ``chat``, and bodies; some of these
 have some of them."""
 
+EXPORTS = _by_name(
+    {
+        "give its arguments to LLM(...)": "EngineArgs LLMEngine",
+        "write a mapping with prompt or prompt_token_ids": "TextPrompt TokensPrompt PromptType",
+        "it generates text and has no embeddings": """
+            PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput
+            ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput""",
+        "a model is chosen by its config.json; see docs/models.md": "ModelRegistry",
+        "replicas are Ray Serve's; see --data-parallel-size": "initialize_ray_cluster",
+    }
+)
+"""Of ``from vllm import ...``."""
+
 ATTRIBUTES = _by_name(
     {
         "beam search is not built: take n": "beam_search",
@@ -200,17 +213,22 @@ ATTRIBUTES = _by_name(
         "weights stay loaded, and the pool with them, while the engine lives": """
             sleep wake_up release_kv_cache_memory init_weight_transfer_engine update_weights
             shutdown_weight_transfer_engine start_weight_update start_draft_weight_update
-            finish_weight_update get_weight_version update_weight_version weight_versions""",
+            finish_weight_update get_weight_version update_weight_version weight_versions
+            is_sleeping""",
         "use torch.profiler around generate": "start_profile stop_profile",
-        "the engine runs in this process, and is no interface": """
+        "the parts of an engine are no interface": """
             collective_rpc apply_model llm_engine get_world_size""",
         "see stats()": "get_metrics",
         "give all prompts to one generate, or take AsyncEngine": """
             enqueue enqueue_chat wait_for_completion""",
         "call LLM(...)": "from_engine_args",
+        "see config and info": "get_model_config get_vllm_config from_vllm_config",
+        "see dead_error": "check_health errored is_running is_stopped",
+        "see generate": "add_request",
         "give tokenizer to LLM(...)": "set_tokenizer",
         "see get_default_sampling_params()": "default_sampling_params",
-        "LoRA adapters are not built: merge them into the weights": "lora_request",
+        "LoRA adapters are not built: merge them into the weights": """
+            lora_request add_lora remove_lora list_loras pin_lora""",
         "caches are not moved between servers": "kv_transfer_params ec_transfer_params",
         "images and audio are not built": """
             reset_mm_cache encoder_prompt encoder_prompt_token_ids""",
@@ -220,7 +238,7 @@ ATTRIBUTES = _by_name(
         "see num_cached_tokens": "num_cache_creation_tokens",
     }
 )
-"""Of ``LLM``, ``RequestOutput`` and ``CompletionOutput``."""
+"""Of ``LLM``, ``AsyncEngine``, ``RequestOutput`` and ``CompletionOutput``."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),

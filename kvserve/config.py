@@ -383,6 +383,19 @@ class EngineConfig:
         return cls(**built, **given)
 
 
+def config_of(
+    model: str, *, policy: str | Mapping[str, Any] = "none", **settings: Any
+) -> EngineConfig:
+    """The configuration that ``LLM`` and ``AsyncEngine`` make of the same arguments; vLLM's names
+    for it are ``AsyncEngineArgs`` and ``EngineArgs``."""
+    if not (isinstance(policy, str) or (isinstance(policy, Mapping) and "name" in policy)):
+        wanted = 'a name, or a mapping with one like {"name": "kara", "window": 128}'
+        raise ConfigError(f"policy must be {wanted}, got {shown(policy):.200}")
+    spec = {"name": policy} if isinstance(policy, str) else dict(policy)
+    name = spec.pop("name")
+    return EngineConfig.from_flat(model=model, policy=name, policy_args=spec, **settings)
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "cache": CacheConfig,

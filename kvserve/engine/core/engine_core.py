@@ -24,6 +24,7 @@ from kvserve.engine.messages import (
     RefusedSequence,
     StepOutputs,
 )
+from kvserve.engine.models.hub import LOADING
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
@@ -60,7 +61,8 @@ class EngineCore:
     """``add``, ``step`` while ``has_work``, ``abort``; ``ConfigError`` if it cannot start."""
 
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
-        built = build_engine(config, model)
+        with LOADING:
+            built = build_engine(config, model)
         self.scheduler = built.scheduler
         self.executor = built.executor
         self.runner = built.executor.runner

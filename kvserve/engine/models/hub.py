@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ SHIPPED_MODELS = {f"kvserve/{name}": _DATA / name for name in ("tiny", "tiny-lon
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # The same weights once more, in their authors' own formats.
 _DUPLICATES = ("consolidated*", "original/*")
+
+LOADING = threading.RLock()
+"""Held while a model or a tokenizer loads: transformers imports its modules when they are first
+used, and threads that do so at once see half of one."""
 
 
 def find_model(
