@@ -137,9 +137,9 @@ class ReplicatedEngine:
             told = await sent.results_async(return_exceptions=True)
         except Exception as error:  # any of Ray's: no request may end by it
             told = [error]
-        for error in told:
-            if isinstance(error, BaseException):
-                logger.warning("a prefix cache was not reset: %s", _first_line(error))
+        for answer in told:
+            if isinstance(answer, BaseException):
+                logger.warning("a prefix cache was not reset: %s", _first_line(answer))
 
     async def shutdown(self) -> None:
         for task in (self._watcher, self._reset):
