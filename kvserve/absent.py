@@ -92,7 +92,8 @@ SETTINGS = _by_name(
         "weights stay loaded while the server runs": """
             enable_sleep_mode sleep_* enable_cumem_allocator weight_transfer_config""",
         "the scheduler is fixed; see --scheduling-policy": """
-            scheduler_cls scheduler_reserve_full_isl""",
+            scheduler_cls scheduler_reserve_full_isl use_v2_block_manager num_scheduler_steps
+            num_lookahead_slots multi_step_stream_outputs disable_async_output_proc""",
         "each token is sent when it is there": "stream_interval",
         "requests are logged only with --enable-log-requests": "disable_log_requests",
         "texts are not logged; see --enable-log-requests": """
@@ -109,7 +110,7 @@ SETTINGS = _by_name(
             enable_server_load_tracking""",
         "there are no plug-ins for it": """
             additional_config reasoning_parser_plugin tool_parser_plugin middleware""",
-        "see --reasoning-parser": "reasoning_config",
+        "see --reasoning-parser": "reasoning_config enable_reasoning",
         "every answer has X-Request-Id": "enable_request_id_headers",
         "it is always so": """
             enable_tokenizer_info_endpoint enable_prompt_tokens_details
@@ -139,8 +140,13 @@ SETTINGS = _by_name(
 """Of ``LLM(...)``, and with dashes of the command line, which has some of them. A ``*`` stands for
 any end."""
 
-FLAGS = {"-pp": "pipeline_parallel_size", "-asc": "api_server_count"}
-"""Short flags of absent settings."""
+FLAGS = {
+    "-pp": "pipeline_parallel_size",
+    "-asc": "api_server_count",
+    "-O": "optimization_level",
+    "-cc": "compilation_config",
+}
+"""Short flags of absent settings; ``-O3`` is ``-O 3``."""
 
 FIELDS = _by_name(
     {
@@ -241,34 +247,54 @@ ATTRIBUTES = _by_name(
 """Of ``LLM``, ``AsyncEngine``, ``RequestOutput`` and ``CompletionOutput``."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
+    "api_server_count": (1,),
     "best_of": (1,),
     "chat_template_content_format": ("auto",),
     "config_format": ("auto", "hf"),
+    "decode_context_parallel_size": (1,),
     "detokenize": (True,),
+    "disable_async_output_proc": (True, False),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True,),
     "disable_log_stats": (True, False),
     "distributed_executor_backend": ("mp",),
     "function_call": ("none",),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": (20,),
+    "max_long_partial_prefills": (1,),
+    "max_num_partial_prefills": (1,),
+    "max_seq_len_to_capture": (8192,),
     "modalities": (["text"],),
+    "multi_step_stream_outputs": (True, False),
+    "nnodes": (1,),
+    "num_scheduler_steps": (1,),
     "pipeline_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "response_role": ("assistant",),
     "runner": ("auto", "generate"),
     "skip_clone": (True, False),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
     "tool_choice": ("none", "auto"),
     "use_tqdm_on_load": (True, False),
+    "use_v2_block_manager": (True, False),
+    "worker_cls": ("auto",),
 }
 
 
 def means_off(name: str, value: object) -> bool:
     """Whether an absent name with this value asks for nothing: ``None``, or vLLM's default."""
     return value is None or (value in _OFF[name] if name in _OFF else not value)
+
+
+def is_switch(name: str) -> bool:
+    """Whether an absent flag stands alone, as ``--disable-log-stats`` does."""
+    return any(isinstance(value, bool) for value in _OFF.get(name, ()))
 
 
 def why_absent(name: str, absent: Mapping[str, str]) -> str | None:

@@ -180,6 +180,7 @@ class CacheConfig:
         "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
         "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
         choices=KV_CACHE_DTYPES,
+        synonyms={"fp8_e4m3": "fp8"},
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.engine.models.fetched import FETCHABLE, fetched_file
+from kvserve.fields import did_you_mean
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -53,9 +54,12 @@ def find_model(
         raise ConfigError(f"--load-format {load_format}: {name} {what}; leave it at auto")
     if is_gguf or path.is_dir():
         return path
-    if path.is_absolute() or name.count("/") != 1 or name[0] == "." or path.suffix == ".gguf":
+    no_id = path.is_absolute() or name.count("/") != 1 or name[0] == "."
+    if no_id or path.suffix == ".gguf" or name.startswith("kvserve/"):
+        known = [*SHIPPED_MODELS, *FETCHABLE]
         raise ConfigError(
             f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
+            f"{did_you_mean(name, known)}"
         )
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:

@@ -6,7 +6,7 @@ At start only the standard library is imported: ``--help`` stays quick.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvserve import absent
@@ -27,6 +27,9 @@ class UsageError(ConfigError):
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage of all flags."""
 
+    instead: Mapping[str, str] = {}
+    """What to do instead, by flags that somebody may look for in this command."""
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
@@ -37,8 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """``parse_args`` that suggests a similar flag for an unknown one. Of commands with
-        ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping."""
-        words, policy_args = list(argv), dict[str, Any]()
+        ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping. Flags of vLLM
+        that ask for nothing are accepted, and flags may have underscores."""
+        words, policy_args = self._asking(argv), dict[str, Any]()
         if any(action.dest == _POLICY_ARGS for action in self._actions):
             words, policy_args = _split(words)
         namespace, unknown = self.parse_known_args(words)
@@ -52,10 +56,44 @@ class Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name.startswith("--")]
         if word in REMOVED:
             raise UsageError(f"{word} was removed: {REMOVED[word]}")
-        name = absent.FLAGS.get(word, word.removeprefix("--").replace("-", "_"))
+        if word in self.instead:
+            raise UsageError(f"unknown flag {word}; {self.instead[word]}")
+        name, _ = _absent_name(word)
         if why := absent.why_absent(name, absent.SETTINGS):
             raise UsageError(absent.refusal(word, why))
         raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
+
+    def _asking(self, argv: Sequence[str]) -> list[str]:
+        """The words without absent flags that ask for nothing, under the flags' own names."""
+        known, words = self._option_string_actions, list(argv)
+        asking: list[str] = []
+        while words:
+            word = words.pop(0)
+            flag, equals, text = word.partition("=")
+            if word == "--":
+                return [*asking, word, *words]
+            if flag.replace("_", "-") in known:
+                asking.append(flag.replace("_", "-") + equals + text)
+                continue
+            name, value = _absent_name(flag)
+            takes = value and not (equals or absent.is_switch(name))
+            if takes and words and not words[0].startswith("-"):
+                text, equals = words[0], "="
+            if not absent.why_absent(name, absent.SETTINGS) or not absent.means_off(
+                name, read_any(text) if equals else value
+            ):
+                asking.append(word)
+            elif takes and equals:
+                words.pop(0)
+        return asking
+
+
+def _absent_name(flag: str) -> tuple[str, bool]:
+    """The setting that a flag would be of, and what it says of one that is on or off."""
+    name = absent.FLAGS.get(flag.partition(".")[0]) or absent.FLAGS.get(flag[:2])
+    if name is None:
+        name = flag.removeprefix("--").replace("-", "_")
+    return name.removeprefix("no_"), not name.startswith("no_")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
