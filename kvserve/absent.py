@@ -66,7 +66,7 @@ SETTINGS = _by_name(
             kernel_config linear_backend enable_flashinfer_autotune sparse_indexer_topk_backend
             ir_op_priority jit_monitor_* disable_custom_all_reduce enable_dbo dbo_* ubatch_size
             use_fp64_gumbel disable_nccl_for_dp_synchronization enable_batch_sharded_sampling""",
-        "see --grammar-backend": """
+        "llguidance compiles all grammars": """
             guided_decoding_backend structured_outputs_config""",
         "see logit_bias, bad_words and grammars in requests": "logits_processors",
         "tokens are not watermarked": "watermark*",

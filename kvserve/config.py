@@ -306,12 +306,6 @@ class EngineConfig:
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
-    grammar_backend: str = setting(
-        "auto",
-        "library that compiles JSON schemas and grammars for structured output: llguidance, the "
-        "only one",
-        choices=("auto", "llguidance"),
-    )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(
         (),

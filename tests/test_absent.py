@@ -18,6 +18,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+import kvserve
 from kvserve import (
     LLM,
     CompletionOutput,
@@ -162,3 +163,14 @@ def test_nothing_absent_is_there() -> None:
         assert named in known or named == "--help", named
     both = absent.FIELDS.keys() & {*GenerationRequest.model_fields}
     assert both <= {"truncate_prompt_tokens", "truncation_side"}
+
+
+def test_names_of_the_package() -> None:
+    for name, why in absent.EXPORTS.items():
+        with pytest.raises(ImportError) as refused:
+            exec(f"from kvserve import {name}")
+        assert str(refused.value) == f"kvserve.{name} is not supported: {why}"
+    with pytest.raises(ImportError, match="cannot import name 'EngineArg' from 'kvserve'"):
+        exec("from kvserve import EngineArg")
+    assert {*kvserve.__all__, "__version__"} <= set(dir(kvserve))
+    assert all(getattr(kvserve, name) is not None for name in kvserve.__all__)

@@ -8,7 +8,6 @@ import pytest
 
 from kvserve import absent
 from kvserve.server.cli.commands import parser_of
-from kvserve.server.settings.args import REMOVED, UsageError
 from tests.docs.pages import ROOT
 
 _, SAME, _, DIFFERENT, GONE, _ = re.split(
@@ -32,11 +31,3 @@ def test_every_name_that_is_absent_is_on_the_page(kind: str) -> None:
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     said = {name: why.removesuffix(" |") for named, why in rows for name in named.split("`")[1::2]}
     assert said == getattr(absent, kind)
-
-
-@pytest.mark.parametrize("flag", REMOVED)
-def test_a_flag_that_was_removed_says_what_to_do(flag: str) -> None:
-    assert flag not in KNOWN
-    with pytest.raises(UsageError) as refused:
-        parser_of("serve").parse([flag, "1"])
-    assert str(refused.value) == f"{flag} was removed: {REMOVED[flag]}"

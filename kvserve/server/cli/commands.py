@@ -134,8 +134,6 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
     if group:
         raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
-    if words[0] == "top":
-        raise UsageError("`kvserve top` is gone: a server shows the same at / in a browser")
     raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
 
 

@@ -13,10 +13,6 @@ from kvserve import absent
 from kvserve.fields import did_you_mean, read_any, read_object
 from kvserve.log import ConfigError
 
-REMOVED = {
-    "--gate": "each event runs when it is due; a longer --policy.period has fewer",
-}
-"""Flags that this server had, and what to do instead."""
 _POLICY_ARGS = "policy_args"
 
 
@@ -54,8 +50,6 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        if word in REMOVED:
-            raise UsageError(f"{word} was removed: {REMOVED[word]}")
         if word in self.instead:
             raise UsageError(f"unknown flag {word}; {self.instead[word]}")
         name, _ = _absent_name(word)
