@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from kvserve import __version__
 from tests.waiting import WAIT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,6 +115,30 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {"kvserve", meta}
     assert {name for name in names if name.startswith("kvserve/")} == expected
     assert any(name.startswith("kvserve/data/") for name in names)
+
+
+def test_a_script_beside_the_clone_finds_the_editable_package(tmp_path: Path) -> None:
+    """The folder that holds the clone is first on the script's path, and the clone's name there is
+    the package's."""
+    clone, site = tmp_path / "kvserve", tmp_path / "site"
+    (clone / "kvserve").mkdir(parents=True)
+    shutil.copy(PACKAGE / "__init__.py", clone / "kvserve")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+
+    build = "from setuptools import build_meta; build_meta.build_editable('..')"
+    run([sys.executable, "-c", build], clone)
+    (wheel,) = tmp_path.glob("kvserve-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    script = "import site; site.addsitedir('site'); from kvserve import __version__ as v; print(v)"
+    assert run([sys.executable, "-S", "-E", "-c", script], tmp_path) == f"{__version__}\n"
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvserve.engine.models.counts import Held, check_counts, held_in
 from kvserve.engine.models.fetched import FETCHABLE, fetched_file
+from kvserve.fields import did_you_mean
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -16,6 +18,10 @@ SHIPPED_MODELS = {f"kvserve/{name}": _DATA / name for name in ("tiny", "tiny-lon
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # The same weights once more, in their authors' own formats.
 _DUPLICATES = ("consolidated*", "original/*")
+
+LOADING = threading.RLock()
+"""Held while a model or a tokenizer loads: transformers imports its modules when they are first
+used, and threads that do so at once see half of one."""
 
 
 def find_model(
@@ -49,9 +55,12 @@ def find_model(
         raise ConfigError(f"--load-format {load_format}: {name} {what}; leave it at auto")
     if is_gguf or path.is_dir():
         return path
-    if path.is_absolute() or name.count("/") != 1 or name[0] == "." or path.suffix == ".gguf":
+    no_id = path.is_absolute() or name.count("/") != 1 or name[0] == "."
+    if no_id or path.suffix == ".gguf" or name.startswith("kvserve/"):
+        known = [*SHIPPED_MODELS, *FETCHABLE]
         raise ConfigError(
             f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
+            f"{did_you_mean(name, known)}"
         )
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:

@@ -108,7 +108,9 @@ def _yarn(inv_freq: Tensor, rope: RopeSpec, dim: int) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2, device="cpu").float() - low) / (high - low)).clamp(0.0, 1.0)
+    interpolated = ((torch.arange(dim // 2, device="cpu").float() - low) / (high - low)).clamp(
+        0.0, 1.0
+    )
     return inv_freq / p["factor"] * interpolated + inv_freq * (1 - interpolated)
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvserve.engine.device.child import start_child
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -28,7 +26,6 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
-_COMMAND = "from kvserve.engine.runner.rank import FORGET_SCORES, main; main()"
 
 
 class Executor:
@@ -150,19 +147,11 @@ class Executor:
                 pipe.send_bytes(message)
 
     def _start(self, start: RankStart) -> None:
-        ours, theirs = Pipe()
-        # Not multiprocessing: it would run the user's main module again in each rank.
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
-            )
-        )
-        theirs.close()
-        self._pipes.append(ours)
+        process, pipe = start_child("kvserve.engine.runner.rank")
+        self._processes.append(process)
+        self._pipes.append(pipe)
         with suppress(OSError):
-            ours.send(start)
+            pipe.send(start)
 
     def _receive(self, rank: int) -> Any:
         try:

@@ -13,6 +13,11 @@ TOOL_PARSERS = (
     *("cohere", "deepseek_v3", "granite", "hermes", "internlm", "jamba", "kimi_k2"),
     *("llama3_json", "mistral", "nemotron", "openai", "pythonic"),
 )
+TOOL_PARSER_SYNONYMS = {
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "glm45"), "hermes"),
+    **{"deepseek_v31": "deepseek_v3", "llama4_pythonic": "pythonic"},
+}
+"""vLLM's names of what one of these reads."""
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -55,6 +60,7 @@ class ServeSettings:
         None,
         "how the model writes tool calls (default: as its chat template writes them)",
         choices=TOOL_PARSERS,
+        synonyms=TOOL_PARSER_SYNONYMS,
     )
     enable_auto_tool_choice: bool = setting(
         False, "do not start if it is not known how the model writes tool calls"

@@ -43,7 +43,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.server = Server(*KARA, "--tensor-parallel-size", "2")
-        self.engine = child(self.server.process.pid, "spawn_main")
+        self.engine = child(self.server.process.pid, "core_process")
         self.rank = child(self.engine, "kvserve.engine.runner.rank")
 
     def gone(self) -> bool:
