@@ -30,11 +30,19 @@ def test_how_many_tokens_a_block_logs() -> None:
         (LogForm(8, "int4"), auto, 8),  # 512 bytes a layer, and 4 + 4 a vector
         (LogForm(6, "int4"), auto, 10),  # some bytes are left over
         (LogForm(8, "int4"), int8, 2),
+        (LogForm(3), auto, 5),  # 512 bytes a layer: 32 are left over
+        (LogForm(3, "fp8"), auto, 21),
+        (LogForm(5), auto, 3),
     ):
         assert log.block_tokens(LAYOUT, form, 4) == tokens
-    for log, form in ((LogForm(32), auto), (LogForm(128, "int4"), auto), (LogForm(8), int8)):
-        with pytest.raises(ValueError, match=f"whole queries of {log.heads} heads"):
-            log.block_tokens(LAYOUT, form, 4)
+        assert log.least_block(LAYOUT, form, 4) <= 4
+    for log, form, least in (
+        (LogForm(32), auto, 8),  # 1024 bytes a token, of entries 128
+        (LogForm(128, "int4"), auto, 8),
+        (LogForm(8), int8, 7),  # 256, of entries 40
+    ):
+        assert log.block_tokens(LAYOUT, form, 4) == 0
+        assert log.least_block(LAYOUT, form, 4) == least
 
 
 @pytest.mark.parametrize(
