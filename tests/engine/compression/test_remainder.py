@@ -44,7 +44,7 @@ CASES = [
     Case(
         "kara",
         {
-            **{**_KARA, "buffer": 0, "chunk_budget": 0, "max_chunk": 3},
+            **{**_KARA, "buffer": 0, "chunk_budget": 0},
             **{"query_source": "recompute", "remainder": "mean"},
         },
         [],
