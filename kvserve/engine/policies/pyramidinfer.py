@@ -68,7 +68,9 @@ class PyramidInfer(Policy):
     interval: int = argument(
         1,
         "layers from one pruning to the next",
-        **{"least": 1, "most": common.MOST_LAYERS, "only_if": _PRUNES},
+        least=1,
+        most=common.MOST_LAYERS,
+        only_if=_PRUNES,
     )
     distance_weight: float = argument(
         1.2,
@@ -82,7 +84,9 @@ class PyramidInfer(Policy):
     decode_decay: float = argument(
         0.1,
         "as decay, for these",
-        **{"least": 0, "most": 1, "only_if": ("period above 1", "decode_ratio above 0")},
+        least=0,
+        most=1,
+        only_if=("period above 1", "decode_ratio above 0"),
     )
     query_reduce: str = common.query_reduce("which queries are logged for them")
 

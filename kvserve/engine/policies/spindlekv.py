@@ -58,17 +58,23 @@ class SpindleKV(Policy):
     theta_k: float = argument(
         0.98,
         "cosine above which one key, before RoPE, stands for another",
-        **{"least": 0.01, "most": 0.9999, "only_if": _CODED},
+        least=0.01,
+        most=0.9999,
+        only_if=_CODED,
     )
     theta_v: float = argument(
         0.95,
         "cosine above which one value stands for another",
-        **{"least": 0.01, "most": 0.9999, "only_if": _CODED},
+        least=0.01,
+        most=0.9999,
+        only_if=_CODED,
     )
     flush_every: int = argument(
         64,
         "generated tokens that are coded together",
-        **{"least": 1, "only_if": _CODED, "note": "whole blocks"},
+        least=1,
+        only_if=_CODED,
+        note="whole blocks",
     )
     raw_fallback: bool = argument(
         True, "leave a layer's head as it is if its codes would not save a block", only_if=_CODED
@@ -77,7 +83,9 @@ class SpindleKV(Policy):
     beta: float = argument(
         0.05,
         "least share of its context that the last layer keeps",
-        **{"least": 0, "most": 0.99, "only_if": _EVICTS},
+        least=0,
+        most=0.99,
+        only_if=_EVICTS,
     )
     score_norm: str = argument(
         "window",

@@ -269,8 +269,7 @@ def _naming_flags() -> Iterator[None]:
     try:
         yield
     except PolicyError as error:
-        flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
-        raise ConfigError(f"{flag}: {error}") from None
+        raise ConfigError(f"{error.flag}: {error}") from None
 
 
 def device_of(wanted: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,17 +168,6 @@ class ServerState:
                 param=param,
             )
         return self.engine.tokenizer
-
-
-def check_request_policies(policies: Sequence[str]) -> None:
-    """Raises ``ConfigError`` if a name in ``--request-policies`` is not a policy."""
-    if not policies:
-        return
-    from kvserve.engine.policies.registry import policy_names
-
-    if unknown := sorted(set(policies) - set(policy_names())):
-        names = ", ".join(policy_names())
-        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
 
 
 def _read_template(path: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,17 @@ def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
     # At the event, beside 7 blocks of keys and values: 104 positions in blocks of 32, or of 128.
     assert peaks == {"model": 7 + 4, "fp8": 7 + 1}
     assert tokens["model"][:100] == tokens["fp8"][:100]
+
+
+def test_the_start_up_table_says_when_a_log_weighs_what_events_free(llama_dir: Path) -> None:
+    """Of 96 older tokens of a window 29 stay, so 67 go, in 4.2 blocks; 128 are logged, in 3.1
+    blocks of 42 tokens or, of fewer bits, in 12.8 of 10. The fourth event is at 128 + 3 x 96."""
+    kara = {"name": "kara", "window": 128, "buffer": 32}
+
+    def row(**settings: Any) -> str:
+        summary = make(llama_dir, policy=kara, **settings).engine.core.info.summary
+        return next(why for name, _, why in summary if name == "query log")
+
+    assert "times what its event frees" not in row(block_size=16)
+    said = row(kv_cache_dtype="k8v4", block_size=16)
+    assert "3.1 times what its event frees" in said and "from token 416 of its answer on" in said

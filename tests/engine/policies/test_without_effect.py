@@ -47,7 +47,7 @@ def broken(policy: str, condition: str) -> dict[str, Any]:
 def setting(policy: str, condition: str) -> dict[str, Any]:
     """Arguments under which a condition does not hold; nothing else may be told from them."""
     given = broken(policy, condition)
-    usual = {"budget": BUDGET, "window": 16 if policy == "spindlekv" else 4}
+    usual: dict[str, Any] = {"budget": BUDGET, "window": 16 if policy == "spindlekv" else 4}
     if policy == "kara":
         usual = {"window": 16, "buffer": 4, "query_dtype": "model"}
     names = {f.name for f in fields(policy_class(policy))}
@@ -71,7 +71,8 @@ def another(f: Field[Any]) -> Any:
         return (facts["least"] + facts["most"]) / 2
     if facts["at_most"]:
         return 1
-    return (500 if f.default is None else f.default) + (64 if f.name == "flush_every" else 2)
+    number: Any = 500 if f.default is None else f.default
+    return number + (64 if f.name == "flush_every" else 2)
 
 
 @pytest.mark.parametrize(("name", "f", "condition"), conditions())
@@ -102,7 +103,11 @@ def behaviour(policy: Policy) -> list[Any]:
     window = max(policy.event_trigger.num_queries, policy.protected)
     queries = torch.randn(1, LAYERS, heads, window, DIM)
     obs = Observation(queries, torch.randn(1, LAYERS, KV_HEADS, ENTRIES, DIM), 0.4)
-    known = [policy.event_kind, reduction, policy.logged_dtype if policy.query_reduction else None]
+    known: list[Any] = [
+        policy.event_kind,
+        reduction,
+        policy.logged_dtype if policy.query_reduction else None,
+    ]
     if isinstance(policy.event_trigger, Pruned):
         trigger, layer = policy.event_trigger, Observation(queries[:, :1], obs.keys[:, :1], 0.4)
         known += [trigger.prompt_lengths(at, LAYERS) for at in (20, 60, 200)]

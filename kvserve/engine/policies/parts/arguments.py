@@ -31,6 +31,11 @@ class PolicyError(ValueError):
         super().__init__(message)
         self.argument = argument
 
+    @property
+    def flag(self) -> str:
+        """The command line's flag of the argument."""
+        return f"--policy.{self.argument}" if self.argument != "name" else "--policy"
+
 
 # ---- declaring ----------------------------------------------------------------------------------
 
