@@ -45,7 +45,7 @@ CASES = [
         "kara",
         {
             **{**_KARA, "buffer": 0, "chunk_budget": 0},
-            **{"query_source": "recompute", "remainder": "mean"},
+            **{"query_source": "recompute", "query_reduce": "heads", "remainder": "mean"},
         },
         [],
     ),
