@@ -207,10 +207,10 @@ def test_dynamic_rope_under_recomputed_queries(tmp_path: Path) -> None:
         "max_chunk": 4,
         "protect_prompt": False,
     }
-    kara |= {"query_dtype": "model"}  # recomputed queries are not rounded
+    logged = {"query_dtype": "model"}  # recomputed queries are not rounded
     found = []
-    for source in ("log", "recompute"):
-        llm = make(directory, policy={**kara, "query_source": source})
+    for source in (logged, {"query_source": "recompute"}):
+        llm = make(directory, policy={**kara, **source})
         found.append(tokens(llm, PROMPTS, 20))
         assert llm.stats().compactions_total > 0
     assert found[0] == found[1]
