@@ -129,7 +129,10 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",), least=1
+        None,
+        "tokens per block (default: 64 on a GPU, else 16; more if logged queries do not fit)",
+        aliases=("--page-size",),
+        least=1,
     )
     num_gpu_blocks_override: int | None = setting(
         None, "blocks in the pool, instead of sizing it from memory", least=2

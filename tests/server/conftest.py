@@ -170,7 +170,7 @@ def run_server(
 
 REAL = (
     *("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8"),
-    *("--policy.chunk-budget", "4", "--continuations", "on", "--allow-kv-trace"),
+    *("--policy.chunk-budget", "6", "--continuations", "on", "--allow-kv-trace"),
     *("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
     # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
     *("--max-num-batched-tokens", "1024"),

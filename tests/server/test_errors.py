@@ -13,10 +13,10 @@ import openai
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from kvserve.config import EngineConfig
+from kvserve.config import CompressionConfig, EngineConfig
 from kvserve.log import ConfigError, RequestError
+from kvserve.server.settings.reading import check_policies
 from kvserve.server.state.errors import ApiError
-from kvserve.server.state.server_state import check_request_policies
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_refusals import USER, check
@@ -219,7 +219,7 @@ def test_listed_policies_are_there() -> None:
     with pytest.raises(ConfigError, match="--request-policies"):
         EngineConfig.from_flat(allow_request_policy="listed")
     with pytest.raises(ConfigError, match="unknown policy 'krra'"):
-        check_request_policies(("krra",))
+        check_policies(CompressionConfig(allow_request_policy="listed", request_policies=("krra",)))
 
 
 LONG: dict[str, tuple[str, Any]] = {

@@ -102,7 +102,7 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
     if plan.device == "cuda":
         check_pool(config.cache, plan.block_bytes, free)
         usual = free
-    usable = scheduler.max_num_seqs * plan.blocks_for(plan.max_len) * 2
+    usable = scheduler.max_num_seqs * plan.blocks_for(plan.max_len, logged=True)
     num_blocks = count_blocks(config.cache, usable, plan.block_bytes, usual)
     layout = replace(plan.layout, num_kv_heads=plan.spec.num_kv_heads)  # of all ranks
     kept = config.cache.continuation_memory

@@ -29,7 +29,7 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 from kvserve.server.state.tracing import Tracer
 from kvserve.signals import AT_ONCE, heeded
 from kvserve.stats import EngineStats
@@ -65,7 +65,6 @@ def make_engine(config: EngineConfig) -> Engine:
 
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
-    check_request_policies(config.compression.request_policies)
     protocol = LimitedHttpProtocol.limited(
         settings.read_timeout,
         settings.write_timeout,

@@ -33,11 +33,11 @@ from kvserve.server.http.app import create_app
 from kvserve.server.replicas.engine_replica import DEPLOYMENT, MANY, Ticket, engines
 from kvserve.server.replicas.replica_stream import OutputReader, held_tokens, total
 from kvserve.server.replicas.routing import HeldTokenRouter
-from kvserve.server.settings.reading import settings_from
+from kvserve.server.settings.reading import check_policies, settings_from
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 from kvserve.stats import EngineStats
 
 _APP = "kvserve"
@@ -268,7 +268,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
     """The application. It admits requests once a replica has answered."""
     configure_logging(settings.log_level)
-    check_request_policies(config.compression.request_policies)
+    check_policies(config.compression)
     engine = ReplicatedEngine(config)
     state = ServerState(engine, config, settings)
     app = create_app(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -194,17 +194,6 @@ def _in_time(find: Callable[[], ChatFormat]) -> ChatFormat:
         raise ConfigError(
             f"--chat-template: the model's does not end within {TEMPLATE_SECONDS:g} s; give another"
         ) from None
-
-
-def check_request_policies(policies: Sequence[str]) -> None:
-    """Raises ``ConfigError`` if a name in ``--request-policies`` is not a policy."""
-    if not policies:
-        return
-    from kvserve.engine.policies.registry import policy_names
-
-    if unknown := sorted(set(policies) - set(policy_names())):
-        names = ", ".join(policy_names())
-        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
 
 
 def _read_template(path: str | None) -> str | None:
