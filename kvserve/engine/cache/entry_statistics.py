@@ -33,7 +33,7 @@ TOKENS = 1024
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
-_QUERIES, _NEWEST = 24, 64  # whose attention is compared, and what stays exact for them
+_QUERIES, _NEWEST = 256, 64  # whose attention is compared, and what stays exact for them
 
 
 def refusal(model: Transformer) -> str | None:
