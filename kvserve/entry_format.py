@@ -2,10 +2,11 @@
 
 A vector (the key or the value of one token and KV head) is held as it was computed, or as *levels*:
 whole numbers of few bits, or e4m3 numbers. Of 8 bits, and values of 4 beside such keys, it has a
-*step* and, where levels count from its lowest number, that number, its *low*: both bfloat16. A *lane*
-is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all values'
-levels, then the keys' steps, the values' steps and their lows. Keys and values that both have *few*
-bits are turned before they are rounded, and have a code of one byte (``kernels/few_bits.py``).
+*step* and, where levels count from its lowest number, that number, its *low*: both bfloat16. A
+*lane* is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all
+values' levels, then the keys' steps, the values' steps and their lows. Keys and values that both
+have *few* bits are turned before they are rounded, and have a code of one byte
+(``kernels/few_bits.py``).
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class VectorForm:
 class EntryFormat:
     """The forms of a key and of a value.
 
-    ``newest``, if not 0: those from a row's last multiple of so many tokens on, and the row's first,
-    are held as they were computed, too, and read so. ``average``: keys' and values' bits differ by
-    layer, so many on average; ``key`` and ``value`` are those of a model without a table.
+    ``newest``, if not 0: those from a row's last multiple of so many tokens on, and the row's
+    first, are held as they were computed, too, and read so. ``average``, if not 0: keys' and
+    values' bits differ by layer, so many on average; not those of ``key`` and ``value``.
     """
 
     name: str
@@ -118,6 +119,15 @@ class EntryFormat:
             lane = -(-block_size * self.entry_bytes(dim) // ALIGNED) * ALIGNED
             size = heads * layers * lane
         return size
+
+    def lane_bytes(self, block_size: int, dim: int) -> int:
+        """Bytes of a block for one layer and KV head, if all layers have as many."""
+        return self.block_bytes(block_size, dim, 1, 1)
+
+    def newest_tokens(self, block_size: int, dim: int, itemsize: int) -> int:
+        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number; of layers
+        that have as many bytes."""
+        return self.lane_bytes(block_size, dim) // (2 * dim * itemsize)
 
     def refusal(self, dim: int) -> str | None:
         """Why this format cannot hold heads of this size; ``None`` if it can."""

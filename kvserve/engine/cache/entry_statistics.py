@@ -1,4 +1,4 @@
-"""Measures a model's ``EntryTable``: one forward over a text that ships, when an engine first starts.
+"""Measures a model's ``EntryTable``: one forward over a text that ships, once for each model.
 
 It is kept in the user's cache by the name of the weights and the text, so that ranks, restarts and
 other engines of the model write the same entries.
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
@@ -67,7 +66,7 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if path is not None and group.rank == 0:
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            EntryTable(*whole, own.noise, name).save(path)
+            EntryTable(whole[0], whole[1], whole[2], own.noise, name).save(path)
     return replace(own, name=name)
 
 
@@ -190,9 +189,7 @@ class _Census:
         self._found.append((mean, feedback, order))
         self._noise.append(self._noise_of(index, layer, Shaping(mean, feedback, order), before))
 
-    def _noise_of(
-        self, index: int, layer: Layer, shaping: Shaping, before: Tensor
-    ) -> Tensor:
+    def _noise_of(self, index: int, layer: Layer, shaping: Shaping, before: Tensor) -> Tensor:
         """float64 [2, 3]: of keys and of values in each of ``BITS``."""
         model, tokens = self._model, len(self._keys)
         at = torch.linspace(tokens // 4, tokens - 1, _QUERIES, device=before.device).long()
@@ -215,7 +212,9 @@ class _Census:
             k = turn_torch(_held(turned[0], bits, SHAPED[bits], shaping)) + shaping.mean
             v = turn_torch(_held(turned[1], bits, PLAIN[bits]))
             for kind, other in enumerate(((k, values), (keys, v))):
-                mixed = (torch.where(newest, *pair) for pair in zip((keys, values), other, strict=True))
+                mixed = (
+                    torch.where(newest, *pair) for pair in zip((keys, values), other, strict=True)
+                )
                 lost = (added(*mixed) - exact).square().sum(dim=-1)
                 found[kind, place] = float((lost / length).mean())
         return found
@@ -270,7 +269,9 @@ def _over_rotations(matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _at(rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions, also of those behind the context."""
     angles = places[:, None].double() * rotary.inv_freq.double()  # type: ignore[union-attr]
-    both = (torch.cat([x, x], dim=-1)[:, None] * rotary.factor for x in (angles.cos(), angles.sin()))
+    both = (
+        torch.cat([x, x], dim=-1)[:, None] * rotary.factor for x in (angles.cos(), angles.sin())
+    )
     return next(both), next(both)
 
 

@@ -1,5 +1,5 @@
-"""A model's table: what its keys have in common, where its queries look, and what its layers lose by
-each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
+"""A model's table: what its keys have in common, where its queries look, and what its layers lose
+by each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class EntryTable:
         """Of a model of which nothing was measured: keys before values, the first layers before
         others."""
         noise = torch.tensor([[1.1, 0.3, 0.08], [1.0, 0.25, 0.06]], dtype=torch.float64)
-        return cls(torch.zeros(layers, heads, dim, device=device), None, None, noise.repeat(layers, 1, 1))
+        return cls(
+            torch.zeros(layers, heads, dim, device=device), None, None, noise.repeat(layers, 1, 1)
+        )
 
     def of_rank(self, rank: int, size: int) -> EntryTable:
         """The heads of one of ``size`` ranks."""
@@ -74,7 +76,9 @@ class EntryTable:
                 shaping = Shaping(*(None if x is None else x[layer] for x in parts))  # type: ignore[arg-type]
                 found[layer] = FewLayer(few(key), few(value), at, shaping)
                 held = EntryFormat("", few(key), few(value))
-                at += held.block_bytes(layout.block_size, layout.head_dim, 1, layout.heads_per_block)
+                at += held.block_bytes(
+                    layout.block_size, layout.head_dim, 1, layout.heads_per_block
+                )
         return tuple(found[layer] for layer in range(kinds.count))
 
     def bits(self, form: EntryFormat, dim: int, group: list[int]) -> list[tuple[int, int]]:

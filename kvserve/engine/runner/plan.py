@@ -211,10 +211,9 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     num_layers = len(layers.full) or spec.num_layers
     dtype = _dtype_of(config.model, spec, device)
     form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
-    if form.few and (config.cache.block_size or TILE) % TILE:
-        raise ConfigError(
-            f"--block-size: {config.cache.block_size} is no multiple of {TILE}, as {form.name} needs"
-        )
+    size = config.cache.block_size
+    if form.few and size is not None and size % TILE:
+        raise ConfigError(f"--block-size: {size} is no multiple of {TILE}, as {form.name} needs")
     log, block_size = choose_log(
         *(policy, part, form, dtype, device, config.cache.block_size),
         has_fp8=device == "cuda" and _has_fp8(),
