@@ -20,7 +20,7 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {"firsts", "last", "recent", "rows", "shares", "slots", "starts", "sums"}
+UNALIGNED = {"always", "firsts", "last", "recent", "rows", "shares", "slots", "starts", "sums"}
 
 
 class Helper:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels import (
     few_bits,
+    few_triton,
     int4_log,
     move_kv,
     quantized_entries,
@@ -95,7 +96,12 @@ TRITON = StorageKernels(
     quantized_triton.store_levels_triton,
     quantized_triton.gather_levels_triton,
     quantized_triton.move_levels_triton,
-    TORCH.few,
+    FewKernels(
+        few_triton.store_few_triton,
+        few_triton.gather_few_triton,
+        few_triton.move_few_triton,
+        few_triton.turn_triton,
+    ),
     store_kv.rotate_and_store_triton,
 )
 

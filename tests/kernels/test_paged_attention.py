@@ -242,19 +242,29 @@ SMALL = [
 ]
 
 
-@thinned({"kernel": TRITON, "shape,dtype,lengths": SMALL, "window": [1, 20, 100]})
+@thinned(
+    {
+        "kernel": TRITON,
+        "shape,dtype,lengths": SMALL,
+        "window": [1, 20, 100],
+        "always": [0, 1, 4, 40],
+    },
+    rest=False,
+)
 def test_windows(
-    kernel: str, shape: Shape, dtype: torch.dtype, lengths: list[int], window: int
+    kernel: str, shape: Shape, dtype: torch.dtype, lengths: list[int], window: int, always: int
 ) -> None:
-    assert_same(kernel, windowed(make(shape, [110, 4, 3, 65], lengths, dtype), window).inputs())
+    case = windowed(make(shape, [110, 4, 3, 65], lengths, dtype), window, always)
+    assert_same(kernel, case.inputs())
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("window", [1, 5, 16, 100, 1024, 5000])
-def test_compiled_windows(window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("always", [0, 40])
+def test_compiled_windows(window: int, always: int, dtype: torch.dtype) -> None:
     case = make(LONG, [3, 1030, 2500, 64], [1, 1, 70, 64], dtype)
-    assert_same("cpu", windowed(case, window).inputs())
+    assert_same("cpu", windowed(case, window, always).inputs())
 
 
 @thinned({"kernel": TRITON, "window": [30, None], "cap": [0.0, 1.5]})
@@ -384,7 +394,7 @@ def test_compiled_levels(name: str, dtype: torch.dtype, dim: int) -> None:
 def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
     """Of both heads, the second of which has negative ones: as values, and as keys one by one."""
     form = FORMATS["fp8"]
-    pool = torch.zeros(2, 1, 2 * form.lane_bytes(16, 128), dtype=torch.uint8)
+    pool = torch.zeros(2, 1, form.block_bytes(16, 128, 1, 2), dtype=torch.uint8)
     keys, values = QuantizedBlocks(pool, form, 16, 128).layer(0)
     numbers = torch.arange(256, dtype=torch.uint8).view(2, 128)
     numbers[:, 127] = 0  # not a number

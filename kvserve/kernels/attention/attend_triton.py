@@ -23,13 +23,13 @@ def attend(
     keys,
     values,
     key_steps,
-    key_lows,
     value_steps,
     value_lows,
     tables,
     rows,
     last,
     firsts,
+    always,
     sinks,
     starts,
     recent,
@@ -68,14 +68,13 @@ def attend(
     SHARES: tl.constexpr,
     REMAINDER: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALWAYS: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -102,7 +101,16 @@ def attend(
         lower = tl.load(firsts + table * tokens + token, mask=limit > 0, other=2147483647)
         lower = lower.to(tl.int32)
         nearest = tl.minimum(tl.min(lower, axis=0), end)
-        begin = nearest // TILE * TILE
+        opens = nearest // TILE * TILE
+        begin = opens
+        if (
+            ALWAYS
+        ):  # tiles of the row's first entries come before these, as if they were next to them
+            upper = tl.load(always + table * tokens + token, mask=limit > 0, other=0)
+            upper = upper.to(tl.int32)
+            farthest = tl.max(upper, axis=0)
+            begin -= tl.minimum(tl.cdiv(farthest, TILE) * TILE, opens)
+        apart = begin
     share = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), least)
     share = tl.cdiv(share, TILE) * TILE
     begin += split * share
@@ -151,6 +159,8 @@ def attend(
             else:
                 first_entry = whole
         for start in tl.range(first_entry, stop, TILE, num_stages=1 if part == 0 else None):
+            if ALWAYS:
+                start = tl.where(start < opens, start - apart, start)
             entry = start + tl.arange(0, TILE)
             if part > 0:
                 if ONE_BLOCK:
@@ -175,13 +185,13 @@ def attend(
                     beside = block * (block_stride // 2) + beside_base + inside
                     at = block * block_stride + inside * entry_stride
                     v_at = block * block_stride + inside * value_stride
-                if WINDOW:
+                if ALWAYS:
+                    known = known & ((entry >= nearest) | (entry < farthest))
+                elif WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    given = key_steps, key_lows, beside, known
-                    k, k_scale = numbers_at(
-                        k_first, at, *given, DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
-                    )
+                    given = key_steps, key_steps, beside, known
+                    k, k_scale = numbers_at(k_first, at, *given, DIM, KEYS, queries.dtype)
                 else:
                     k = tl.load(k_first + at[:, None] + dims[None, :])
             else:
@@ -210,7 +220,10 @@ def attend(
             if CAPPED:
                 logits = capped(logits * scale[:, None], soft_cap)
             seen = known[None, :]  # none lies behind the last entry of any query
-            if WINDOW:
+            if ALWAYS:
+                early = entry[None, :] < upper[:, None]
+                seen = seen & (early | (entry[None, :] >= lower[:, None]))
+            elif WINDOW:
                 seen = seen & (entry[None, :] >= lower[:, None])
             if CHUNKED and part != 1:
                 seen = seen & (entry[None, :] < limit[:, None])
@@ -226,9 +239,7 @@ def attend(
             if part > 0:
                 if VALUES > 0:
                     given = value_steps, value_lows, beside, known
-                    v, v_scale = numbers_at(
-                        v_first, v_at, *given, DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
-                    )
+                    v, v_scale = numbers_at(v_first, v_at, *given, DIM, VALUES, queries.dtype)
                     new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
                     per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
                     probs *= (v_scale * per_unit)[None, :]

@@ -123,21 +123,21 @@ def _attend(
     least: int,
 ) -> None:
     """Attend to a context in ``num_splits`` parts; without ``parts`` it is whole."""
-    rows, last, _, starts, max_chunk, first = chunks
+    rows, last, _, starts, max_chunk, first, always = chunks
+    assert always is None or codes is None, "no row with codes has entries of both kinds"
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
-    (k, *k_beside), (v, *v_beside) = parts_of(keys), parts_of(values)
-    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
+    (k, k_step, _), (v, *v_beside) = parts_of(keys), parts_of(values)
     query_tiles = -(-max_chunk * group // tile.rows)
     # Where nothing is read or written, any address does.
     given, recent = (last, rows) if shares is None else shares
     attend.launch(
         (len(rows) * per_row * kv_heads, query_tiles, num_splits),
         *(out, given, *(tables if x is None else x for x in parts or (None,) * 3)),
-        *(q, k, v, *k_beside, *v_beside, tables, rows, last),
-        *(tables if x is None else x for x in (first, sinks)),
+        *(q, k, v, k_step, *v_beside, tables, rows, last),
+        *(tables if x is None else x for x in (first, always, sinks)),
         *(rows if starts is None else starts, recent),
         *((tables,) * 3 if remainder is None else remainder),
         *_code_arguments(codes, tables),
@@ -155,14 +155,13 @@ def _attend(
         SHARES=shares is not None,
         REMAINDER=remainder is not None,
         WINDOW=first is not None,
+        ALWAYS=first is not None and always is not None,
         SINKS=sinks is not None,
         CAPPED=soft_cap > 0,
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
-        KEYS=key,
-        KEY_GROUPS=key_groups,
-        VALUES=value,
-        VALUE_GROUPS=value_groups,
+        KEYS=form_of(keys),
+        VALUES=form_of(values),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
