@@ -96,10 +96,12 @@ class EntryFormat:
         head: what layers of different bits share among them."""
         if not self.average:
             return layers * (self.key.levels(dim) + self.value.levels(dim))
-        least = int(self.average)
-        low, high = (few(bits).levels(dim) for bits in (least, math.ceil(self.average)))
-        share = self.average - least
-        return int(2 * layers * (low + share * (high - low))) // 4 * 4
+        there = bits_of_layers(dim)
+        low = max(bits for bits in there if bits <= self.average)
+        high = min(bits for bits in there if bits >= self.average)
+        less, more = few(low).levels(dim), few(high).levels(dim)
+        share = (self.average - low) / (high - low) if high > low else 0.0
+        return int(2 * layers * (less + share * (more - less))) // 4 * 4
 
     def entry_bytes(self, dim: int, layers: int = 1) -> int:
         """Bytes of one token's keys and values, of ``layers`` that share a block and one head."""
@@ -133,12 +135,26 @@ class EntryFormat:
         """Why this format cannot hold heads of this size; ``None`` if it can."""
         least = min(self.key.bits, self.value.bits)
         multiple = 1 if least > 8 else 8 * (1 + (least < 8))  # kernels read bytes by eights
-        return f"head_dim {dim} is not a multiple of {multiple}" if dim % multiple else None
+        if dim % multiple:
+            return f"head_dim {dim} is not a multiple of {multiple}"
+        if self.few and not self.average and least not in bits_of_layers(dim):
+            return f"head_dim {dim} takes as many bytes in {least} bits as in 4 (k4v4)"
+        return None
 
 
 def few(bits: int) -> VectorForm:
     """Vectors in few bits."""
     return VectorForm(bits, few=True)
+
+
+def bits_of_layers(dim: int) -> tuple[int, ...]:
+    """Bits that a layer's keys or values may have: each takes more bytes than fewer bits do. With
+    fewer than 2, single layers lose too much."""
+    return tuple(
+        bits
+        for bits in (2, 3, 4)
+        if all(few(bits).levels(dim) < few(more).levels(dim) for more in range(bits + 1, 5))
+    )
 
 
 _INT8, _E4M3, _INT4 = VectorForm(8), VectorForm(8, e4m3=True), VectorForm(4, low=True)

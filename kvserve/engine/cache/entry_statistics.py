@@ -32,6 +32,8 @@ TOKENS = 1024
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
+_VERSION = 1
+_PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
 _QUERIES, _NEWEST = 256, 64  # whose attention is compared, and what stays exact for them
 
 
@@ -54,11 +56,12 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if ids is None:
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
-    name = _name_of(model, ids)
-    folder = cache_folder()
-    path = None if folder is None else folder / f"entries-{name}.safetensors"
+    name, folder = _name_of(directory, ids), cache_folder()
+    path = None
+    if folder is not None and name is not None:
+        path = folder / f"entries-{name}.safetensors"
     found = None if path is None else EntryTable.load(path)
-    if found is not None and found.name == name and found.mean.shape[1] == spec.num_kv_heads:
+    if found is not None and found.name == name:
         return found.of_rank(group.rank, group.size).to(sizes[-1])
     logger.info("measuring keys and queries over %d tokens, once", len(ids))
     own = measure(model, torch.tensor(ids, device=model.embedding.device))
@@ -66,8 +69,8 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if path is not None and group.rank == 0:
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            EntryTable(whole[0], whole[1], whole[2], own.noise, name).save(path)
-    return replace(own, name=name)
+            EntryTable(whole[0], whole[1], whole[2], own.noise, name or "").save(path)
+    return replace(own, name=name or "not kept")
 
 
 def measure(model: Transformer, ids: Tensor) -> EntryTable:
@@ -313,10 +316,18 @@ def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str |
     return (ids, None) if len(ids) > 2 * _NEWEST else (None, "its tokenizer makes too few tokens")
 
 
-def _name_of(model: Transformer, ids: list[int]) -> str:
-    """A hash of weights, as far as a few numbers of each tell them apart, and of the text."""
-    found = hashlib.blake2b(repr((model.spec, ids, 1)).encode(), digest_size=12)
-    for name, weight in sorted(model.named_parameters()):
-        if weight.dim() == 1 and weight.is_floating_point():  # norms: whole on every rank
-            found.update(name.encode() + weight.float().cpu().numpy().tobytes())
-    return found.hexdigest()
+def _name_of(directory: Path, ids: list[int]) -> str | None:
+    """A hash of the files of weights, as far as their headers and parts tell them apart, and of how
+    they were measured; ``None`` if there are none."""
+    folder = directory.is_dir()
+    paths = sorted(directory.glob("*.safetensors")) if folder else [directory]
+    how = _VERSION, ids, _FIRST, _POSITIONS, _FURTHEST, _DAMPING, _QUERIES, _NEWEST
+    found = hashlib.blake2b(repr(how).encode(), digest_size=12)
+    for path in paths:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            found.update(repr((path.name, size)).encode())
+            for part in range(_PARTS):
+                file.seek(part * size // _PARTS)
+                found.update(file.read(_PART_BYTES))
+    return found.hexdigest() if paths else None
