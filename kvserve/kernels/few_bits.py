@@ -69,7 +69,9 @@ class Shaping(NamedTuple):
 
     def heads(self, first: int, count: int) -> Shaping:
         """Of some heads alone."""
-        return Shaping(*(x if x is None else x[first : first + count] for x in self))
+        mean, *beside = (x if x is None else x[first : first + count] for x in self)
+        assert mean is not None
+        return Shaping(mean, *beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +217,9 @@ class FewLayer(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Layers of equal bits among some: ``places`` int64 [n] in these, ``starts`` int64 [n] where each
-    is in a block, and ``means`` of all of these, float32 [L', Hkv, D]. ``layer`` is one of them."""
+    """Layers of equal bits among some: ``places`` int64 [n] in these, ``starts`` int64 [n] where
+    each is in a block, and ``means`` of all of these, float32 [L', Hkv, D]. ``layer``: one of them.
+    """
 
     layer: int
     places: Tensor

@@ -84,7 +84,7 @@ class Stored:
         x = x @ hadamard(x.shape[-1])
         levels, codes = torch.empty_like(self.levels), torch.empty_like(self.codes)
         for head in range(len(x)):
-            how = (None, None)
+            how: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
             if shaping is not None and shaping.feedback is not None and shaping.order is not None:
                 how = shaping.feedback[head], shaping.order[head]
             for token in range(x.shape[1]):

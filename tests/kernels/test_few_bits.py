@@ -15,41 +15,43 @@ from tests.thinning import thinned
 DIMS = [16, 48, 64, 80, 128]
 
 
-def shaping(heads: int, dim: int) -> Shaping:
-    """As of queries that look into few directions."""
+def shaping(heads: int, dim: int) -> tuple[Shaping, Tensor, Tensor]:
+    """As of queries that look into few directions; F and the order, too."""
     seen = torch.randn(heads, dim // 4, dim, dtype=torch.float64)
     factor = torch.linalg.cholesky(seen.mT @ seen + 0.1 * torch.eye(dim))
     feedback = factor / factor.diagonal(dim1=1, dim2=2)[:, None]
     order = torch.stack([torch.randperm(dim) for _ in range(heads)])
-    return Shaping(torch.randn(heads, dim), feedback.float(), order)
+    mean = torch.randn(heads, dim)
+    return Shaping(mean, feedback.float(), order), feedback.float(), order
 
 
 @thinned({"dim": DIMS, "bits": [1, 2, 3, 4], "shaped": [False, True]})
 def test_levels_and_codes_are_those_of_the_rule(dim: int, bits: int, shaped: bool) -> None:
     """Bit for bit, in float64: vectors of all lengths, beyond what a byte counts, too."""
     torch.manual_seed(dim)
-    own, factor = (shaping(2, dim), SHAPED[bits]) if shaped else (None, PLAIN[bits])
+    own, feedback, order = shaping(2, dim)
+    held, factor = (own, SHAPED[bits]) if shaped else (None, PLAIN[bits])
     x = torch.randn(24, 2, dim) * 2.0 ** torch.linspace(-12, 12, 24)[:, None, None]
     x[3] = 0.0
-    levels, codes = quantize(x, bits, factor, own)
+    levels, codes = quantize(x, bits, factor, held)
     for token in range(len(x)):
         for head in range(2):
-            how = (None, None) if own is None else (own[1][head], own[2][head])
+            how = (feedback[head], order[head]) if shaped else (None, None)
             found, code = rounded(x[token, head].double(), bits, factor, *how)
             assert (levels[token, head].tolist(), int(codes[token, head])) == (found, code)
 
 
 def test_errors_point_where_nobody_looks() -> None:
     """What shaping is for: the error that queries see is smaller, whatever its length."""
-    own = shaping(1, 64)
+    own, feedback, order = shaping(1, 64)
     x = torch.randn(300, 1, 64)
-    second = own[1][0].double()  # F; with column norms it is the queries' Cholesky factor
+    second = feedback[0].double()  # F; with column norms it is the queries' Cholesky factor
     lost = {}
     for name, how in (("plain", None), ("shaped", own)):
         levels, codes = quantize(x, 3, PLAIN[3] if how is None else SHAPED[3], how)
         step = scales()[codes.long()] * (PLAIN[3] if how is None else SHAPED[3])
         error = (levels.float() - 3.5) * step[..., None] - x
-        permuted = error[:, 0].gather(-1, own[2].expand(300, -1)).double()
+        permuted = error[:, 0].gather(-1, order.expand(300, -1)).double()
         lost[name] = float((permuted @ second).square().sum())
     assert lost["shaped"] < 0.5 * lost["plain"]
 
