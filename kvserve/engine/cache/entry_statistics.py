@@ -28,6 +28,9 @@ from kvserve.kernels.remainder import capped
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, logger
 
+FILE = "entries.table"
+"""A table of this name beside the model is taken before any. It does not end in .safetensors:
+engines read every such file of a folder as weights."""
 TOKENS = 1024
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
@@ -46,8 +49,9 @@ def refusal(model: Transformer) -> str | None:
     return None
 
 
-def entry_table(model: Transformer, directory: Path) -> EntryTable:
-    """The model's table, for the heads of this rank: as it was kept, or measured now."""
+def entry_table(model: Transformer, directory: Path, weights_are_there: bool) -> EntryTable:
+    """The model's table, for the heads of this rank: the one beside the model, else as it was kept,
+    else measured now. ``ConfigError``: the one beside it is another model's."""
     spec, group = model.spec, model.group
     sizes = spec.num_layers, model.part.num_kv_heads, spec.head_dim, model.embedding.device.type
     ids, why = None, refusal(model)
@@ -56,12 +60,24 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if ids is None:
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
-    name, folder = _name_of(directory, ids), cache_folder()
-    path = None
+    name = _name_of(directory, ids) if weights_are_there else None
+    folder = cache_folder()
+    beside, path = (directory if directory.is_dir() else directory.parent) / FILE, None
     if folder is not None and name is not None:
         path = folder / f"entries-{name}.safetensors"
-    found = None if path is None else EntryTable.load(path)
-    if found is not None and found.name == name:
+    found = EntryTable.load(path) if path is not None else None
+    if beside.is_file():
+        found = EntryTable.load(beside)
+        if found is None or found.mean.shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
+            raise ConfigError(
+                f"{beside} is not a table of this model's entries: remove it, or measure another "
+                f"with kvserve calibrate --entries --model {directory}"
+            )
+    elif found is not None and found.name != name:
+        found = None
+    # A rank alone may have found a file that another process wrote just now.
+    if int(group.sum(torch.tensor(found is not None, device=sizes[-1]).int())) == group.size:
+        assert found is not None
         return found.of_rank(group.rank, group.size).to(sizes[-1])
     logger.info("measuring keys and queries over %d tokens, once", len(ids))
     own = measure(model, torch.tensor(ids, device=model.embedding.device))
@@ -71,6 +87,17 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             EntryTable(whole[0], whole[1], whole[2], own.noise, name or "").save(path)
     return replace(own, name=name or "not kept")
+
+
+def measured(model: Transformer, directory: Path, ids: list[int]) -> EntryTable:
+    """A table of another text, by its name. ``ConfigError``: the model cannot have one."""
+    why = refusal(model)
+    if why is None and len(ids) <= 2 * _NEWEST:
+        why = f"{len(ids)} tokens are too few: at least {2 * _NEWEST + 1}"
+    if why is not None:
+        raise ConfigError(f"entries in few bits are rounded plainly: {why}")
+    own = measure(model, torch.tensor(ids, device=model.embedding.device))
+    return replace(own, name=_name_of(directory, ids) or "not kept")
 
 
 def measure(model: Transformer, ids: Tensor) -> EntryTable:
@@ -101,7 +128,8 @@ class _Census:
         return EntryTable(mean, feedback, order, torch.stack(self._noise).cpu())
 
     def run(self) -> None:
-        model, tokens = self._model, len(self._ids)
+        model = self._model
+        model.tabulate(len(self._ids))  # the text may be longer than what is served
         batch = _batch_of(self._ids)
         hidden, added = model.embed(self._ids), None
         lengths = batch.positions, batch.prompt_lens
@@ -113,7 +141,6 @@ class _Census:
             angles = rotary.at(*lengths)
             hidden, added = layer(hidden, added, angles, batch, self, self._attend, index)
             self._look_at(index, layer, rotary, angles, before.float())
-        assert tokens == len(hidden)
 
     # ---- what a layer asks of a cache and an attention ----------------------------------------
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.cache.entry_statistics import entry_table
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
@@ -79,7 +78,10 @@ def build_runner(
     few = ()
     if plan.form.few:
         if model.entry_table is None:
-            model.entry_table = entry_table(model, plan.directory)
+            from kvserve.engine.cache.entry_statistics import entry_table
+
+            held = plan.config.model.load_format != "dummy"
+            model.entry_table = entry_table(model, plan.directory, held)
         few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,
