@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvserve.json_pattern import rust_pattern
 from kvserve.log import RequestError
 
 MAX_DEPTH = 128
@@ -82,6 +83,12 @@ def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
     made = dict(node)
     if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
         del made["format"]
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = rust_pattern(made["pattern"])
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {
+            rust_pattern(names): one for names, one in made["patternProperties"].items()
+        }
     if "json-schema.org/" not in str(made.get("$schema", "json-schema.org/")):
         del made["$schema"]
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
