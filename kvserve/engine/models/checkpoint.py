@@ -19,6 +19,8 @@ from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError
 
 _FETCH = "fetch it again"
+_BELOW_BYTES = ("F4", "F6_E2M3", "F6_E3M2")
+"""Types of safetensors 0.8 of which it can read no slice, and torch 2.13 has no values."""
 
 
 class Checkpoint(Protocol):
@@ -104,6 +106,7 @@ class SafetensorsFiles:
     def tensor(self, name: str) -> Tensor:
         shard, stored = self._stored[name]
         with _open_shard(shard) as file:
+            _slice(file, stored, shard)
             return file.get_tensor(stored).clone()
 
     def pieces(
@@ -113,7 +116,7 @@ class SafetensorsFiles:
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
             with _open_shard(shard) as file:
-                yield part, file.get_slice(stored)[(part, *region[1:])]
+                yield part, _slice(file, stored, shard)[(part, *region[1:])]
 
 
 def _shards(directory: Path) -> list[Path]:
@@ -133,6 +136,16 @@ def _shards(directory: Path) -> list[Path]:
                 "GGUF), or take random weights with --load-format dummy"
             )
     return shards
+
+
+def _slice(file: Any, name: str, shard: Path) -> Any:
+    found = file.get_slice(name)
+    if (kind := found.get_dtype()) in _BELOW_BYTES:
+        raise ConfigError(
+            f"--model: {name} in {shard} is of type {kind}, which is not read; kvserve reads such "
+            "numbers packed in bytes, as quantization_config says"
+        )
+    return found
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from kvserve.kernels.weight_levels import LevelForm, widened
 from kvserve.log import ConfigError
 
 _PIECE_BYTES = 32 * 2**20
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of the exponent of MXFP4's scales
 _SHARE = 32  # numbers that share one of them
