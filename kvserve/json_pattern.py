@@ -92,4 +92,4 @@ def _escape(atom: str) -> str:
         return f"\\x{ord(atom[2]) % 32:02x}"
     if atom == r"\0":
         return r"\x00"
-    return atom if atom[1].isascii() else atom[1:]
+    return atom if atom[1].isascii() and atom[1].isprintable() else atom[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ _FORMATS = frozenset(
 _LENGTHS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose values are no schemas."""
+_SAID_OF_NAMES = {"type", "title", "description"}
+"""What says nothing of which names there may be: they are strings."""
 _MAPS = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
@@ -43,7 +46,8 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         deep = _is_too_deep(schema)
-        text = "" if deep else json.dumps(_each(schema, partial(_as_read, name=name, field=field)))
+        read = partial(_as_read, root=schema, name=name, field=field)
+        text = "" if deep else json.dumps(_each(schema, read))
     except RecursionError:
         deep = True
     except RequestError:
@@ -77,10 +81,10 @@ def within(schema: Any, name: str) -> Any:
     return _each(schema, moved)
 
 
-def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+def _as_read(node: dict[str, Any], root: Any, name: str, field: str) -> dict[str, Any]:
     """A schema in the dialect that llguidance reads: it passes over what it does not know, refuses
     an unknown ``$schema``, and cuts bounds to 64 bits."""
-    made = dict(node)
+    made = _with_names(dict(node), root)
     if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
         del made["format"]
     if isinstance(made.get("pattern"), str):
@@ -110,6 +114,29 @@ def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
         if isinstance(made[length], float) and made[length].is_integer():
             made[length] = int(made[length])
     return made
+
+
+def _with_names(node: dict[str, Any], root: Any) -> dict[str, Any]:
+    """``propertyNames``, which llguidance does not read, as a pattern of the properties that
+    nothing else names: pydantic writes it for a dict whose keys are an enum."""
+    names, own = node.get("propertyNames"), node.get("properties", {})
+    if isinstance(names, dict) and names.keys() - _SAID_OF_NAMES == {"$ref"}:
+        names = _named(root, str(names["$ref"]))
+    if not (isinstance(names, dict) and isinstance(own, dict)) or "patternProperties" in node:
+        return node
+    kept = names.keys() - _SAID_OF_NAMES
+    if kept == {"enum"} and isinstance(names["enum"], list):
+        allowed = [one for one in names["enum"] if isinstance(one, str)]
+        own = {one: schema for one, schema in own.items() if one in allowed}
+        texts = [re.escape(one) for one in allowed if one not in own]
+        pattern = f"^(?:{'|'.join(texts)})$" if texts else "[]"
+    elif kept == {"pattern"} and isinstance(names["pattern"], str) and not own:
+        pattern = names["pattern"]
+    else:
+        return node
+    others = {pattern: node.get("additionalProperties", True)}
+    made = {key: value for key, value in node.items() if key != "propertyNames"}
+    return {**made, "properties": own, "patternProperties": others, "additionalProperties": False}
 
 
 def _each(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -73,3 +74,49 @@ def test_names_of_patterns_are_patterns() -> None:
 def test_a_class_that_nothing_closes_is_refused() -> None:
     with pytest.raises(AssertionError, match="unclosed"):
         takes({"type": "string", "pattern": "^[a$"}, written("a"))
+
+
+COLOURS = {"enum": ["red", "a.b", 'q"', "é ä", "a\nb", 1], "title": "Colour"}
+
+
+@pytest.mark.parametrize("names", [COLOURS, {"$ref": "#/$defs/Colour"}])
+def test_names_of_an_enum_are_kept(names: dict[str, Any]) -> None:
+    """As pydantic 2.14 writes ``dict[Colour, int]``; llguidance 1.9.1 refuses propertyNames."""
+    schema = {
+        "type": "object",
+        "propertyNames": names,
+        "additionalProperties": {"type": "integer"},
+        "$defs": {"Colour": COLOURS},
+    }
+    for right in (
+        "{}",
+        '{"red": 1}',
+        '{"a.b": 1, "red": 2}',
+        '{"q\\"": 1}',
+        '{"é ä": 1, "a\\nb": 2}',
+    ):
+        assert takes(schema, right), right
+    for wrong in ('{"blue": 1}', '{"axb": 1}', '{"red": "x"}', '{"1": 1}', '{"redd": 1}'):
+        assert not takes(schema, wrong), wrong
+
+
+def test_names_go_with_properties_and_patterns() -> None:
+    names = {"enum": ["a", "b"]}
+    properties = {"a": {"type": "string"}, "c": {}}
+    schema = {"type": "object", "propertyNames": names, "properties": properties}
+    assert takes(schema, '{"a": "x", "b": 1}')
+    assert not takes(schema, '{"a": 1}')
+    assert not takes(schema, '{"c": 1}')
+    assert not takes({**schema, "properties": {"a": {}, "b": {}}}, '{"": 1}')
+    closed = {**schema, "additionalProperties": False}
+    assert takes(closed, '{"a": "x"}')
+    assert not takes(closed, '{"b": 1}')
+    pattern = {"type": "object", "propertyNames": {"type": "string", "pattern": "^x[^[]$"}}
+    assert takes(pattern, '{"xy": [1]}')
+    assert not takes(pattern, '{"x[": 1}')
+
+
+@pytest.mark.parametrize("names", [{"minLength": 2}, {"$ref": "#/nowhere"}, {"enum": "a"}, False])
+def test_other_rules_of_names_are_refused(names: object) -> None:
+    with pytest.raises(AssertionError, match="propertyNames"):
+        takes({"type": "object", "propertyNames": names}, "{}")
