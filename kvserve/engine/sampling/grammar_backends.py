@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvserve.engine.sampling.gbnf import plain_gbnf
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
@@ -182,7 +183,9 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def lark(text: str) -> str:
-        return gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
+        if "::=" not in text or is_lark_syntax(text):
+            return text
+        return gbnf_to_lark(plain_gbnf(text))
 
     def grammar(wanted: StructuredOutput) -> str:
         if wanted.kind == COMPOSED:
