@@ -11,7 +11,7 @@ from collections.abc import Iterator
 _PAIR = r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}"
 _ATOM = re.compile(
     rf"{_PAIR}|\\u\{{[\da-fA-F]+\}}|\\u[\da-fA-F]{{4}}|\\x[\da-fA-F]{{2}}|\\c[a-zA-Z]"
-    r"|\\[pP]\{[^}]*\}|\\.|.",
+    r"|\\[pP]\{[^}]{0,64}\}|\\.|.",
     re.DOTALL,
 )
 _REPETITION = re.compile(r"\{\d+(?:,\d*)?\}")

@@ -30,6 +30,7 @@ _FORMATS = frozenset(
 _LENGTHS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose values are no schemas."""
+_MAX_NAMES = 2**17
 _SAID_OF_NAMES = {"type", "title", "description"}
 """What says nothing of which names there may be: they are strings."""
 _MAPS = frozenset(
@@ -46,7 +47,8 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     try:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         deep = _is_too_deep(schema)
-        read = partial(_as_read, root=schema, name=name, field=field)
+        names = _PropertyNames(schema, name, field)
+        read = partial(_as_read, names=names, name=name, field=field)
         text = "" if deep else json.dumps(_each(schema, read))
     except RecursionError:
         deep = True
@@ -81,10 +83,10 @@ def within(schema: Any, name: str) -> Any:
     return _each(schema, moved)
 
 
-def _as_read(node: dict[str, Any], root: Any, name: str, field: str) -> dict[str, Any]:
+def _as_read(node: dict[str, Any], names: _PropertyNames, name: str, field: str) -> dict[str, Any]:
     """A schema in the dialect that llguidance reads: it passes over what it does not know, refuses
     an unknown ``$schema``, and cuts bounds to 64 bits."""
-    made = _with_names(dict(node), root)
+    made = dict(names.read(node))
     if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
         del made["format"]
     if isinstance(made.get("pattern"), str):
@@ -116,27 +118,51 @@ def _as_read(node: dict[str, Any], root: Any, name: str, field: str) -> dict[str
     return made
 
 
-def _with_names(node: dict[str, Any], root: Any) -> dict[str, Any]:
+class _PropertyNames:
     """``propertyNames``, which llguidance does not read, as a pattern of the properties that
-    nothing else names: pydantic writes it for a dict whose keys are an enum."""
-    names, own = node.get("propertyNames"), node.get("properties", {})
-    if isinstance(names, dict) and names.keys() - _SAID_OF_NAMES == {"$ref"}:
-        names = _named(root, str(names["$ref"]))
-    if not (isinstance(names, dict) and isinstance(own, dict)) or "patternProperties" in node:
-        return node
-    kept = names.keys() - _SAID_OF_NAMES
-    if kept == {"enum"} and isinstance(names["enum"], list):
-        allowed = [one for one in names["enum"] if isinstance(one, str)]
-        own = {one: schema for one, schema in own.items() if one in allowed}
-        texts = [re.escape(one) for one in allowed if one not in own]
-        pattern = f"^(?:{'|'.join(texts)})$" if texts else "[]"
-    elif kept == {"pattern"} and isinstance(names["pattern"], str) and not own:
-        pattern = names["pattern"]
-    else:
-        return node
-    others = {pattern: node.get("additionalProperties", True)}
-    made = {key: value for key, value in node.items() if key != "propertyNames"}
-    return {**made, "properties": own, "patternProperties": others, "additionalProperties": False}
+    nothing else names: pydantic writes it for a dict whose keys are an enum.
+
+    ``$ref`` may name a long enum many times, so the patterns' characters are counted.
+    """
+
+    def __init__(self, root: Any, name: str, field: str) -> None:
+        self._root, self._name, self._field = root, name, field
+        self._left = _MAX_NAMES
+
+    def read(self, node: dict[str, Any]) -> dict[str, Any]:
+        names, own = node.get("propertyNames"), node.get("properties", {})
+        if isinstance(names, dict) and names.keys() - _SAID_OF_NAMES == {"$ref"}:
+            names = _named(self._root, str(names["$ref"]))
+        if not (isinstance(names, dict) and isinstance(own, dict)) or "patternProperties" in node:
+            return node
+        kept = names.keys() - _SAID_OF_NAMES
+        if kept == {"enum"} and isinstance(names["enum"], list):
+            self._count(names["enum"])
+            allowed = dict.fromkeys(one for one in names["enum"] if isinstance(one, str))
+            own = {one: schema for one, schema in own.items() if one in allowed}
+            others = [re.escape(one) for one in allowed if one not in own]
+            pattern = f"^(?:{'|'.join(others)})$" if others else "[]"
+        elif kept == {"pattern"} and isinstance(names["pattern"], str) and not own:
+            pattern = names["pattern"]
+            self._count([pattern])
+        else:
+            return node
+        made = {**node, "properties": own, "additionalProperties": False}
+        made["patternProperties"] = {pattern: node.get("additionalProperties", True)}
+        del made["propertyNames"]
+        return made
+
+    def _count(self, names: list[Any]) -> None:
+        self._left -= len(names)
+        if self._left >= 0:
+            self._left -= sum(len(one) for one in names if isinstance(one, str))
+        if self._left < 0:
+            raise RequestError(
+                f"{self._name} has propertyNames of more than {_MAX_NAMES} characters, those "
+                "behind $ref included",
+                param=self._field,
+                code="invalid_grammar",
+            )
 
 
 def _each(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvserve.json_schema import schema_text
+from kvserve.log import RequestError
 from tests.grammars import takes
 
 LINES = ("\n", "\r", "\u2028", "\u2029")
@@ -120,3 +122,11 @@ def test_names_go_with_properties_and_patterns() -> None:
 def test_other_rules_of_names_are_refused(names: object) -> None:
     with pytest.raises(AssertionError, match="propertyNames"):
         takes({"type": "object", "propertyNames": names}, "{}")
+
+
+@pytest.mark.parametrize("names", [{"enum": ["name"] * 1000}, {"pattern": "a" * 4000}])
+def test_names_behind_references_are_counted(names: object) -> None:
+    """Kind: a schema that grows where it is read: 3,000 references to 3,000 names took 48 s."""
+    object_ = {"type": "object", "propertyNames": {"$ref": "#/$defs/names"}}
+    with pytest.raises(RequestError, match="propertyNames of more than 131072 characters"):
+        schema_text({"anyOf": [object_] * 1000, "$defs": {"names": names}}, "schema", "f")
