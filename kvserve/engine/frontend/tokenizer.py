@@ -107,8 +107,8 @@ class Tokenizer:
         """The byte that a token stands for, by its id, in tokenizers that fall back to bytes."""
         if self._decoder != "ByteFallback":
             return {}
-        found = ((i, _BYTE.fullmatch(token)) for token, i in self.backend.get_vocab().items())
-        return {token_id: int(byte[1], 16) for token_id, byte in found if byte}
+        found = ((self.backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        return {token_id: byte for token_id, byte in found if token_id is not None}
 
     @cached_property
     def plain_token(self) -> int:
