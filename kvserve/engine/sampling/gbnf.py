@@ -1,15 +1,19 @@
 """GBNF, llama.cpp's form of grammars, as llguidance's converter reads it.
 
 The converter makes Lark of it. It writes a character's number without its zeros, reads classes as
-Rust does, and knows no brackets in escapes; a ``.`` of Lark is no line end; its own first rule is
-called ``start``.
+Rust does, and knows no brackets in escapes; in Lark a ``.`` is no line end, and nothing is repeated
+0 times; its own first rule is called ``start``.
 """
 
 from __future__ import annotations
 
 import re
 
-_TOKENS = re.compile(r'#[^\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|[A-Za-z][\w-]*|.', re.DOTALL)
+_TOKENS = re.compile(
+    r'#[^\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|[A-Za-z][\w-]*|\{[^}]*\}|.', re.DOTALL
+)
+_NEVER = re.compile(r"\{\s*0+\s*(?:,\s*0+\s*)?\}")
+_BEHIND_ITEM = re.compile(r"\s|#.*|[*+?]|\{.*\}", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:u([\da-fA-F]{4})|U([\da-fA-F]{8})|([\[\]])|.)")
 _ANY = r'( . | "\n" )'
 _RESERVED, _FREE = "start", "start-"
@@ -21,7 +25,24 @@ def plain_gbnf(text: str) -> str:
     free = _FREE
     while free in tokens:
         free += "-"
-    return "".join(free if token == _RESERVED else _plain(token) for token in tokens)
+    made = list[str]()
+    for token in tokens:
+        if _NEVER.fullmatch(token):
+            _drop_item(made)
+        else:
+            made.append(free if token == _RESERVED else token)
+    return "".join(map(_plain, made))
+
+
+def _drop_item(made: list[str]) -> None:
+    """Put nothing in the place of the last literal, class, name or group, repeated or not."""
+    depth = 0
+    while made:
+        token = made.pop()
+        depth += (token == ")") - (token == "(")
+        if depth <= 0 and not _BEHIND_ITEM.fullmatch(token):
+            break
+    made.append('""')
 
 
 def _plain(token: str) -> str:

@@ -23,6 +23,9 @@ from tests.grammars import gbnf_takes
         (r'root ::= "\\u0041" "\n" "\x41"', ["\\u0041\nA"], ["A\nA"]),
         ('root ::= start "b"\nstart ::= "a" start-?\nstart- ::= "c"', ["ab", "acb"], ["b"]),
         ('root ::= "." [.] "start" "#" # a . in a start\n', ["..start#"], ["\n.start#"]),
+        ('root ::= "a"{0} ("b" [c] ("d")) { 0, 0 } x{0} "e"\nx ::= "x"', ["e"], ["ae", "bcde"]),
+        ('root ::= ("a"+ # it\n {0} "b"{1,2}{0} "e")', ["e"], ["ae", "aae", "be"]),
+        ('root ::= "a"{0,1} "b"{2} "{0}"', ["bb{0}", "abb{0}"], ["b{0}"]),
         ('root ::= "[\\u005b]"', ["[[]"], []),
     ],
 )
