@@ -30,6 +30,7 @@ from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.compression.observer import event_bytes
 from kvserve.engine.compression.query_statistics import load_statistics
+from kvserve.engine.device.child import parents_end
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.loader import load_model
@@ -191,10 +192,9 @@ FORGET_SCORES = "forget scores"
 
 
 def main() -> None:
-    """Main function of the process; its argument is the descriptor of its end of a pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the first rank says when to exit
-    connection = Connection(int(sys.argv[1]))
+    """Main function of the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
+    connection = parents_end()
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     start: RankStart = inbox.get()
