@@ -1,7 +1,7 @@
 #!/bin/sh
 # mistral-common 1.13.1, the tokenizer of version 3 (tekken_240718.json, which the package brings)
-# Guess: the system prompt opens the conversation; an assistant's message with prefix=True is continued as it stands; a lone surrogate is an error
-# Seen: the system prompt stands before the last user message; white space at the end of the prefix is dropped, which a user's message keeps; a lone surrogate is encoded as U+FFFD
+# Guess: the system prompt opens the conversation; an assistant's message with prefix=True is continued as it stands
+# Seen: the system prompt stands before the last user message; white space at the end of the prefix is dropped, which a user's message keeps
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -25,9 +25,7 @@ def prompt(*messages):
 turns = UserMessage(content="one"), AssistantMessage(content="two"), UserMessage(content="three")
 placed = prompt(SystemMessage(content="be brief"), *turns)
 begun = prompt(UserMessage(content="say "), AssistantMessage(content="well, ", prefix=True))
-backend = tokenizer.instruct_tokenizer.tokenizer
-lone = backend.decode(backend.encode("\ud800", bos=False, eos=False))
-print(version("mistral-common"), repr(placed), repr(begun), ascii(lone))
-wanted = "<s>[INST]one[/INST]two</s>[INST]be brief\n\nthree[/INST]", "<s>[INST]say [/INST]well,", "\ufffd"
-raise SystemExit((placed, begun, lone) != wanted)
+print(version("mistral-common"), repr(placed), repr(begun))
+wanted = "<s>[INST]one[/INST]two</s>[INST]be brief\n\nthree[/INST]", "<s>[INST]say [/INST]well,"
+raise SystemExit((placed, begun) != wanted)
 PYTHON
