@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvserve.json_pattern import rust_pattern
 from kvserve.log import RequestError
 
 MAX_DEPTH = 128
@@ -30,6 +32,9 @@ _STEPS = 2**32 // 10
 _LENGTHS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 """Keywords whose values are no schemas."""
+_MAX_NAMES = 2**17
+_SAID_OF_NAMES = {"type", "title", "description"}
+"""What says nothing of which names there may be: they are strings."""
 _MAPS = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
@@ -42,9 +47,10 @@ def schema_text(schema: Any, name: str, field: str) -> str:
     ``name`` is the schema's place in the request, for messages.
     """
     try:
-        read = partial(_as_read, name=name, field=field)
         schema = json.loads(schema) if isinstance(schema, str) else schema
         deep = _is_too_deep(schema)
+        names = _PropertyNames(schema, name, field)
+        read = partial(_as_read, names=names, name=name, field=field)
         text = "" if deep else json.dumps(each_schema(schema, read), allow_nan=False)
     except RecursionError:
         deep = True
@@ -79,12 +85,18 @@ def within(schema: Any, name: str) -> Any:
     return each_schema(schema, moved)
 
 
-def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
+def _as_read(node: dict[str, Any], names: _PropertyNames, name: str, field: str) -> dict[str, Any]:
     """A schema in the dialect that llguidance reads: it passes over what it does not know, refuses
     an unknown ``$schema``, and fails at the bounds of 64-bit numbers."""
-    made = dict(node)
+    made = dict(names.read(node))
     if isinstance(made.get("format"), str) and made["format"] not in _FORMATS:
         del made["format"]
+    if isinstance(made.get("pattern"), str):
+        made["pattern"] = rust_pattern(made["pattern"])
+    if isinstance(made.get("patternProperties"), dict):
+        made["patternProperties"] = {
+            rust_pattern(names): one for names, one in made["patternProperties"].items()
+        }
     if "json-schema.org/" not in str(made.get("$schema", "json-schema.org/")):
         del made["$schema"]
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
@@ -107,6 +119,53 @@ def _as_read(node: dict[str, Any], name: str, field: str) -> dict[str, Any]:
         if isinstance(made[length], float) and made[length].is_integer():
             made[length] = int(made[length])
     return made
+
+
+class _PropertyNames:
+    """``propertyNames``, which llguidance does not read, as a pattern of the properties that
+    nothing else names: pydantic writes it for a dict whose keys are an enum.
+
+    ``$ref`` may name a long enum many times, so the patterns' characters are counted.
+    """
+
+    def __init__(self, root: Any, name: str, field: str) -> None:
+        self._root, self._name, self._field = root, name, field
+        self._left = _MAX_NAMES
+
+    def read(self, node: dict[str, Any]) -> dict[str, Any]:
+        names, own = node.get("propertyNames"), node.get("properties", {})
+        if isinstance(names, dict) and names.keys() - _SAID_OF_NAMES == {"$ref"}:
+            names = named(self._root, str(names["$ref"]))
+        if not (isinstance(names, dict) and isinstance(own, dict)) or "patternProperties" in node:
+            return node
+        kept = names.keys() - _SAID_OF_NAMES
+        if kept == {"enum"} and isinstance(names["enum"], list):
+            self._count(names["enum"])
+            allowed = dict.fromkeys(one for one in names["enum"] if isinstance(one, str))
+            own = {one: schema for one, schema in own.items() if one in allowed}
+            others = [re.escape(one) for one in allowed if one not in own]
+            pattern = f"^(?:{'|'.join(others)})$" if others else "[]"
+        elif kept == {"pattern"} and isinstance(names["pattern"], str) and not own:
+            pattern = names["pattern"]
+            self._count([pattern])
+        else:
+            return node
+        made = {**node, "properties": own, "additionalProperties": False}
+        made["patternProperties"] = {pattern: node.get("additionalProperties", True)}
+        del made["propertyNames"]
+        return made
+
+    def _count(self, names: list[Any]) -> None:
+        self._left -= len(names)
+        if self._left >= 0:
+            self._left -= sum(len(one) for one in names if isinstance(one, str))
+        if self._left < 0:
+            raise RequestError(
+                f"{self._name} has propertyNames of more than {_MAX_NAMES} characters, those "
+                "behind $ref included",
+                param=self._field,
+                code="invalid_grammar",
+            )
 
 
 def _breakable(bound: str, node: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,42 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) <= _SHORT:
-            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        return str(text)
+            text = str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        else:
+            made = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            text = str(made[0])
+        if "\ufffd" in text and not self.fallback_bytes.keys().isdisjoint(ids):
+            return self._decode_rows_of_bytes(ids, skip_special_tokens)
+        return text
+
+    @cached_property
+    def fallback_bytes(self) -> dict[int, int]:
+        """The byte that a token stands for, by its id, in tokenizers that fall back to bytes."""
+        if self._decoder != "ByteFallback":
+            return {}
+        found = ((self.backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        return {token_id: byte for token_id, byte in found if token_id is not None}
+
+    @cached_property
+    def plain_token(self) -> int:
+        """The id of a token with a text of its own, no byte's."""
+        words = range(self.backend.get_vocab_size())
+        return next(i for i in words if i not in self.fallback_bytes and self.decode([i]))
+
+    def _decode_rows_of_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """As ``decode``, where tokens of bytes make no text: tokenizers' decoder takes each row of
+        them as a whole, and loses the characters in it with the bytes that are none."""
+        hidden = {i for i, special in self.added_tokens.values() if special and skip_special_tokens}
+        named = ((i, self.backend.id_to_token(i)) for i in ids if i not in hidden)
+        known = ((i, token) for i, token in named if token is not None)
+        tokens = list[str]()
+        for is_byte, row in groupby(known, lambda one: one[0] in self.fallback_bytes):
+            if is_byte:
+                held = bytes(self.fallback_bytes[i] for i, _ in row)
+                tokens.append(held.decode(errors="replace"))
+            else:
+                tokens += [token for _, token in row]
+        return str(self.backend.decoder.decode(tokens))
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included. A part of a character has no text: it is

@@ -21,6 +21,8 @@ from kvserve.engine.models.hub import read_json
 from kvserve.log import ConfigError, shown
 
 _FETCH = "fetch it again"
+_BELOW_BYTES = ("F4", "F6_E2M3", "F6_E3M2")
+"""Types of safetensors 0.8 of which it can read no slice, and torch 2.13 has no values."""
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -112,13 +114,14 @@ class SafetensorsFiles:
     def tensor(self, name: str) -> Tensor:
         shard, stored = self._stored[name]
         with _open_shard(shard) as file:
+            _slice(file, stored, shard)
             return file.get_tensor(stored).clone()
 
     def slices(self, opened: ExitStack) -> dict[str, Any]:
         """All tensors, each read when it is asked for, while the files in ``opened`` are open."""
         shards = {shard for shard, _ in self._stored.values()}
         files = {shard: opened.enter_context(_open_shard(shard)) for shard in sorted(shards)}
-        return {name: files[at].get_slice(stored) for name, (at, stored) in self._stored.items()}
+        return {name: _slice(files[at], stored, at) for name, (at, stored) in self._stored.items()}
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]
@@ -127,7 +130,7 @@ class SafetensorsFiles:
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
             with _open_shard(shard) as file:
-                yield part, file.get_slice(stored)[(part, *region[1:])]
+                yield part, _slice(file, stored, shard)[(part, *region[1:])]
 
 
 def _shards(directory: Path) -> list[Path]:
@@ -167,6 +170,16 @@ def _shards(directory: Path) -> list[Path]:
                 "GGUF), or take random weights with --load-format dummy"
             )
     return shards
+
+
+def _slice(file: Any, name: str, shard: Path) -> Any:
+    found = file.get_slice(name)
+    if (kind := found.get_dtype()) in _BELOW_BYTES:
+        raise ConfigError(
+            f"--model: {name} in {shard} is of type {kind}, which is not read; kvserve reads such "
+            "numbers packed in bytes, as quantization_config says"
+        )
+    return found
 
 
 def _is_beside(name: object) -> bool:

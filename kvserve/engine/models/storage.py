@@ -15,7 +15,7 @@ from kvserve.kernels.weight_levels import LevelForm, widened
 from kvserve.log import ConfigError
 
 _PIECE_BYTES = 32 * 2**20
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BLOCK = 32
 GGUF_FORMS = {
     "Q4_0": LevelForm(4, _BLOCK, lowest=-8),

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kvserve.engine.sampling.exact_numbers import exact_grammar
+from kvserve.engine.sampling.gbnf import plain_gbnf
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
@@ -183,7 +184,9 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def lark(text: str) -> str:
-        return gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
+        if "::=" not in text or is_lark_syntax(text):
+            return text
+        return gbnf_to_lark(plain_gbnf(text))
 
     def grammar(wanted: StructuredOutput) -> str:
         if wanted.kind == COMPOSED:

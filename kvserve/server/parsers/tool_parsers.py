@@ -366,7 +366,10 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
         for call in found.elts if isinstance(found, ast.List) else ():
             if not isinstance(call, ast.Call) or call.args:
                 return []
-            values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            values: dict[str, Any] = {}
+            for each in call.keywords:
+                value = ast.literal_eval(each.value)
+                values |= value if each.arg is None else {each.arg: value}  # None: of **{...}
             calls.append((ast.unparse(call.func), write_json(values)))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

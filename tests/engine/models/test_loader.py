@@ -93,6 +93,13 @@ def truncate(path: Path, size: int = 5000) -> None:
             lambda d: set_tensor(d, "model.norm.weight", torch.ones(3)),
             "model.norm.weight in .*model.safetensors has shape",
         ),
+        (
+            # safetensors 0.8.0 writes this type, and cannot read a slice of it.
+            lambda d: set_tensor(
+                d, "model.norm.weight", torch.zeros(32).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+            ),
+            "model.norm.weight in .*model.safetensors is of type F4, which is not read",
+        ),
         (lambda d: edit_config(d, architectures=["JambaLikeForCausalLM"]), "JambaLikeForCausalLM"),
         (lambda d: edit_config(d, architectures=["BloomForCausalLM"]), "ALiBi"),
         (lambda d: edit_config(d, alibi=True), "ALiBi"),
@@ -168,6 +175,18 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     expected = greedy(directory, prompts, 10)
     shard(directory)
     assert tokens(make(directory), prompts, 10) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_float64_weights_are_read(dtype: str, tmp_path: Path) -> None:
+    """As `model.double().save_pretrained()` writes them, with their type in config.json."""
+    directory = write_checkpoint("llama", tmp_path)
+    prompts = random_prompts([7])
+    expected = greedy(directory, prompts, 10)
+    with edited_tensors(directory) as tensors:
+        tensors |= {name: tensor.double() for name, tensor in tensors.items()}
+    edit_config(directory, dtype="float64")
+    assert tokens(make(directory, dtype=dtype), prompts, 10) == expected
 
 
 def test_shards_need_no_index(tmp_path: Path) -> None:
