@@ -13,6 +13,8 @@ from kvserve.scheduler.layout import KVLayout
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
+FEW_BLOCK_SIZE = 32
+"""At least so many in few bits: blocks that hold few entries as computed would waste their ends."""
 
 
 def choose_log(
@@ -41,7 +43,7 @@ def choose_log(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    size = block_size or BLOCK_SIZES[device]
+    size = block_size or max(BLOCK_SIZES[device], FEW_BLOCK_SIZE if form.few else 0)
     layout = KVLayout(part.num_layers, part.num_kv_heads, part.head_dim, size)
     means = LogForm(part.num_kv_heads, logged, "group_mean")
     logs = [means if reduction == "group_mean" else LogForm(part.num_heads, logged)]

@@ -145,9 +145,9 @@ def test_what_is_said(tmp_path: Path, cache: Path) -> None:
     assert table_of(llm).name.startswith(state) and "bits of keys and" in why
     (output,) = llm.generate([[3, 4, 5]], PARAMS, use_tqdm=False)
     assert output.kv_cache_details.entry_table == table_of(llm).name
-    rows = {name: why for name, _, why in make(directory).engine.core.info.summary}
-    assert "3bit holds 9.8 times as many tokens" in rows["kv cache dtype"]
-    assert "entry table" not in rows
+    others = {name: why for name, _, why in make(directory).engine.core.info.summary}
+    assert "3bit holds 9.8 times as many tokens" in others["kv cache dtype"]
+    assert "entry table" not in others
 
 
 # ---- of a user's own text ----------------------------------------------------------------------
