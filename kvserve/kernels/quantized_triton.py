@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.few_moves_triton import levels_at
+from kvserve.kernels.held_arguments import told_of
 from kvserve.kernels.move_kv import bfloat16_as_float, gather_triton, move_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks, form_of, parts_of
+from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,17 +35,17 @@ def store_levels_triton(
                 f"[{tokens}, {rows * heads}, {dim}] with contiguous tokens expected, got "
                 f"{list(new.shape)}, strides {list(new.stride())}"
             )
-    keys, values = blocks.layer(layer)
+    k, v = map(told_of, blocks.layer(layer))
     _store_levels.launch(
         (tokens, rows * heads),
-        *(key, value, *parts_of(keys)[:2], *parts_of(values), slots.contiguous()),
+        *(key, value, k.stored, k.steps, v.stored, v.steps, v.lows, slots.contiguous()),
         *(tokens, key.stride(0), value.stride(0), num_blocks * block),
         *(blocks.pool.stride(0), blocks.lane_bytes),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        KEY=form_of(keys),
-        VALUE=form_of(values),
+        KEY=k.form,
+        VALUE=v.form,
         num_warps=1,
     )
 
@@ -73,32 +75,42 @@ def numbers_at(
     lows,
     at,
     known,
+    log,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The vectors at ``byte [N]`` of ``levels``, whose steps and lows are at ``at [N]``.
+    """The vectors at ``byte [N]`` of ``levels``, whose steps (or codes) and lows are at ``at [N]``.
 
     Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
     each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
     """
-    unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
-    if FORM >= 32:  # e4m3, the only levels that may be nan
-        dims = tl.arange(0, DIM)
-        found = tl.load(levels + byte[:, None] + dims[None, :], mask=known[:, None], other=0)
-        found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
+    unit = tl.load(steps + at, mask=known, other=0)
+    if FORM > 64:
+        BITS: tl.constexpr = FORM - 64
+        unit = tl.exp2(unit.to(tl.float32) * 0.0625 + log)
+        found = levels_at(levels + byte, (at % 16).to(tl.int32), DIM, BITS, WIDTH, KEYS)
+        found = (found.to(tl.float32) - ((1 << (BITS - 1)) - 0.5)).to(dtype)
     else:
-        words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
-        words = tl.load(words + tl.arange(0, DIM * (FORM % 16) // 32)[None, :])
-        if FORM < 16:
-            # Two numbers are made at once: small ones stand in the last bits of 1024.
-            even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
-            found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
-            found = found.to(dtype)
+        unit = bfloat16_as_float(unit)
+        if FORM >= 32:  # e4m3, the only levels that may be nan
+            bytes_at = byte[:, None] + tl.arange(0, DIM)[None, :]
+            found = tl.load(levels + bytes_at, mask=known[:, None], other=0)
+            found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         else:
-            low = bfloat16_as_float(tl.load(lows + at, mask=known, other=0))
-            found, unit = with_lows(words, unit, low, dtype)
-        found = found.reshape(byte.shape[0], DIM)
+            words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
+            words = tl.load(words + tl.arange(0, DIM * (FORM % 16) // 32)[None, :])
+            if FORM < 16:
+                # Two numbers are made at once: small ones stand in the last bits of 1024.
+                even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
+                found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
+                found = found.to(dtype)
+            else:
+                low = bfloat16_as_float(tl.load(lows + at, mask=known, other=0))
+                found, unit = with_lows(words, unit, low, dtype)
+            found = found.reshape(byte.shape[0], DIM)
     return found, unit
 
 

@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
 from kvserve.kernels.elementwise import (
@@ -40,6 +41,7 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
+from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
 from kvserve.kernels.move_kv import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
@@ -97,9 +99,19 @@ def cache(
 def levels(form: str, heads: int = 8, dim: int = 128, layers: int = 32) -> QuantizedBlocks:
     """The same cache of --kv-cache-dtype ``form``."""
     stored = FORMATS[form]
-    lane = stored.lane_bytes(64, dim)
-    pool = new(4096, layers, heads * lane, dtype=torch.uint8)
+    pool = new(4096, layers, stored.block_bytes(64, dim, 1, heads), dtype=torch.uint8)
     return QuantizedBlocks(pool, stored, 64, dim)
+
+
+def few_levels(form: str, heads: int = 8, dim: int = 128, shaped: bool = False) -> FewBlocks:
+    """Two layers in few bits."""
+    stored, each = FORMATS[form], new(heads, dim, dtype=torch.float32)
+    shaping = Shaping(each)
+    if shaped:
+        shaping = Shaping(each, new(heads, dim, dim, dtype=torch.float32), slots(heads, dim))
+    size = heads * 64 * (stored.key.size(dim) + stored.value.size(dim))
+    layers = tuple(FewLayer(stored.key, stored.value, at, shaping) for at in (0, size))
+    return FewBlocks(new(4096, 2 * size, dtype=torch.uint8), layers, heads, 64, dim)
 
 
 def attend(
@@ -139,7 +151,11 @@ def attend(
             new(256, rows, 512, dtype=torch.int32),
             new(32_768, dim, dtype=torch.float32),
         )
-    keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
+    keys: Entries = kv[:, 0]
+    values: Entries = kv[:, 1]
+    if form is not None:
+        made = few_levels if FORMATS[form].few else levels
+        keys, values = made(form, 8 // rows, dim).layer(1)
     told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
     left = None
     if remainder:
@@ -325,11 +341,10 @@ VARIANTS: dict[str, Callable[[], object]] = {
     # The newest entries beside k4v4, 20 of which a block of it holds.
     "decode/newest": lambda: attend(splits=2, shares=True, remainder=True, window=True, block=20),
     "prefill/newest": lambda: attend(chunk=512, splits=2, remainder=True, window=True, block=20),
-    **levels_variants("store", "int8", "k8v4", "k4v2", "fp8"),
-    **levels_variants("gather", "int8", "fp8", "k4v4"),
-    "gather_levels/k4v2": partial(gather_values, "k4v2"),
+    **levels_variants("store", "int8", "k8v4", "fp8"),
+    **levels_variants("gather", "int8", "fp8"),
     "gather_levels/int4": partial(gather_values, "k8v4"),
-    **levels_variants("move", "int8", "k8v4", "k4v2"),
+    **levels_variants("move", "int8", "k8v4"),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "window_scores": score,
     "window_scores/heads": lambda: score(heads=32),
@@ -422,7 +437,7 @@ class Compiler:
         self.ptx[name] = compiled.asm["ptx"]
         cubin = compiled.asm["cubin"]
         self.costs[name] = {**usage(cubin), "shared": compiled.metadata.shared}
-        if name == "attend":
+        if name in ("attend", "decode_levels"):
             share = 32 * warps["num_warps"] / options["TILE"]
             for i, length in enumerate(hot_loops(cubin), 1):
                 self.costs[name][f"loop {i}"] = round(length * share)
