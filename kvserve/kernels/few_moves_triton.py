@@ -68,7 +68,7 @@ def move_few_triton(
             *(len(keys.tiles) * blocks.block_size, *keys.tiles.stride()[:3]),
             BLOCK=blocks.block_size,
             HEADS=blocks.heads,
-            TILE=64,
+            TILE=32,
             KEY_BYTES=strips * width,
             KEY_WIDTH=width,
             VALUE_BYTES=more * v_width,

@@ -26,8 +26,9 @@ def key_channels(DIM: tl.constexpr, FORM: tl.constexpr, WIDTH: tl.constexpr):
         FIELDS: tl.constexpr = 8 if FORM == 67 else 8 // (FORM - 64)
         EACH: tl.constexpr = max(WIDTH, 32 // FIELDS)
         number = tl.arange(0, FIELDS * EACH)
-        channel = number // EACH * WIDTH + number % EACH
-        channel = tl.where(number % EACH < WIDTH, channel, DIM)
+        field = number // (2 * EACH) * 2 + number // 4 % 2
+        byte = number % (2 * EACH) // 8 * 4 + number % 4
+        channel = tl.where(byte < WIDTH, field * WIDTH + byte, DIM)
     elif FORM == 40:
         number = tl.arange(0, DIM)
         inside = number % (DIM // 2)
@@ -142,16 +143,13 @@ def key_operand(
         a = key_words(held, 0, TILE, STRIDE, WIDTH)
         b = key_words(held, 1, TILE, STRIDE, WIDTH)
         c = key_words(held, 2, TILE, STRIDE, WIDTH)
-        even, odd = masked(a, 0x07070707, ASM), masked(a >> 3, 0x07070707, ASM)
-        found = beside_each_other(bytes_of(even), bytes_of(odd))
-        even, odd = masked(b, 0x07070707, ASM), masked(b >> 3, 0x07070707, ASM)
-        found = beside_each_other(found, beside_each_other(bytes_of(even), bytes_of(odd)))
-        even, odd = masked(c, 0x07070707, ASM), masked(c >> 3, 0x07070707, ASM)
-        more = beside_each_other(bytes_of(even), bytes_of(odd))
+        found = two_fields(masked(a, 0x07070707, ASM), masked(a >> 3, 0x07070707, ASM))
+        more = two_fields(masked(b, 0x07070707, ASM), masked(b >> 3, 0x07070707, ASM))
+        found = beside_each_other(found, more)
+        more = two_fields(masked(c, 0x07070707, ASM), masked(c >> 3, 0x07070707, ASM))
         even = masked(a >> 6, 0x03030303, ASM) | masked(c >> 5, 0x04040404, ASM)
         odd = masked(b >> 6, 0x03030303, ASM) | masked(c >> 4, 0x04040404, ASM)
-        rest = beside_each_other(bytes_of(even), bytes_of(odd))
-        found = beside_each_other(found, beside_each_other(more, rest))
+        found = beside_each_other(found, beside_each_other(more, two_fields(even, odd)))
     else:
         BITS: tl.constexpr = FORM - 64
         MASK: tl.constexpr = ((1 << BITS) - 1) * 0x01010101
@@ -163,6 +161,14 @@ def key_operand(
 
 
 @Helper
+def two_fields(even, odd):
+    """Bytes [N, 8 J] of words of two fields [N, J], word by word: no lane has to ask another."""
+    SHAPE: tl.constexpr = (even.shape[0], even.shape[1], 4)
+    both = tl.join(bytes_of(even).reshape(SHAPE), bytes_of(odd).reshape(SHAPE))
+    return both.permute(0, 1, 3, 2).reshape(even.shape[0], 8 * even.shape[1])
+
+
+@Helper
 def fields(
     word,
     FIRST: tl.constexpr,
@@ -171,9 +177,10 @@ def fields(
     MASK: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Bytes of fields of words, side by side."""
-    if COUNT == 1:
-        found = bytes_of(masked(word >> FIRST * BITS, MASK, ASM))
+    """Bytes of fields of words, two by two."""
+    if COUNT == 2:
+        word = word >> FIRST * BITS
+        found = two_fields(masked(word, MASK, ASM), masked(word >> BITS, MASK, ASM))
     else:
         left = fields(word, FIRST, COUNT // 2, BITS, MASK, ASM)
         right = fields(word, FIRST + COUNT // 2, COUNT // 2, BITS, MASK, ASM)
