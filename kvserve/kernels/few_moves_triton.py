@@ -15,6 +15,7 @@ from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.few_bits import FewBlocks
 from kvserve.kernels.few_triton import TOKENS_AT_ONCE, form_of, inside, scales_on
+from kvserve.kernels.level_words import beside_each_other
 from kvserve.kernels.turning import EXACT, turned
 
 if TYPE_CHECKING:
@@ -122,18 +123,30 @@ def levels_at(
     KEYS: tl.constexpr,
 ):
     """Levels [N, DIM] of entries ``entry [N]`` of tiles, whose strips are from ``first [N]`` on."""
-    field, byte = tl.arange(0, DIM)[None, :] // WIDTH, tl.arange(0, DIM)[None, :] % WIDTH
-    first, entry = first[:, None], entry[:, None]
+    byte, entry = tl.arange(0, WIDTH)[None, :], entry[:, None]
+    a = tl.load(first[:, None] + inside(0, byte, entry, WIDTH, KEYS)).to(tl.int32)
+    b, c = a, a
     if BITS == 3:
-        last = field >= 6
-        strip, shift = tl.where(last, field - 6, field // 2), tl.where(last, 6, field % 2 * 3)
-        found = tl.load(first + inside(strip, byte, entry, WIDTH, KEYS)).to(tl.int32) >> shift
-        top = tl.load(first + inside(2, byte, entry, WIDTH, KEYS)).to(tl.int32)
-        top = top >> tl.where(field == 6, 5, 4) & 4
-        found = tl.where(last, found & 3 | top, found & 7)
+        b = tl.load(first[:, None] + inside(1, byte, entry, WIDTH, KEYS)).to(tl.int32)
+        c = tl.load(first[:, None] + inside(2, byte, entry, WIDTH, KEYS)).to(tl.int32)
+    return some_fields(a, b, c, 0, DIM // WIDTH, BITS)
+
+
+@Helper
+def some_fields(a, b, c, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Fields of bytes of one strip, or of three."""
+    if COUNT > 1:
+        left = some_fields(a, b, c, FIRST, COUNT // 2, BITS)
+        right = some_fields(a, b, c, FIRST + COUNT // 2, COUNT // 2, BITS)
+        found = beside_each_other(left, right)
+    elif BITS != 3:
+        found = a >> FIRST * BITS & (1 << BITS) - 1
+    elif FIRST == 6:
+        found = a >> 6 | c >> 5 & 4
+    elif FIRST == 7:
+        found = b >> 6 | c >> 4 & 4
     else:
-        found = tl.load(first + inside(0, byte, entry, WIDTH, KEYS)).to(tl.int32)
-        found = found >> field * BITS & (1 << BITS) - 1
+        found = (a if FIRST < 2 else b if FIRST < 4 else c) >> FIRST % 2 * 3 & 7
     return found
 
 

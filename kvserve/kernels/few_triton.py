@@ -39,17 +39,14 @@ def store_few_triton(
     mean, feedback, order = blocks.layers[layer].shaping
     slots, parts = slots.contiguous(), -(-tokens // TOKENS_AT_ONCE)
     # Of each program: its numbers, channel by channel, and the levels of these.
-    numbers = torch.empty(
-        2 * parts * heads * TOKENS_AT_ONCE * dim, dtype=torch.float32, device=key.device
-    )
-    levels = torch.empty(numbers.shape, dtype=torch.uint8, device=key.device)
+    shape = parts, heads, dim, TOKENS_AT_ONCE
+    numbers = torch.empty(shape, dtype=torch.float32, device=key.device)
+    levels = torch.empty(shape, dtype=torch.uint8, device=key.device)
     shaped = (mean, feedback, order) if feedback is not None and order is not None else (mean,) * 3
-    for held, new, at in zip(
-        blocks.layer(layer), (key, value), (0, len(numbers) // 2), strict=True
-    ):
+    for held, new in zip(reversed(blocks.layer(layer)), (value, key), strict=True):
         _store_few.launch(
             (parts, heads),
-            *(new, numbers[at:], levels[at:], *shaped, scales_on(key.device), held.tiles, slots),
+            *(new, numbers, levels, *shaped, scales_on(key.device), held.tiles, slots),
             *(tokens, new.stride(0), len(held.tiles) * blocks.block_size),
             *(*held.tiles.stride()[:3], held.at, held.codes_at, held.factor, dim**-0.5),
             BLOCK=blocks.block_size,

@@ -72,7 +72,6 @@ def numbers_at(
     levels,
     byte,
     steps,
-    lows,
     at,
     known,
     log,
@@ -82,7 +81,8 @@ def numbers_at(
     KEYS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The vectors at ``byte [N]`` of ``levels``, whose steps (or codes) and lows are at ``at [N]``.
+    """The vectors at ``byte [N]`` of ``levels``, whose steps (or codes) are at ``at [N]``, without
+    their lows.
 
     Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
     each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
@@ -108,8 +108,12 @@ def numbers_at(
                 found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
                 found = found.to(dtype)
             else:
-                low = bfloat16_as_float(tl.load(lows + at, mask=known, other=0))
-                found, unit = with_lows(words, unit, low, dtype)
+                # Of each plane the levels of bytes 0 and 2, 1 and 3: their bits are 2 ** 24 times
+                # less as float16.
+                number = tl.arange(0, 4)
+                found = words[:, :, None] >> (number // 2 * 4 + number % 2 * 8)[None, None, :]
+                found = halves_of(found & 0x000F000F).to(dtype) * 32768.0
+                unit *= 512.0
             found = found.reshape(byte.shape[0], DIM)
     return found, unit
 
@@ -123,22 +127,6 @@ def channels_of(DIM: tl.constexpr, FORM: tl.constexpr):
         word, plane = number // (4 * PLANES), number // 4 % PLANES
         number = plane * (DIM // PLANES) + word * 4 + number // 2 % 2 + number % 2 * 2
     return number
-
-
-@Helper
-def with_lows(words, step, low, dtype: tl.constexpr):
-    """low + step * level of levels of 4 bits, [N, J, 4, 2], and what each vector's are multiplied
-    by.
-
-    A level's own bits are 2 ** 24 times less as float16. Numbers are in units of a 512th of a power
-    of two that is near the largest of an entry's, so that neither they nor steps leave float16.
-    """
-    unit, per_unit = power_of_two(tl.maximum(tl.abs(low), tl.abs(low + 15.0 * step)))
-    step = (step * (per_unit * 32768.0)).to(dtype)[:, None, None, None]
-    low = (low * (per_unit * 0.001953125)).to(dtype)[:, None, None, None]
-    number = tl.arange(0, 4)  # of each plane the levels of bytes 0 and 2, 1 and 3
-    pairs = words[:, :, None] >> (number // 2 * 4 + number % 2 * 8)[None, None, :]
-    return halves_of(pairs & 0x000F000F).to(dtype) * step + low, unit * 512.0
 
 
 @Helper

@@ -316,8 +316,6 @@ DECODES = BOTH | {
     },
     "/k8v4_always": {"form": "k8v4", "window": True, "always": True, "soft_cap": 50.0},
     "/k8v4_block16": {"form": "k8v4", "block": 16},
-    "/k8v4_float32": {"form": "k8v4", "dtype": torch.float32},
-    "/k4v4_float32": {"form": "k4v4", "dtype": torch.float32},
     "/k4v4_head": {"form": "k4v4", "rows": 8},
     **{f"/codes_dim{dim}": BOTH["/codes"] | {"dim": dim} for dim in (64, 256)},
     "/codes_float32": BOTH["/codes"] | {"dtype": torch.float32},

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.move_kv import bfloat16_as_float
 from kvserve.kernels.quantized_triton import as_half, channels_of, numbers_at
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def attend(
         queries, unit_of = as_half(queries)
         scale *= unit_of
         unit = 0.0
+        lows = tl.zeros([QUERIES], tl.float32)
     # Logits are scaled as they are capped, else with their maximum.
     factor = scale
     if CAPPED:
@@ -197,7 +199,7 @@ def attend(
                 elif WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    given = key_steps, key_steps, beside, known, key_log
+                    given = key_steps, beside, known, key_log
                     k, k_scale = numbers_at(
                         k_first, at, *given, DIM, KEYS, KEY_WIDTH, True, queries.dtype
                     )
@@ -246,8 +248,11 @@ def attend(
                 in_share = entry[None, :] >= newer[:, None]
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if part > 0:
+                if VALUES == 20:
+                    low = bfloat16_as_float(tl.load(value_lows + beside, mask=known, other=0))
+                    lows = lows * decay + tl.sum(probs * low[None, :], axis=1)
                 if VALUES > 0:
-                    given = value_steps, value_lows, beside, known, value_log
+                    given = value_steps, beside, known, value_log
                     v, v_scale = numbers_at(
                         v_first, v_at, *given, DIM, VALUES, VALUE_WIDTH, False, queries.dtype
                     )
@@ -267,7 +272,7 @@ def attend(
             high = new_high
 
     if VALUES > 0:
-        acc *= unit
+        acc = acc * unit + lows[:, None]
     if REMAINDER:
         lane_at = row * HEADS + head
         k_at, v_at = channels_of(DIM, KEYS), channels_of(DIM, VALUES)

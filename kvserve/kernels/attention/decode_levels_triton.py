@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from kvserve.kernels.attention.attend_triton import capped
 from kvserve.kernels.attention.level_keys import products, query_operand
 from kvserve.kernels.attention.level_values import value_channels, value_operand
-from kvserve.kernels.attention.level_words import first_of, steps_of
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.level_words import first_of, steps_of
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvserve.kernels.attention.level_words import (
+from kvserve.kernels.dispatch import Helper
+from kvserve.kernels.level_words import (
     beside_each_other,
     bytes_of,
     e4m3_even,
@@ -12,7 +13,6 @@ from kvserve.kernels.attention.level_words import (
     masked,
     paired,
 )
-from kvserve.kernels.dispatch import Helper
 from kvserve.kernels.quantized_triton import power_of_two
 
 if TYPE_CHECKING:

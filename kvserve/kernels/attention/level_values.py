@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvserve.kernels.attention.level_words import (
+from kvserve.kernels.dispatch import Helper
+from kvserve.kernels.level_words import (
     beside_each_other,
     e4m3_even,
     e4m3_odd,
     on_each_other,
     paired,
 )
-from kvserve.kernels.dispatch import Helper
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -20,6 +20,7 @@ from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import HEAD_DIMS, Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.dispatch import Tile, interprets, num_processors, tile_of
+from kvserve.kernels.few_bits import FewVectors
 from kvserve.kernels.held_arguments import told_of
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -206,9 +207,10 @@ def _tile_of(q: Tensor, keys: Entries, chunks: QuerySegments, packed: int, coded
     if decodes:
         queries = max(tile.rows, queries)
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
-    if not isinstance(keys, Tensor):  # widening takes registers
-        return tile._replace(rows=tile.rows // 2)
-    return tile
+    if isinstance(keys, Tensor):
+        return tile
+    fewer = 1 + isinstance(keys, FewVectors)  # widening takes registers
+    return tile._replace(rows=tile.rows // 2, columns=max(16, tile.columns // fewer))
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:
