@@ -40,6 +40,7 @@ SHAPES = {
     "qwen2.5-7b": (28, 4, 128),
     "smoke": (4, 2, 16),
 }
+GRAPH_ENTRIES = 8_442
 VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064, "smoke": 90}
 
 
@@ -139,7 +140,14 @@ def beside_torch(case: Case) -> Iterator[Case]:
 def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     keys, values = cache[:, 0, 0], cache[:, 0, 1]
-    for kernel, chunk in (("decode", 1), ("prefill", max(2, min(512, setting.context // 8)))):
+    few = max(2, min(512, setting.context // 8))
+    # A graph's decode is split for as many entries as a row of bench/gpu.py may have.
+    captured = "decode in a graph", 1, max(setting.context, GRAPH_ENTRIES)
+    for kernel, chunk, most in (
+        ("decode", 1, setting.context),
+        captured,
+        ("prefill", few, setting.context),
+    ):
         # A chunk for as many rows as make a batch of 2,048 tokens.
         rows = setting.rows if chunk == 1 else max(1, min(setting.rows, 2048 // chunk))
         own = torch.arange(rows, device=setting.device)
@@ -147,7 +155,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         last = torch.arange(chunk, device=setting.device).repeat(rows).int()
         last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
         starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        chunks = QuerySegments(own, last, setting.context, starts, chunk)
+        chunks = QuerySegments(own, last, most, starts, chunk)
         inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         left = remainder_of(setting)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, cases
-from bench.kernel_rows.stored_cases import chunks_of, kinds_of, stored_cases
+from bench.kernel_rows.level_cases import chunks_of, kinds_of
+from bench.kernel_rows.stored_cases import stored_cases
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.scores.centre_scores import (

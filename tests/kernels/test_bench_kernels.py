@@ -19,13 +19,13 @@ from bench.kernel_rows import cases as kernel_cases
 from bench.kernel_rows import model_cases
 from bench.kernel_rows import peers as kernel_peers
 from bench.kernel_rows.cases import Setting
+from bench.kernel_rows.level_cases import level_decodes
 from bench.kernel_rows.model_cases import WEIGHTS, all_cases
 from bench.kernel_rows.peers import Run
-from bench.kernel_rows.stored_cases import level_decodes
 from bench.kernel_rows.targets import EVENT, targets
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import warm_up
-from kvserve.entry_format import FORMATS
+from kvserve.entry_format import FORMATS, TILE
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.dispatch import Kernel
@@ -38,6 +38,8 @@ from tests.waiting import WAIT
 
 __all__ = ["on_a_device"]
 ROOT = Path(__file__).resolve().parents[2]
+FORMS = [name for name, form in FORMATS.items() if not form.average]
+FEW = [name for name in FORMS if FORMATS[name].few]
 
 
 @pytest.mark.device
@@ -49,7 +51,7 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
     found = bench.differences(setting)
     assert not [kernel for kernel, difference in found.items() if not difference.right], found
     assert set(found) == {
-        *("decode", "prefill", "store", "window scores e4m3"),
+        *("decode", "decode in a graph", "prefill", "store", "window scores e4m3"),
         *("sample", "sample by torch", "filter and sample", "filter and sample by torch"),
         "select by torch",
         *EVENT,
@@ -73,8 +75,9 @@ def test_cases_agree_with_their_references(granularity: Granularity, device: str
         *(
             f"{kernel} of {form}"
             for kernel in ("decode", "prefill", "store", "gather", "move")
-            for form in FORMATS
+            for form in FORMS
         ),
+        *(f"turn of {what} of {form}" for what in ("keys", "values") for form in FEW),
     }
 
 
@@ -97,9 +100,10 @@ def test_what_kara_launches_is_checked(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every kernel of a run of Kara's default, in the form that it has there."""
-    kinds = ("SHARES", "CHUNKED", "KEYS", "VALUES", "KEY", "VALUE", "FORM", "INT4", "ADDS")
+    kinds = ("SHARES", "CHUNKED", "KEYS", "VALUES", "KEY", "VALUE", "FORM", "INT4", "ADDS", "BITS")
     launched = note_launches(monkeypatch, *kinds)
-    llm = small_engine(tmp_path, KARA, kv_cache_dtype=form)
+    block = {"block_size": TILE} if form != "auto" and FORMATS[form].few else {}
+    llm = small_engine(tmp_path, KARA, kv_cache_dtype=form, **block)
     llm.generate(random_prompts([5, 17, 33]), [GREEDY, DRAWN, GREEDY], use_tqdm=False)
     by_kara = set(launched)
     launched.clear()
@@ -127,7 +131,7 @@ def test_all_tiles_of_a_model_are_checked(
         assert layout.num_kv_heads == 2, "a group of four query heads, as Llama's"
         made = make_policy(policy).for_model(layout.num_layers, layout.num_kv_heads)
         warm_up(core.runner, made, core.info.max_model_len, max_tokens=256)
-    by_engines = {launch for launch in noted if launch[0] == "attend"}
+    by_engines = {launch for launch in noted if launch[0] in ("attend", "decode_levels")}
     noted.clear()
     setting = Setting("llama-8b", Granularity.MODEL, 700, 5, torch.bfloat16, "cpu")
     for case in all_cases(setting):
@@ -141,7 +145,7 @@ def test_decodes_over_levels_agree(device: str) -> None:
     """Those that are timed beside numbers, with the bytes of their form."""
     setting = tiny(Granularity.MODEL, device)
     found = {case.kernel: case for case in level_decodes(setting)}
-    assert set(found) == {f"decode of {form}" for form in FORMATS}
+    assert set(found) == {f"decode of {form}" for form in FORMS}
     for case in found.values():
         torch.testing.assert_close(case.triton(), case.torch(), atol=1e-4, rtol=1e-4)
     eight, four = (found[f"decode of {form}"].num_bytes for form in ("k8v4", "k4v4"))
@@ -170,7 +174,7 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     assert found["store"].error and "illegal memory access" in found["store"].error
     assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)
     assert [kernel for kernel, difference in found.items() if not difference.right] == [
-        *("decode", "prefill", "store"),
+        *("decode", "decode in a graph", "prefill", "store"),
     ]
     assert found["sample"].right
 
@@ -248,7 +252,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench, "Setting", small)
     path = tmp_path / "result.json"
     settings = ["--shape", "smoke", "--layout", "model", "--context", "50", "70"]
-    for limit, new, left in (("-1", 0, 2), ("480", 38, 0), ("480", 0, 0)):
+    for limit, new, left in (("-1", 0, 2), ("480", 42, 0), ("480", 0, 0)):
         timed.clear()
         arguments = [*settings, "--seconds", limit, "--save-result", str(path)]
         monkeypatch.setattr(sys, "argv", ["kernels.py", *arguments])
@@ -256,7 +260,7 @@ def test_a_run_goes_on_where_it_stopped(
         assert len(timed) == new
         assert (f"{left} settings left" in capsys.readouterr().out) == bool(left)
     found = json.loads(path.read_text())
-    assert len(found["rows"]) == 38 and len(found["parity"]) == 1
+    assert len(found["rows"]) == 42 and len(found["parity"]) == 1
     assert [row["context"] for row in found["rows"] if row["kernel"] == "compact"] == [50, 70]
 
 
