@@ -35,17 +35,26 @@ from tqdm import tqdm
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.engine.cache.entry_store import EntryStore, QuantizedEntries, RawEntries
+from kvserve.engine.cache.entry_store import (
+    EntryStore,
+    FewEntries,
+    QuantizedEntries,
+    RawEntries,
+    block_bytes,
+)
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.few_bits import FewBlocks
 from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores
 from kvserve.kernels.storage import COMPILED
+from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
@@ -109,6 +118,8 @@ def filled_store(
 ) -> EntryStore:
     """Blocks of ``tokens`` random entries, in large pages as an engine's are."""
     form, dtype = form_of(name)
+    if form.few:
+        return few_store(form, dtype, (blocks, layers, kv_heads, tokens, dim))
     lane = form.lane_bytes(tokens, dim)
     block = (lane * kv_heads,) if form.quantized else (2, tokens, kv_heads, dim)
     pool = torch.empty((blocks, layers, *block), dtype=torch.uint8 if form.quantized else dtype)
@@ -121,6 +132,19 @@ def filled_store(
             one = vectors[:, layer]
             one[...] = quantize(torch.randn(one.shape), one.form)
     return QuantizedEntries(held, COMPILED, dtype)
+
+
+def few_store(form: EntryFormat, dtype: torch.dtype, sizes: tuple[int, ...]) -> EntryStore:
+    """The same in few bits; by layer, as many in each as a model of which nothing was measured."""
+    blocks, layers, kv_heads, tokens, dim = sizes
+    layout = KVLayout(layers, kv_heads, dim, tokens)
+    table = EntryTable.plain(layers, kv_heads, dim, "cpu")
+    few = table.layers(form, layout, LayerKinds(layers))
+    pool = torch.empty(blocks, block_bytes(layout, form), dtype=torch.uint8)
+    use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
+    pool.random_(0, 256)
+    held = FewBlocks(pool, few, kv_heads, tokens, dim)
+    return FewEntries(held, COMPILED, dtype, range(layers))
 
 
 def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
@@ -154,13 +178,13 @@ class Reads:
         raw = entry_format("auto", dtype.itemsize)
         newest = own.newest // 2
         blocks = batch * -(-(context - newest) // BLOCK) + 1
-        lane = own.lane_bytes(BLOCK, dim)
-        self.layers = max(1, round(mib * 2**20 / (lane * kv_heads * blocks)))
+        layer = own.block_bytes(BLOCK, dim, LAYERS, kv_heads) / LAYERS
+        self.layers = max(1, round(mib * 2**20 / (layer * blocks)))
         shape = self.layers, kv_heads, dim
         self.held = Held.of(filled_store(blocks, *shape, form), batch, context - newest)
         self.newest = None
         if newest:
-            tokens = own.newest_tokens(BLOCK, dim, dtype.itemsize)
+            tokens = int(layer // (kv_heads * raw.entry_bytes(dim)))
             store = filled_store(batch * -(-newest // tokens) + 1, *shape, "bfloat16", tokens)
             self.newest = Held.of(store, batch, newest)
         self.block_sum = block_sum
@@ -169,7 +193,7 @@ class Reads:
         self.scale = dim**-0.5
         lanes = batch * kv_heads * self.layers
         self.entries = lanes * context
-        each = (context - newest) * own.entry_bytes(dim) + newest * raw.entry_bytes(dim)
+        each = (context - newest) * own.mean_bytes(dim, LAYERS) + newest * raw.entry_bytes(dim)
         self.bytes = lanes * each
 
     def attend(self) -> None:
@@ -189,6 +213,7 @@ class Reads:
             if held is None:
                 continue
             pool, blocks = held.store.memory, held.tables.view(-1)
+            pool = pool.view(len(pool), self.layers, -1)
             stride, size = (pool.stride(at) * pool.itemsize for at in (0, 1))
             for layer in range(self.layers):
                 start = pool.data_ptr() + layer * size
@@ -237,7 +262,8 @@ def events(args: argparse.Namespace) -> Iterator[Figures]:
 
 def _event_parts(heads: str, form: str, mib: int, repeat: int) -> Iterator[Figures]:
     (dim, group, kv_heads), (own, _) = HEADS[heads], form_of(form)
-    rows = max(1, mib * 2**20 // (LENGTH * LAYERS * kv_heads * own.entry_bytes(dim)))
+    entry = LAYERS * kv_heads * own.mean_bytes(dim, LAYERS)
+    rows = max(1, int(mib * 2**20 / (LENGTH * entry)))
     blocks, lanes = rows * LENGTH // BLOCK, (LAYERS, kv_heads, LENGTH)
     store = filled_store(blocks + 1, LAYERS, kv_heads, dim, form)
     order = (torch.randperm(blocks) + 1).view(rows, -1, 1) * BLOCK

@@ -2,10 +2,11 @@
 
 A vector (the key or the value of one token and KV head) is held as it was computed, or as *levels*:
 whole numbers of few bits, or e4m3 numbers. Of 8 bits, and values of 4 beside such keys, it has a
-*step* and, where levels count from its lowest number, that number, its *low*: both bfloat16. A *lane*
-is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all values'
-levels, then the keys' steps, the values' steps and their lows. Keys and values that both have *few*
-bits are turned before they are rounded, and have a code of one byte (``kernels/few_bits.py``).
+*step* and, where levels count from its lowest number, that number, its *low*: both bfloat16. A
+*lane* is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all
+values' levels, then the keys' steps, the values' steps and their lows. Keys and values that both
+have *few* bits are turned before they are rounded, and have a code of one byte
+(``kernels/few_bits.py``).
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class VectorForm:
 class EntryFormat:
     """The forms of a key and of a value.
 
-    ``newest``, if not 0: those from a row's last multiple of so many tokens on, and the row's first,
-    are held as they were computed, too, and read so. ``average``: keys' and values' bits differ by
-    layer, so many on average; ``key`` and ``value`` are those of a model without a table.
+    ``newest``, if not 0: those from a row's last multiple of so many tokens on, and the row's
+    first, are held as they were computed, too, and read so. ``average``, if not 0: keys' and
+    values' bits differ by layer, so many on average; not those of ``key`` and ``value``.
     """
 
     name: str
@@ -95,10 +96,12 @@ class EntryFormat:
         head: what layers of different bits share among them."""
         if not self.average:
             return layers * (self.key.levels(dim) + self.value.levels(dim))
-        least = int(self.average)
-        low, high = (few(bits).levels(dim) for bits in (least, math.ceil(self.average)))
-        share = self.average - least
-        return int(2 * layers * (low + share * (high - low))) // 4 * 4
+        there = bits_of_layers(dim)
+        low = max(bits for bits in there if bits <= self.average)
+        high = min(bits for bits in there if bits >= self.average)
+        less, more = few(low).levels(dim), few(high).levels(dim)
+        share = (self.average - low) / (high - low) if high > low else 0.0
+        return int(2 * layers * (less + share * (more - less))) // 4 * 4
 
     def entry_bytes(self, dim: int, layers: int = 1) -> int:
         """Bytes of one token's keys and values, of ``layers`` that share a block and one head."""
@@ -119,16 +122,39 @@ class EntryFormat:
             size = heads * layers * lane
         return size
 
+    def lane_bytes(self, block_size: int, dim: int) -> int:
+        """Bytes of a block for one layer and KV head, if all layers have as many."""
+        return self.block_bytes(block_size, dim, 1, 1)
+
+    def newest_tokens(self, block_size: int, dim: int, itemsize: int) -> int:
+        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number; of layers
+        that have as many bytes."""
+        return self.lane_bytes(block_size, dim) // (2 * dim * itemsize)
+
     def refusal(self, dim: int) -> str | None:
         """Why this format cannot hold heads of this size; ``None`` if it can."""
         least = min(self.key.bits, self.value.bits)
         multiple = 1 if least > 8 else 8 * (1 + (least < 8))  # kernels read bytes by eights
-        return f"head_dim {dim} is not a multiple of {multiple}" if dim % multiple else None
+        if dim % multiple:
+            return f"head_dim {dim} is not a multiple of {multiple}"
+        if self.few and not self.average and least not in bits_of_layers(dim):
+            return f"head_dim {dim} takes as many bytes in {least} bits as in 4 (k4v4)"
+        return None
 
 
 def few(bits: int) -> VectorForm:
     """Vectors in few bits."""
     return VectorForm(bits, few=True)
+
+
+def bits_of_layers(dim: int) -> tuple[int, ...]:
+    """Bits that a layer's keys or values may have: each takes more bytes than fewer bits do. With
+    fewer than 2, single layers lose too much."""
+    return tuple(
+        bits
+        for bits in (2, 3, 4)
+        if all(few(bits).levels(dim) < few(more).levels(dim) for more in range(bits + 1, 5))
+    )
 
 
 _INT8, _E4M3, _INT4 = VectorForm(8), VectorForm(8, e4m3=True), VectorForm(4, low=True)

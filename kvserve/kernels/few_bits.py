@@ -1,14 +1,14 @@
 """Keys and values in 1 to 4 bits: how a vector is written, once, and which numbers it stands for.
 
-Vectors are held *turned*: x = H (k - mean) or H v, where H is a Hadamard matrix (``turning.py``) and
-the mean one of the model's keys. No softmax sees a mean that all keys of a head share, and a query
-that is turned as well, H q, reads turned keys as they are; what is read of values is turned back
-once for each query.
+Vectors are held *turned*: x = H (k - mean) or H v, where H is a Hadamard matrix (``turning.py``)
+and the mean one of the model's keys. No softmax sees a mean that all keys of a head share, and a
+query that is turned as well, H q, reads turned keys as they are; what is read of values is turned
+back once for each query.
 
 Of a turned vector of D channels, in float32, no product fused with a sum:
 
-1. m is the sum of x_i x_i in ascending order, over D. The code c is 16 log2 of the root of m, rounded
-   to nearest, plus 128, from 0 to 255: a byte, which stands for s = 2^((c - 128) / 16).
+1. m is the sum of x_i x_i in ascending order, over D. The code c is 16 log2 of the root of m,
+   rounded to nearest, plus 128, from 0 to 255: a byte, which stands for s = 2^((c - 128) / 16).
 2. A step is a s, where a is a constant of the form. Levels count h = 2^(bits - 1) below 0; a level
    stands for (level - h + 1/2) step.
 3. A level is floor(x_i / step) + h, from 0 to 2 h - 1.
@@ -20,16 +20,16 @@ Of a turned vector of D channels, in float32, no product fused with a sum:
 
 Division by a step is a product with its reciprocal. What is not finite becomes something finite.
 
-A *strip* has S bytes of an entry, with levels of several *fields* of S channels: field f is channels
+A *strip* has S bytes of an entry, with levels of *fields* of S channels each: field f is channels
 f S to (f + 1) S - 1, from the lowest bits up. Of 4, 2 and 1 bits there is one strip of 2, 4 and 8
-fields. Of 3 bits there are three: strip i has fields 2 i and 2 i + 1 in bits 0 to 5; bits 6 and 7 of
-the first two are the lower bits of fields 6 and 7, bits 7 and 6 of the third their highest. S is a
-multiple of 4, so there may be channels behind D, which are nothing.
+fields. Of 3 bits there are three: strip i has fields 2 i and 2 i + 1 in bits 0 to 5; bits 6 and 7
+of the first two are the lower bits of fields 6 and 7, bits 7 and 6 of the third their highest. S is
+a multiple of 4, so there may be channels behind D, which are nothing.
 
-A *tile* is 16 entries of one head: strips of keys, strips of values, 16 codes of keys, 16 of values.
-A strip of keys has four bytes of each entry side by side, entry after entry, then the next four. One
-of values has a byte of four entries side by side, byte after byte, then the next four entries. So
-both are read as they meet queries and weights.
+A *tile* is 16 entries of one head: strips of keys, strips of values, 16 codes of keys, 16 of
+values. A strip of keys has four bytes of each entry side by side, entry after entry, then the next
+four. One of values has a byte of four entries side by side, byte after byte, then the next four
+entries. So both are read as they meet queries and weights.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Shaping(NamedTuple):
 
     def heads(self, first: int, count: int) -> Shaping:
         """Of some heads alone."""
-        return Shaping(*(x if x is None else x[first : first + count] for x in self))
+        mean, *beside = (x if x is None else x[first : first + count] for x in self)
+        assert mean is not None
+        return Shaping(mean, *beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Turning vectors of heads by a Hadamard matrix, whose inverse is itself: no number of a turned vector
-is much larger than the others, so that few bits hold them all."""
+"""Turning vectors of heads by a Hadamard matrix, whose inverse is itself: no number of a turned
+vector is much larger than the others, so that few bits hold them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures a model's ``EntryTable``: one forward over a text that ships, when an engine first starts.
+"""Measures a model's ``EntryTable``: one forward over a text that ships, once for each model.
 
 It is kept in the user's cache by the name of the weights and the text, so that ranks, restarts and
 other engines of the model write the same entries.
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
@@ -29,11 +28,16 @@ from kvserve.kernels.remainder import capped
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, logger
 
+FILE = "entries.table"
+"""A table of this name beside the model is taken before any. It does not end in .safetensors:
+engines read every such file of a folder as weights."""
 TOKENS = 1024
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
-_QUERIES, _NEWEST = 24, 64  # whose attention is compared, and what stays exact for them
+_VERSION = 1
+_PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
+_QUERIES, _NEWEST = 256, 64  # whose attention is compared, and what stays exact for them
 
 
 def refusal(model: Transformer) -> str | None:
@@ -45,8 +49,9 @@ def refusal(model: Transformer) -> str | None:
     return None
 
 
-def entry_table(model: Transformer, directory: Path) -> EntryTable:
-    """The model's table, for the heads of this rank: as it was kept, or measured now."""
+def entry_table(model: Transformer, directory: Path, weights_are_there: bool) -> EntryTable:
+    """The model's table, for the heads of this rank: the one beside the model, else as it was kept,
+    else measured now. ``ConfigError``: the one beside it is another model's."""
     spec, group = model.spec, model.group
     sizes = spec.num_layers, model.part.num_kv_heads, spec.head_dim, model.embedding.device.type
     ids, why = None, refusal(model)
@@ -55,11 +60,24 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if ids is None:
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
-    name = _name_of(model, ids)
+    name = _name_of(directory, ids) if weights_are_there else None
     folder = cache_folder()
-    path = None if folder is None else folder / f"entries-{name}.safetensors"
-    found = None if path is None else EntryTable.load(path)
-    if found is not None and found.name == name and found.mean.shape[1] == spec.num_kv_heads:
+    beside, path = (directory if directory.is_dir() else directory.parent) / FILE, None
+    if folder is not None and name is not None:
+        path = folder / f"entries-{name}.safetensors"
+    found = EntryTable.load(path) if path is not None else None
+    if beside.is_file():
+        found = EntryTable.load(beside)
+        if found is None or found.mean.shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
+            raise ConfigError(
+                f"{beside} is not a table of this model's entries: remove it, or measure another "
+                f"with kvserve calibrate --entries --model {directory}"
+            )
+    elif found is not None and found.name != name:
+        found = None
+    # A rank alone may have found a file that another process wrote just now.
+    if int(group.sum(torch.tensor(found is not None, device=sizes[-1]).int())) == group.size:
+        assert found is not None
         return found.of_rank(group.rank, group.size).to(sizes[-1])
     logger.info("measuring keys and queries over %d tokens, once", len(ids))
     own = measure(model, torch.tensor(ids, device=model.embedding.device))
@@ -67,8 +85,19 @@ def entry_table(model: Transformer, directory: Path) -> EntryTable:
     if path is not None and group.rank == 0:
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            EntryTable(*whole, own.noise, name).save(path)
-    return replace(own, name=name)
+            EntryTable(whole[0], whole[1], whole[2], own.noise, name or "").save(path)
+    return replace(own, name=name or "not kept")
+
+
+def measured(model: Transformer, directory: Path, ids: list[int]) -> EntryTable:
+    """A table of another text, by its name. ``ConfigError``: the model cannot have one."""
+    why = refusal(model)
+    if why is None and len(ids) <= 2 * _NEWEST:
+        why = f"{len(ids)} tokens are too few: at least {2 * _NEWEST + 1}"
+    if why is not None:
+        raise ConfigError(f"entries in few bits are rounded plainly: {why}")
+    own = measure(model, torch.tensor(ids, device=model.embedding.device))
+    return replace(own, name=_name_of(directory, ids) or "not kept")
 
 
 def measure(model: Transformer, ids: Tensor) -> EntryTable:
@@ -99,7 +128,8 @@ class _Census:
         return EntryTable(mean, feedback, order, torch.stack(self._noise).cpu())
 
     def run(self) -> None:
-        model, tokens = self._model, len(self._ids)
+        model = self._model
+        model.tabulate(len(self._ids))  # the text may be longer than what is served
         batch = _batch_of(self._ids)
         hidden, added = model.embed(self._ids), None
         lengths = batch.positions, batch.prompt_lens
@@ -111,7 +141,6 @@ class _Census:
             angles = rotary.at(*lengths)
             hidden, added = layer(hidden, added, angles, batch, self, self._attend, index)
             self._look_at(index, layer, rotary, angles, before.float())
-        assert tokens == len(hidden)
 
     # ---- what a layer asks of a cache and an attention ----------------------------------------
 
@@ -190,9 +219,7 @@ class _Census:
         self._found.append((mean, feedback, order))
         self._noise.append(self._noise_of(index, layer, Shaping(mean, feedback, order), before))
 
-    def _noise_of(
-        self, index: int, layer: Layer, shaping: Shaping, before: Tensor
-    ) -> Tensor:
+    def _noise_of(self, index: int, layer: Layer, shaping: Shaping, before: Tensor) -> Tensor:
         """float64 [2, 3]: of keys and of values in each of ``BITS``."""
         model, tokens = self._model, len(self._keys)
         at = torch.linspace(tokens // 4, tokens - 1, _QUERIES, device=before.device).long()
@@ -215,7 +242,9 @@ class _Census:
             k = turn_torch(_held(turned[0], bits, SHAPED[bits], shaping)) + shaping.mean
             v = turn_torch(_held(turned[1], bits, PLAIN[bits]))
             for kind, other in enumerate(((k, values), (keys, v))):
-                mixed = (torch.where(newest, *pair) for pair in zip((keys, values), other, strict=True))
+                mixed = (
+                    torch.where(newest, *pair) for pair in zip((keys, values), other, strict=True)
+                )
                 lost = (added(*mixed) - exact).square().sum(dim=-1)
                 found[kind, place] = float((lost / length).mean())
         return found
@@ -270,7 +299,9 @@ def _over_rotations(matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _at(rotary: Rotary, places: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions, also of those behind the context."""
     angles = places[:, None].double() * rotary.inv_freq.double()  # type: ignore[union-attr]
-    both = (torch.cat([x, x], dim=-1)[:, None] * rotary.factor for x in (angles.cos(), angles.sin()))
+    both = (
+        torch.cat([x, x], dim=-1)[:, None] * rotary.factor for x in (angles.cos(), angles.sin())
+    )
     return next(both), next(both)
 
 
@@ -312,10 +343,18 @@ def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str |
     return (ids, None) if len(ids) > 2 * _NEWEST else (None, "its tokenizer makes too few tokens")
 
 
-def _name_of(model: Transformer, ids: list[int]) -> str:
-    """A hash of weights, as far as a few numbers of each tell them apart, and of the text."""
-    found = hashlib.blake2b(repr((model.spec, ids, 1)).encode(), digest_size=12)
-    for name, weight in sorted(model.named_parameters()):
-        if weight.dim() == 1 and weight.is_floating_point():  # norms: whole on every rank
-            found.update(name.encode() + weight.float().cpu().numpy().tobytes())
-    return found.hexdigest()
+def _name_of(directory: Path, ids: list[int]) -> str | None:
+    """A hash of the files of weights, as far as their headers and parts tell them apart, and of how
+    they were measured; ``None`` if there are none."""
+    folder = directory.is_dir()
+    paths = sorted(directory.glob("*.safetensors")) if folder else [directory]
+    how = _VERSION, ids, _FIRST, _POSITIONS, _FURTHEST, _DAMPING, _QUERIES, _NEWEST
+    found = hashlib.blake2b(repr(how).encode(), digest_size=12)
+    for path in paths:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            found.update(repr((path.name, size)).encode())
+            for part in range(_PARTS):
+                file.seek(part * size // _PARTS)
+                found.update(file.read(_PART_BYTES))
+    return found.hexdigest() if paths else None

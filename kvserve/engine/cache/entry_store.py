@@ -103,7 +103,7 @@ class QuantizedEntries:
 
 class FewEntries:
     """Entries in few bits (``kernels/few_bits.py``), by the number of the model's layer, not by its
-    place: ``memory`` uint8 [num_blocks, 1, bytes]. ``full`` are the layers that see all tokens."""
+    place: ``memory`` uint8 [num_blocks, bytes]. ``full`` are the layers that see all tokens."""
 
     store_rotated: Callable[..., Tensor] | None = None
 

@@ -1,5 +1,5 @@
-"""A model's table: what its keys have in common, where its queries look, and what its layers lose by
-each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
+"""A model's table: what its keys have in common, where its queries look, and what its layers lose
+by each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvserve.entry_format import EntryFormat, few
+from kvserve.entry_format import EntryFormat, bits_of_layers, few
 from kvserve.kernels.few_bits import FewLayer, Shaping
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 BITS = (2, 3, 4)
-"""Bits that a layer's keys or values may have: with fewer, single layers lose too much."""
+"""Those that a table knows the noise of."""
 _FORMAT = "kvserve entry table 1"
 
 
@@ -42,7 +42,9 @@ class EntryTable:
         """Of a model of which nothing was measured: keys before values, the first layers before
         others."""
         noise = torch.tensor([[1.1, 0.3, 0.08], [1.0, 0.25, 0.06]], dtype=torch.float64)
-        return cls(torch.zeros(layers, heads, dim, device=device), None, None, noise.repeat(layers, 1, 1))
+        return cls(
+            torch.zeros(layers, heads, dim, device=device), None, None, noise.repeat(layers, 1, 1)
+        )
 
     def of_rank(self, rank: int, size: int) -> EntryTable:
         """The heads of one of ``size`` ranks."""
@@ -74,7 +76,9 @@ class EntryTable:
                 shaping = Shaping(*(None if x is None else x[layer] for x in parts))  # type: ignore[arg-type]
                 found[layer] = FewLayer(few(key), few(value), at, shaping)
                 held = EntryFormat("", few(key), few(value))
-                at += held.block_bytes(layout.block_size, layout.head_dim, 1, layout.heads_per_block)
+                at += held.block_bytes(
+                    layout.block_size, layout.head_dim, 1, layout.heads_per_block
+                )
         return tuple(found[layer] for layer in range(kinds.count))
 
     def bits(self, form: EntryFormat, dim: int, group: list[int]) -> list[tuple[int, int]]:
@@ -82,21 +86,25 @@ class EntryTable:
         differ by layer, one more at a time where the noise falls most for its bytes."""
         if not form.average:
             return [(form.key.bits, form.value.bits)] * len(group)
-        size = {bits: few(bits).levels(dim) for bits in BITS}
-        chosen = {(layer, kind): 0 for layer in group for kind in (0, 1)}
-        left = form.level_bytes(dim, len(group)) - len(chosen) * size[BITS[0]]
-        noise = self.noise.tolist()
+        there, noise = bits_of_layers(dim), self.noise.tolist()
+        chosen = {(layer, kind): there[0] for layer in group for kind in (0, 1)}
+        left = form.level_bytes(dim, len(group)) - len(chosen) * few(there[0]).levels(dim)
 
-        def gain(at: tuple[int, int]) -> float:
-            now, own = chosen[at], noise[at[0]][at[1]]
-            if now + 1 == len(BITS) or size[BITS[now + 1]] - size[BITS[now]] > left:
-                return -1.0
-            return float(own[now] - own[now + 1]) / (size[BITS[now + 1]] - size[BITS[now]])
+        def next_of(at: tuple[int, int]) -> tuple[int, int, float]:
+            """More bits, the bytes that they take, and what each of these gains; none: -1."""
+            more = there[there.index(chosen[at]) + 1 :]
+            size = few(more[0]).levels(dim) - few(chosen[at]).levels(dim) if more else left + 1
+            if size > left:
+                return 0, 0, -1.0
+            now, then = (noise[at[0]][at[1]][BITS.index(b)] for b in (chosen[at], more[0]))
+            return more[0], size, (now - then) / size
 
-        while gain(best := max(chosen, key=gain)) > -1.0:
-            left -= size[BITS[chosen[best] + 1]] - size[BITS[chosen[best]]]
-            chosen[best] += 1
-        return [(BITS[chosen[layer, 0]], BITS[chosen[layer, 1]]) for layer in group]
+        while True:
+            best = max(chosen, key=lambda at: next_of(at)[2])
+            bits, size, gain = next_of(best)
+            if gain == -1.0:
+                return [(chosen[layer, 0], chosen[layer, 1]) for layer in group]
+            chosen[best], left = bits, left - size
 
     def save(self, path: Path) -> None:
         """To a file that is there as a whole or not at all."""

@@ -1,5 +1,5 @@
 """Some tokens on the device, and what a forward gets of them: the newest, which layers with sliding
-windows see; and the newest and the first entry as they were computed, beside entries in few bits."""
+windows see; and the newest and the first as they were computed, beside entries in few bits."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ class NewestRows(RowGroup):
         columns: IntArray,
         always: Tensor | None = None,
     ) -> ForwardBatch:
-        """Tokens see these entries from ``first [T]`` up to their own, and so many fewer others; and
-        those before ``always [LG, R, T]``, which are the first of the others."""
+        """Tokens see these entries from ``first [T]`` up to their own, and so many fewer others;
+        and those before ``always [LG, R, T]``, which are the first of the others."""
         last, earliest = batch.positions, batch.first if always is None else always
         if batch.first is not None:  # by logical position, too
             first = torch.maximum(first, batch.first[0, 0])

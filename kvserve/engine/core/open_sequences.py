@@ -49,6 +49,8 @@ class OpenSequences:
         layout = scheduler.layout
         self.block_bytes = block_bytes(layout, executor.runner.cache.form)
         self.remainder_bytes = remainder_bytes(layout)
+        table = executor.runner.model.entry_table
+        self._entry_table = "" if table is None else table.name
 
     def __len__(self) -> int:
         return len(self._open)
@@ -126,5 +128,6 @@ class OpenSequences:
             log_bytes=blocks["log"] * self.block_bytes,
             resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
             remainder_entries=seq.remainder_entries,
+            entry_table=self._entry_table,
             **seq.held_counts,
         )

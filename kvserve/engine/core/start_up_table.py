@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
+from statistics import mean
 
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.messages import Row
@@ -18,10 +21,11 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.runner.rank import Pool
-from kvserve.entry_format import entry_format
+from kvserve.entry_format import TILE, entry_format
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.trigger import most_held
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.trigger import Trigger, most_held
 
 _LAYOUT_MEANS = {
     Granularity.MODEL: "all layers and heads hold equally many entries",
@@ -51,6 +55,7 @@ def start_up_table(
     return [
         *model_rows(config.model, spec, plan.dtype, plan.device, model.holding),
         *_cache_rows(plan, pool.num_blocks - 1),
+        *_table_rows(plan, model.entry_table),
         profile.row,
         ("remainders", *left),
         ("attention", attention.name, f"{attention.reason}; --attention-backend"),
@@ -96,6 +101,7 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
         share += f"; the newest {plan.form.newest} at most and the first also as computed"
+    share += _less(plan)
     rows.append(("kv cache dtype", name, f"{size:g} bytes a token{share}; --kv-cache-dtype"))
     most = most_held(policy.event_trigger, plan.max_len // 2, plan.max_len, layout.block_size)
     longest = plan.blocks_for(plan.max_len)
@@ -127,7 +133,52 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         state = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
         why = f"{library}; --tensor-parallel-size"
         rows.append(("tensor parallel", f"{ranks} ranks, {state}", why))
-    return [*rows, log_row(plan.log, plan.device), *_statistics_rows(plan)]
+    name, state, why = log_row(plan.log, plan.device)
+    weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
+    return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
+
+
+def _less(plan: EnginePlan) -> str:
+    """What few bits would hold, where they may be had."""
+    form, layout = entry_format("3bit", plan.dtype.itemsize), plan.layout
+    sizes = layout.head_dim, layout.layers_per_block
+    # What is refused with few bits says so where it is asked for.
+    if plan.form.few or layout.block_size % TILE or form.refusal(layout.head_dim) is not None:
+        return ""
+    times = plan.form.mean_bytes(*sizes) / form.mean_bytes(*sizes)
+    return f"; {form.name} holds {times:.1f} times as many tokens" if times > 1 else ""
+
+
+def _table_rows(plan: EnginePlan, table: EntryTable | None) -> list[Row]:
+    """What entries in few bits are written by."""
+    if table is None:
+        return []
+    if not table.name:
+        return [("entry table", "none", "entries are rounded plainly: the log says why")]
+    layers = table.layers(plan.form, plan.layout, plan.spec.layers)
+    keys, values = (
+        [form.bits for form in x] for x in zip(*(each[:2] for each in layers), strict=True)
+    )
+    why = (
+        f"{mean(keys):.2f} bits of keys and {mean(values):.2f} of values, {min(keys + values)} to "
+        f"{max(keys + values)} by layer; kvserve calibrate --entries"
+    )
+    return [("entry table", table.name[:12], why)]
+
+
+def log_weight(trigger: Trigger, block_tokens: int, log_block_tokens: int) -> str:
+    """What to say of a log of whole windows that takes as much as a window's event frees."""
+    if not isinstance(trigger, Periodic) or not trigger.logs:
+        return ""
+    logged = trigger.window / log_block_tokens
+    freed = (trigger.compressible - trigger.keep) / block_tokens
+    if not 0 < freed <= logged:
+        return ""
+    first = trigger.window + (math.ceil(logged / freed) - 1) * trigger.compressible
+    return (
+        f"; a window's queries take {logged / freed:.1f} times what its event frees: a "
+        f"sequence always holds less than under none only from token {first:,} of its answer on"
+    )
 
 
 def _statistics_rows(plan: EnginePlan) -> list[Row]:

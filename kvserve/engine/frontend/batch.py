@@ -31,13 +31,14 @@ def read_prompts(prompts: Any) -> list[ReadPrompt]:
     """One prompt or many, as a list. ``RequestError`` names one that is none."""
     # An empty list is no prompts.
     if isinstance(prompts, str | Mapping) or (_is_ids(prompts) and len(prompts) > 0):
-        return [_read(prompts, "prompts")]
+        return [read_prompt(prompts, "prompts")]
     if not _is_list(prompts):
         raise _wrong("prompts", f"{_PROMPT}, or a list of these", prompts)
-    return [_read(prompt, f"prompts[{at}]") for at, prompt in enumerate(prompts)]
+    return [read_prompt(prompt, f"prompts[{at}]") for at, prompt in enumerate(prompts)]
 
 
-def _read(prompt: Any, name: str) -> ReadPrompt:
+def read_prompt(prompt: Any, name: str) -> ReadPrompt:
+    """One prompt. ``RequestError`` calls it ``name`` if it is none."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return ReadPrompt(prompt)
     if not isinstance(prompt, Mapping):
@@ -115,7 +116,7 @@ def _is_list(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return _is_list(value) and all(
-        isinstance(i, Integral) and not isinstance(i, bool) for i in value
+        type(i) is int or (isinstance(i, Integral) and not isinstance(i, bool)) for i in value
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
@@ -70,6 +70,12 @@ class OutputProcessor:
         ``text`` is what a prompt of token ids was made of, if that is known.
         """
         tokenizer = self._tokenizer
+        if tokenizer is None and params.stop:
+            raise RequestError(
+                "stop: there is no tokenizer (skip_tokenizer_init), so answers have no text; send "
+                "stop_token_ids",
+                param="stop",
+            )
         own, token_ids = tokenize(tokenizer, prompt)
         text = own if text is None else text
         request = RequestOutput(
@@ -262,6 +268,6 @@ def _add(total: KVCacheDetails, more: KVCacheDetails) -> KVCacheDetails:
     counts = {
         f.name: getattr(total, f.name) + getattr(more, f.name)
         for f in fields(KVCacheDetails)
-        if f.name != "policy"
+        if f.type == "int"
     }
-    return KVCacheDetails(policy=more.policy, **counts)
+    return replace(more, **counts)

@@ -8,15 +8,26 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.engine.models.hub import read_json
-from kvserve.log import ConfigError, RequestError
+from kvserve.log import ConfigError, RequestError, logger
 
 _TEMPLATES_KEPT = 16
 _SHORT = 1000
 """Characters, or tokens, up to which a text is not worth a batch."""
+_TEXTS = (
+    *("word", " word", "  two  words ", "\n\n  line\r\n\tof code();", "1234567 3.14 1,000"),
+    *(
+        "don't I'LL HTTPServer snake_case",
+        "\u00e9 e\u0301 \u00df \ufb01 \uff21",
+        "\u4f60\u597d\u4e16\u754c",
+    ),
+    *("\U0001f469\u200d\U0001f680 \u2581x", "<s> </s> [INST]", "a\u00a0b\u200bc \x07"),
+)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -25,25 +36,12 @@ class Tokenizer:
     that streams are decoded with."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
+        if path.endswith(".gguf"):
+            from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 
-        try:
-            if path.endswith(".gguf"):
-                from kvserve.engine.gguf.tokenizer import gguf_tokenizer
-
-                self.hf = gguf_tokenizer(path)
-            else:
-                self.hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except ConfigError:  # of a GGUF file
-            raise
-        except Exception as error:  # any error of the file, the library or remote code
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(
-                f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
-                "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
-            ) from error
-        if not self.hf.is_fast:
-            raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
+            self.hf = gguf_tokenizer(path)
+        else:
+            self.hf = _of_directory(Path(path), trust_remote_code)
         if not self.hf.chat_template and (beside := Path(path, "chat_template.json")).exists():
             # Where models that also see once had it: their processors read this file.
             self.hf.chat_template = read_json(beside).get("chat_template")
@@ -203,6 +201,60 @@ class Tokenizer:
             **{**self.hf.special_tokens_map, **kwargs},
         )
         return str(texts[0][0])
+
+
+def _of_directory(path: Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer, by tokenizer.json: that was published, and grammars read it, while
+    transformers builds some anew by the class that tokenizer_config.json names."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    described = path / "tokenizer.json"
+    alone = next(path.glob("*.model"), None)
+    if alone is not None and not described.exists() and not trust_remote_code:
+        raise _no_description(path, f"{alone.name} alone is not read")
+    try:
+        hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        if described.exists():
+            own = Backend.from_file(str(described))
+            other = next((t for t in _probes(own) if not hf.is_fast or _differ(hf, own, t)), None)
+            if other is not None:
+                logger.warning(
+                    "%s: transformers' %s cuts %r otherwise than its tokenizer.json does, which is "
+                    "taken",
+                    *(path, type(hf).__name__, other),
+                )
+                hf = PreTrainedTokenizerFast.from_pretrained(str(path))
+    except Exception as error:  # any error of the file, the library or remote code
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
+            "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
+        ) from error
+    if not hf.is_fast:
+        raise _no_description(path, "other forms are not read")
+    return hf
+
+
+def _no_description(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--tokenizer: {path} has no tokenizer.json, and {why}; give the directory of one, such as "
+        "another copy of the model has"
+    )
+
+
+def _probes(backend: Backend) -> list[str]:
+    """Texts that show how a tokenizer cuts, with two of its tokens that are found whole."""
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    marks = [*added[:1], *added[-1:]]
+    return [*_TEXTS, *(f"a{mark}b{mark} c{mark}\n {mark}" for mark in marks)]
+
+
+def _differ(hf: Any, backend: Backend, text: str) -> bool:
+    ids = backend.encode(text, add_special_tokens=False).ids
+    built = hf.backend_tokenizer
+    if built.encode(text, add_special_tokens=False).ids != ids:
+        return True
+    return bool(built.decode(ids) != backend.decode(ids))
 
 
 def tokenize(

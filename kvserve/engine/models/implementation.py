@@ -28,14 +28,15 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
 
     ``ConfigError`` says what keeps the model from running.
     """
-    raw, where = read_config(directory, config.hf_overrides)
-    architecture = architecture_of(raw)
-    if config.model_impl != "transformers" and directory.is_dir():
-        text = text_part(raw, where, architecture)
-        if text is not None:
-            whole = "architectures", "model_type", "text_config", "vision_config"
-            of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
-            return parse_spec({**text, **of_text}, where)
+    has_weights = config.load_format != "dummy"
+    raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
+    architecture, wrapper = architecture_of(raw), ""
+    text = text_part(raw, where, architecture) if directory.is_dir() else None
+    if text is not None:
+        whole = "architectures", "model_type", "text_config", "vision_config"
+        of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
+        raw, wrapper = {**text, **of_text}, architecture
+        architecture = architecture_of(raw)
     ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
@@ -44,7 +45,7 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
             "quantised weights and no GGUF into them"
         )
-    return borrowed_spec(directory, config.hf_overrides, architecture)
+    return borrowed_spec(directory, config.hf_overrides, architecture, wrapper)
 
 
 def model_rows(

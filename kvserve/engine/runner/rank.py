@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from kvserve.engine.attention.select import Choice
-from kvserve.engine.cache.entry_statistics import entry_table
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.compression.observer import event_bytes
 from kvserve.engine.compression.query_statistics import load_statistics
+from kvserve.engine.device.child import parents_end
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.loader import load_model
@@ -78,7 +78,10 @@ def build_runner(
     few = ()
     if plan.form.few:
         if model.entry_table is None:
-            model.entry_table = entry_table(model, plan.directory)
+            from kvserve.engine.cache.entry_statistics import entry_table
+
+            held = plan.config.model.load_format != "dummy"
+            model.entry_table = entry_table(model, plan.directory, held)
         few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,
@@ -199,10 +202,9 @@ FORGET_SCORES = "forget scores"
 
 
 def main() -> None:
-    """Main function of the process; its argument is the descriptor of its end of a pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the first rank says when to exit
-    connection = Connection(int(sys.argv[1]))
+    """Main function of the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
+    connection = parents_end()
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     start: RankStart = inbox.get()

@@ -124,7 +124,18 @@ def _attend(
         coded = counts, slots, vectors, slot_tables, vector_tables, turns
         widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
     _COMPILED(
-        *(q, out, k, v, tables, chunks.rows, chunks.starts, chunks.last, chunks.first, chunks.always),
+        *(
+            q,
+            out,
+            k,
+            v,
+            tables,
+            chunks.rows,
+            chunks.starts,
+            chunks.last,
+            chunks.first,
+            chunks.always,
+        ),
         *(sinks, *(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
         *(*(remainder or (None,) * 3), *coded, *steps),
         *(head_stride, *few, *widths),

@@ -1,6 +1,8 @@
 // Queries and weights with tiles of 16 entries in few bits, which lie in memory as they are met: no
-// transposition, no gather. Queries and weights are rounded as logits.h and values.h say, so sums of
-// products with levels are whole numbers, exact in int32: nothing depends on who else is in a call.
+// transposition, no gather. Queries and weights are rounded to whole numbers of several bytes, of
+// their largest: two where numbers are computed as bfloat16, three (or on CPUs that do not multiply
+// bytes, twice 16 bits) as float32. So sums of products with levels are whole numbers, exact in int32,
+// and nothing depends on who else is in a call.
 
 #pragma once
 
@@ -52,39 +54,84 @@ __attribute__((always_inline)) inline void each_word(const uint8_t* strips, int 
   }
 }
 
+// Of the numbers that a query is rounded to, those that meet four channels: the bytes of each, the
+// highest first; or their 16-bit numbers of channels 0 and 2, of 1 and 3, then the lower ones.
+template <bool Fine>
+constexpr int kDigits = LevelWords::kBytes ? 2 + Fine : 2 * (1 + Fine);
+constexpr int kByteShift = 8, kPairShift = 15;
+
+template <bool Fine>
+inline double largest_whole() {
+  if (LevelWords::kBytes) return Fine ? 8355711 : 32639;
+  return Fine ? (1 << 29) : 32767;
+}
+
+// 32 bits of each digit of a query's channels, four at a time: to[dim / 4][digits].
+template <bool Fine>
+inline void write_digits(const float* query, int dim, double inverse, int32_t* to) {
+  constexpr int N = kDigits<Fine>;
+  for (int d = 0; d < dim; ++d) {
+    long whole = std::lrint(query[d] * inverse);
+    char* word = reinterpret_cast<char*>(to + d / 4 * N);
+    if constexpr (LevelWords::kBytes) {
+      for (int i = N - 1; i >= 0; --i) {
+        const int8_t low = (int8_t)whole;
+        word[4 * i + d % 4] = low;
+        whole = (whole - low) >> kByteShift;
+      }
+    } else {
+      const int at = d % 2 * 4 + d % 4 / 2 * 2;
+      const long high = Fine ? (whole + (1 << (kPairShift - 1))) >> kPairShift : whole;
+      const int16_t digits[2] = {(int16_t)high, (int16_t)(whole - (high << kPairShift))};
+      for (int i = 0; i < N / 2; ++i) std::memcpy(word + 8 * i + at, digits + i, sizeof *digits);
+    }
+  }
+}
+
 // Sums of Q rounded queries, `apart` numbers apart, with the levels of a tile's keys: [Q][16].
-template <int Bits, int Q>
+template <int Bits, bool Fine, int Q>
 inline void level_sums(const uint8_t* strips, int width, const int32_t* queries, int apart,
                        float* to, int to_apart, Ahead& ahead) {
   typedef LevelWords C;
   typedef Lanes<kMaxLanes> X;
+  constexpr int N = kDigits<Fine>;
   for (int half = 0; half < kSixteen; half += kMaxLanes) {
-    typename C::Sum even[Q] = {}, odd[Q] = {};
+    typename C::Sum sums[Q][N] = {};
     each_word<Bits>(strips, width, half, ahead, [&](int w, X::U levels) {
-      typename C::Number first = (typename C::Number)levels, second = first;
+      typename C::Number numbers[2] = {(typename C::Number)levels, (typename C::Number)levels};
       if constexpr (!C::kBytes) {
-        first = (typename C::Number)(levels & 0x00ff00ffu);
-        second = (typename C::Number)(levels >> 8 & 0x00ff00ffu);
+        numbers[0] = (typename C::Number)(levels & 0x00ff00ffu);
+        numbers[1] = (typename C::Number)(levels >> 8 & 0x00ff00ffu);
       }
 #pragma GCC unroll 4
-      for (int q = 0; q < Q; ++q) {
-        even[q] = C::add(even[q], queries[q * apart + 2 * w], first);
-        odd[q] = C::add(odd[q], queries[q * apart + 2 * w + 1], second);
-      }
+      for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 4
+        for (int i = 0; i < N; ++i)
+          sums[q][i] = C::add(sums[q][i], queries[q * apart + N * w + i], numbers[i % 2]);
     });
-    for (int q = 0; q < Q; ++q)
-      X::store(to + q * to_apart + half, __builtin_convertvector(C::joined(even[q], odd[q]), X::F));
+    const auto number = [](typename C::Sum x) { return __builtin_convertvector(x, X::F); };
+    for (int q = 0; q < Q; ++q) {
+      X::F total;
+      if constexpr (!C::kBytes)
+        total = number(sums[q][0] + sums[q][1]);
+      else
+        total = number((sums[q][N - 2] << kByteShift) + sums[q][N - 1]);
+      if constexpr (Fine && C::kBytes) total += number(sums[q][0]) * (float)(1 << 2 * kByteShift);
+      if constexpr (Fine && !C::kBytes)
+        total = total * (float)(1 << kPairShift) + number(sums[q][2] + sums[q][3]);
+      X::store(to + q * to_apart + half, total);
+    }
   }
 }
 
 // Of up to Q queries.
-template <int Bits, int Q>
+template <int Bits, bool Fine, int Q>
 void level_sums_of(int count, const uint8_t* strips, int width, const int32_t* queries, int apart,
                    float* to, int to_apart, Ahead& ahead) {
   if constexpr (Q > 1)
     if (count < Q)
-      return level_sums_of<Bits, Q - 1>(count, strips, width, queries, apart, to, to_apart, ahead);
-  level_sums<Bits, Q>(strips, width, queries, apart, to, to_apart, ahead);
+      return level_sums_of<Bits, Fine, Q - 1>(count, strips, width, queries, apart, to, to_apart, ahead);
+  level_sums<Bits, Fine, Q>(strips, width, queries, apart, to, to_apart, ahead);
 }
 
 // fn(std::integral_constant<int, bits>()).
@@ -124,10 +171,48 @@ template <int Bits, int Pair>
 constexpr int kTimes[2] = {Bits == 3 ? (Pair == 3 ? 5 : 0) : 2 * Bits * Pair,
                            Bits == 3 ? (Pair == 3 ? 5 : 3) : 2 * Bits * Pair + Bits};
 
+// Weights times steps, N bytes each of the tile's largest, the highest first.
+template <int N>
+struct WeightDigits {
+  alignas(64) int8_t bytes[N][kTileEntries + 16];  // read by sixteens
+  float step;   // what one stands for
+  float below;  // the sum of weights times lows; what is not finite stays so by it
+};
+
+template <int N>
+inline void find_weight_digits(const float* weights, int count, const Steps& of, WeightDigits<N>& to) {
+  typedef Lanes<16> X;
+  X::F products[kTileEntries / 16], highest = {}, below = {};
+  for (int v = 0; v < count; ++v) {
+    const X::F weight = X::load(weights + 16 * v);
+    products[v] = weight * X::load(of.steps + 16 * v);
+    highest = products[v] > highest ? products[v] : highest;
+    below += weight * X::load(of.lows + 16 * v);
+  }
+  // A power of two, so that the largest is between a half and all of what N bytes hold.
+  constexpr float kMost = N == 2 ? 32639.0f : 8355711.0f;
+  const float largest = std::max(X::largest(highest) * ((1 << (8 * N - 1)) / kMost), 0x1p-100f);
+  uint32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  const uint32_t up = ((127 + 8 * N - 2 + 127) << 23) - (bits & 0x7f800000u);  // 2^(8 N - 2 - e)
+  const uint32_t down = (254u << 23) - up;
+  float scale;
+  std::memcpy(&scale, &up, sizeof scale);
+  std::memcpy(&to.step, &down, sizeof down);
+  for (int v = 0; v < count; ++v) {
+    __m512i whole = _mm512_cvtps_epi32((__m512)(products[v] * scale));
+    for (int i = N - 1; i >= 0; --i) {
+      _mm_store_si128((__m128i*)(to.bytes[i] + 16 * v), _mm512_cvtepi32_epi8(whole));
+      whole = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    }
+  }
+  to.below = X::total(below);
+}
+
 // out[Q, ...] += weights times two fields of the values of `count` tiles.
-template <int Bits, int Pair, int Q>
-inline void add_pair(float* out, int stride, const Digits* digits, const uint8_t* const* tiles,
-                     int count, int width, Ahead& ahead) {
+template <int Bits, int N, int Pair, int Q>
+inline void add_pair(float* out, int stride, const WeightDigits<N>* digits,
+                     const uint8_t* const* tiles, int count, int width, Ahead& ahead) {
   const int quads = width < kSixteen ? kSixteen / width : 1;  // in a line
   const int blocks = width < kSixteen ? 1 : width / kSixteen;
   const int64_t apart = kSixteen * width;
@@ -137,10 +222,11 @@ inline void add_pair(float* out, int stride, const Digits* digits, const uint8_t
                       : quads == 2 ? _mm512_srli_epi32(lanes, 3)
                                    : _mm512_srli_epi32(lanes, 2);
   for (int block = 0; block < blocks; ++block) {
-    __m512i high[Q][2], low[Q][2];
+    __m512i sums[Q][N][2];
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q)
-      high[q][0] = high[q][1] = low[q][0] = low[q][1] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < N; ++i) sums[q][i][0] = sums[q][i][1] = _mm512_setzero_si512();
     for (int tile = 0; tile < count; ++tile)
       for (int quad = 0; quad < 4; quad += quads) {
         ahead.fetch<1>();
@@ -148,64 +234,60 @@ inline void add_pair(float* out, int stride, const Digits* digits, const uint8_t
         fields_of<Bits, Pair>(tiles[tile], apart, 4 * (quad * width + block * kSixteen), levels);
         const int at = tile * kSixteen + 4 * quad;
 #pragma GCC unroll 8
-        for (int q = 0; q < Q; ++q) {
-          if (quads == 1) {
-#pragma GCC unroll 2
-            for (int f = 0; f < 2; ++f) {
-              high[q][f] = add_products(high[q][f], levels[f], digits[q].high + at);
-              low[q][f] = add_products(low[q][f], levels[f], digits[q].low + at);
+        for (int q = 0; q < Q; ++q)
+#pragma GCC unroll 4
+          for (int i = 0; i < N; ++i) {
+            const int8_t* from = digits[q].bytes[i] + at;
+            if (quads == 1) {
+              sums[q][i][0] = add_products(sums[q][i][0], levels[0], from);
+              sums[q][i][1] = add_products(sums[q][i][1], levels[1], from);
+              continue;
             }
-            continue;
-          }
-          const auto spread = [&](const int8_t* from) {
-            return _mm512_permutexvar_epi32(
+            const __m512i some = _mm512_permutexvar_epi32(
                 own, _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)from)));
-          };
-          const __m512i a = spread(digits[q].high + at);
-          const __m512i b = spread(digits[q].low + at);
-#pragma GCC unroll 2
-          for (int f = 0; f < 2; ++f) {
-            high[q][f] = _mm512_dpbusd_epi32(high[q][f], levels[f], a);
-            low[q][f] = _mm512_dpbusd_epi32(low[q][f], levels[f], b);
+            sums[q][i][0] = _mm512_dpbusd_epi32(sums[q][i][0], levels[0], some);
+            sums[q][i][1] = _mm512_dpbusd_epi32(sums[q][i][1], levels[1], some);
           }
-        }
       }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
       for (int f = 0; f < 2; ++f) {
-        const Digits& of = digits[q];
-        __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[q][f], 8), low[q][f]);
-        if (quads > 1) sum = _mm512_add_epi32(sum, _mm512_shuffle_i64x2(sum, sum, 0x4e));
-        if (quads > 2) sum = _mm512_add_epi32(sum, _mm512_shuffle_i64x2(sum, sum, 0xb1));
-        const __m512 step = _mm512_set1_ps(of.step / (1 << kTimes<Bits, Pair>[f]));
+        const auto number = [&](__m512i x) {
+          if (quads > 1) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0x4e));
+          if (quads > 2) x = _mm512_add_epi32(x, _mm512_shuffle_i64x2(x, x, 0xb1));
+          return _mm512_cvtepi32_ps(x);
+        };
+        __m512 sum = number(_mm512_add_epi32(_mm512_slli_epi32(sums[q][N - 2][f], 8), sums[q][N - 1][f]));
+        if constexpr (N == 3) sum = _mm512_fmadd_ps(number(sums[q][0][f]), _mm512_set1_ps(65536.0f), sum);
+        const __m512 step = _mm512_set1_ps(digits[q].step / (1 << kTimes<Bits, Pair>[f]));
         const __mmask16 some = width < kSixteen ? (1 << width) - 1 : 0xffff;
         float* to = out + q * stride + (2 * Pair + f) * width + block * kSixteen;
-        const __m512 below = _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), _mm512_set1_ps(of.below));
-        _mm512_mask_storeu_ps(to, some, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, below));
+        const __m512 below = _mm512_add_ps(_mm512_maskz_loadu_ps(some, to), _mm512_set1_ps(digits[q].below));
+        _mm512_mask_storeu_ps(to, some, _mm512_fmadd_ps(sum, step, below));
       }
   }
 }
 
-template <int Bits, int Q>
-inline void add_pairs_of_fields(float* out, int stride, const Digits* digits,
-                                const uint8_t* const* tiles, int count, int width, Ahead& ahead) {
-  add_pair<Bits, 0, Q>(out, stride, digits, tiles, count, width, ahead);
-  if constexpr (Bits < 4) add_pair<Bits, 1, Q>(out, stride, digits, tiles, count, width, ahead);
+template <int Bits, int N, int Q>
+inline void add_fields(float* out, int stride, const WeightDigits<N>* digits,
+                       const uint8_t* const* tiles, int count, int width, Ahead& ahead) {
+  add_pair<Bits, N, 0, Q>(out, stride, digits, tiles, count, width, ahead);
+  if constexpr (Bits < 4) add_pair<Bits, N, 1, Q>(out, stride, digits, tiles, count, width, ahead);
   if constexpr (Bits == 3 || Bits == 1) {
-    add_pair<Bits, 2, Q>(out, stride, digits, tiles, count, width, ahead);
-    add_pair<Bits, 3, Q>(out, stride, digits, tiles, count, width, ahead);
+    add_pair<Bits, N, 2, Q>(out, stride, digits, tiles, count, width, ahead);
+    add_pair<Bits, N, 3, Q>(out, stride, digits, tiles, count, width, ahead);
   }
 }
 
 // Up to Q rows.
-template <int Bits, int Q>
-void add_levels_of(int rows, float* out, int stride, const Digits* digits,
+template <int Bits, int N, int Q>
+void add_levels_of(int rows, float* out, int stride, const WeightDigits<N>* digits,
                    const uint8_t* const* tiles, int count, int width, Ahead& ahead) {
   if constexpr (Q > 1)
     if (rows < Q)
-      return add_levels_of<Bits, Q - 1>(rows, out, stride, digits, tiles, count, width, ahead);
-  add_pairs_of_fields<Bits, Q>(out, stride, digits, tiles, count, width, ahead);
+      return add_levels_of<Bits, N, Q - 1>(rows, out, stride, digits, tiles, count, width, ahead);
+  add_fields<Bits, N, Q>(out, stride, digits, tiles, count, width, ahead);
 }
 #endif
 
@@ -219,21 +301,22 @@ inline bool meets_levels([[maybe_unused]] int bits, [[maybe_unused]] int width, 
 }
 
 // out[num_rows, dim] += weights . values of `count` tiles, whose steps and lows are `of`'s.
-inline void add_levels([[maybe_unused]] float* out, [[maybe_unused]] int stride,
-                       [[maybe_unused]] int num_rows, [[maybe_unused]] const float* weights,
-                       [[maybe_unused]] const uint8_t* const* tiles, [[maybe_unused]] int count,
-                       [[maybe_unused]] const Strips& strips, [[maybe_unused]] const Steps& of,
-                       [[maybe_unused]] Ahead& ahead) {
+template <bool Fine>
+void add_levels([[maybe_unused]] float* out, [[maybe_unused]] int stride,
+                [[maybe_unused]] int num_rows, [[maybe_unused]] const float* weights,
+                [[maybe_unused]] const uint8_t* const* tiles, [[maybe_unused]] int count,
+                [[maybe_unused]] const Strips& strips, [[maybe_unused]] const Steps& of,
+                [[maybe_unused]] Ahead& ahead) {
 #if defined(KVSERVE_QUADS)
-  constexpr int kRows = 6;  // whose sums registers hold
-  Digits digits[kRows];
+  constexpr int N = 2 + Fine, kRows = Fine ? 4 : 6;  // whose sums registers hold
+  WeightDigits<N> digits[kRows];
   const int turns = (num_rows + kRows - 1) / kRows;
   for (int turn = 0, i = 0, some; turn < turns; ++turn, i += some) {
     some = num_rows * (turn + 1) / turns - i;
     for (int q = 0; q < some; ++q)
-      find_digits<packed<4>>(weights + (i + q) * kTileEntries, count * kSixteen, of, digits[q]);
+      find_weight_digits<N>(weights + (i + q) * kTileEntries, count, of, digits[q]);
     with_bits(strips.bits, [&](auto bits) {
-      add_levels_of<bits, kRows>(some, out + i * stride, stride, digits, tiles, count, strips.width, ahead);
+      add_levels_of<bits, N, kRows>(some, out + i * stride, stride, digits, tiles, count, strips.width, ahead);
     });
   }
 #endif

@@ -163,7 +163,7 @@ struct Scratch {
   float largest[kTileRows], total[kTileRows], recent[kTileRows];
   int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
   int64_t always[kTileRows];
-  alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits
+  alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits, or digits
   float steps[kTileRows];                              // what one of those stands for
 };
 
@@ -646,7 +646,7 @@ class Kernel {
         scale(tiles[tile] + codes_at + kSixteen, call_.value_factor, scales.value_steps + place);
         for (int i = first; i < last; i += 4)
           with_bits(key_strips_.bits, [&](auto bits) {
-            level_sums_of<bits, 4>(last - i, tiles[tile], key_strips_.width,
+            level_sums_of<bits, !kBf16, 4>(last - i, tiles[tile], key_strips_.width,
                                    own.pairs + i * kMaxHeadDim, kMaxHeadDim,
                                    own.weights + i * kTileEntries + place, kTileEntries, ahead);
           });
@@ -681,7 +681,7 @@ class Kernel {
       X::store(scales.value_lows + v, X::load(scales.value_steps + v) * low);
     const Steps of = steps_of(scales);
     if (meets_levels(value_strips_.bits, value_strips_.width, dim_))
-      return add_levels(sums, dim_, num_rows, weights, tiles, num_tiles, value_strips_, of, ahead);
+      return add_levels<!kBf16>(sums, dim_, num_rows, weights, tiles, num_tiles, value_strips_, of, ahead);
     widen_levels(tiles, num_tiles, value_strips_, dim_, of, scales.values);
     const void* rows[kTileEntries];
     for (int k = 0; k < depth; ++k) rows[k] = scales.values + k * dim_;
@@ -785,27 +785,24 @@ class Kernel {
   }
 
   // Queries in whole steps, the largest number being 32767 of them, as columns meet them: the 16-bit
-  // numbers of bytes 0 and 2, then of 1 and 3; or of all four bytes 256ths, then what they are more.
-  // One that is not finite stays so by its step.
+  // numbers of bytes 0 and 2, then of 1 and 3; or in digits (few_tiles.h). One that is not finite
+  // stays so by its step.
   void round_query(Scratch& own, int i) const {
     const float* query = own.query + i * kMaxHeadDim;
-    if (kFew) std::memset(own.pairs + i * kMaxHeadDim, 0, kMaxHeadDim * sizeof *own.pairs);
     float largest = 0.0f, not_finite = 0.0f;
     for (int d = 0; d < dim_; ++d) {
       largest = std::max(largest, std::abs(query[d]));
       not_finite += query[d] * 0.0f;
     }
-    constexpr float kMost = C::kBytes ? 32639.0f : 32767.0f;
-    const float inverse = largest > 0.0f ? kMost / largest : 0.0f;
-    own.steps[i] = largest / kMost + not_finite;
-    if constexpr (C::kBytes) {
-      for (int d = 0; d < dim_; ++d) {
-        const int whole = std::lrint(query[d] * inverse), high = (whole + 128) >> 8;
-        int8_t* to = reinterpret_cast<int8_t*>(own.pairs + i * kMaxHeadDim + d / 4 * 2) + d % 4;
-        to[0] = high, to[4] = whole - 256 * high;
-      }
-      return;
+    if constexpr (kFew) {
+      const double most = largest_whole<!kBf16>();
+      own.steps[i] = (float)(largest / most) + not_finite;
+      std::memset(own.pairs + i * kMaxHeadDim, 0, kMaxHeadDim * sizeof *own.pairs);
+      return write_digits<!kBf16>(query, dim_, largest > 0.0f ? most / largest : 0.0,
+                                  own.pairs + i * kMaxHeadDim);
     }
+    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    own.steps[i] = largest / 32767.0f + not_finite;
     for (int d = 0; d < dim_; d += 4)
       for (int odd = 0; odd < 2; ++odd) {
         const int low = std::lrint(query[d + odd] * inverse);

@@ -173,8 +173,8 @@ class NewestSpec(WindowSpec):
 
 
 class FirstGroup(TokenGroup):
-    """A row's first entries as they were computed, as many as a block holds: nearly all later tokens
-    look at the first one. Prefixes bring them with their first column."""
+    """A row's first entries as they were computed, as many as a block holds: nearly all later
+    tokens look at the first one. Prefixes bring them with their first column."""
 
     kind = "first"
 
