@@ -24,6 +24,7 @@ from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
 from bench.kernel_rows.level_cases import chunks_of, level_blocks
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import tiles
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
@@ -108,7 +109,7 @@ def decoding_levels(
     if device == "cpu":  # float32 is for another kernel
         setting = replace(setting, dtype=torch.float16)
     _, tables = setting.cache()
-    held = level_blocks(setting, form, tables).blocks.layer(0)
+    held = level_blocks(setting, FORMATS[form], tables).blocks.layer(0)
     q, chunks = chunks_of(setting, 1)
     inputs = q, *held, tables[0], chunks, dim**-0.5
     return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))

@@ -121,14 +121,18 @@ def remainder_of(setting: Setting) -> Remainder:
 
 def cases(setting: Setting) -> Iterator[Case]:
     """The kernels' work in a step and in an event of Kara."""
+    yield from step_cases(setting)
+    yield from event_cases(setting)
+
+
+def step_cases(setting: Setting) -> Iterator[Case]:
+    """Attention, the store, and sampling."""
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
     if setting.granularity is Granularity.HEAD:
         yield coded_case(setting)
     yield store_case(setting, cache, tables)
     yield from sampling_cases(setting)
-    if setting.context >= setting.sizes.window:
-        yield from event_cases(setting, cache, tables)
 
 
 def beside_torch(case: Case) -> Iterator[Case]:
@@ -164,7 +168,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
             partial(paged_attention_triton, *inputs, remainder=left),
             partial(paged_attention_torch, *inputs, remainder=left),
             read * q.itemsize,
-            4 * q_heads * dim * int((last[0] + 1).sum()),
+            4 * q_heads * dim * rows * (chunk * setting.context - chunk * (chunk - 1) // 2),
         )
 
 
@@ -260,9 +264,12 @@ def sampling_cases(setting: Setting) -> Iterator[Case]:
         )
 
 
-def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def event_cases(setting: Setting) -> Iterator[Case]:
     """An event of every row: gather a window's keys and queries, score, select, move entries."""
     layout, rows, sizes = setting.layout, setting.rows, setting.sizes
+    if setting.context < sizes.window:
+        return
+    cache, tables = setting.cache()
     layers, size = sizes.layers, sizes.window
     _, kv_heads, dim = SHAPES[setting.shape]
     lanes, seen = (layout.num_layers, kv_heads), size - sizes.buffer

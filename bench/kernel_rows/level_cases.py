@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
-from kvserve.entry_format import FORMATS
+from kvserve.entry_format import FORMATS, EntryFormat, few
 from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import capability
@@ -23,12 +24,17 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.storage import TORCH, TRITON, StorageKernels
 from kvserve.scheduler.layout import Granularity
 
+FORMS = [form for form in FORMATS.values() if not form.average]
+"""Others have layers of several of these, and of ``UNEQUAL``."""
+UNEQUAL = [
+    EntryFormat(f"k{key}v{value}", few(key), few(value), FORMATS["3bit"].newest)
+    for key, value in permutations((2, 3, 4), 2)
+]
 
-def forms_of(setting: Setting) -> list[str]:
-    """Those that the device can read; others have layers of several of these."""
-    e4m3 = capability(torch.device(setting.device)) >= (8, 9)
-    whole = [name for name, form in FORMATS.items() if not form.average]
-    return [name for name in whole if name != "fp8" or e4m3]
+
+def is_read(form: EntryFormat, device: str) -> bool:
+    """Whether the device can."""
+    return not form.key.e4m3 or capability(torch.device(device)) >= (8, 9)
 
 
 def level_decodes(setting: Setting) -> Iterator[Case]:
@@ -36,32 +42,34 @@ def level_decodes(setting: Setting) -> Iterator[Case]:
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     _, tables = setting.cache()
     left, entries = remainder_of(setting), setting.rows * setting.context
-    for name in forms_of(setting):
-        blocks = level_blocks(setting, name, tables).blocks
+    for form in FORMS:
+        if not is_read(form, setting.device):
+            continue
+        blocks = level_blocks(setting, form, tables).blocks
         q, chunks = chunks_of(setting, 1)
-        chunks, newest = beside_newest(setting, name, chunks)
-        inputs: Any = (q, *blocks.layer(0), tables[0], chunks, dim**-0.5)
+        chunks, newest = beside_newest(setting, form, chunks)
+        inputs = q, *blocks.layer(0), tables[0], chunks, dim**-0.5
+        beside: dict[str, Any] = {"remainder": left, "newest": newest}
         yield Case(
-            f"decode of {name}",
-            partial(paged_attention_triton, *inputs, remainder=left, newest=newest),
-            partial(paged_attention_torch, *inputs, remainder=left, newest=newest),
-            entries * kv_heads * FORMATS[name].entry_bytes(dim) + 2 * q.nbytes,
+            f"decode of {form.name}",
+            partial(paged_attention_triton, *inputs, **beside),
+            partial(paged_attention_torch, *inputs, **beside),
+            entries * kv_heads * form.entry_bytes(dim) + 2 * q.nbytes,
             4 * q_heads * dim * entries,
         )
 
 
-def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
+def level_cases(form: EntryFormat, setting: Setting) -> Iterator[Case]:
     """A cache of levels: stored, attended to, gathered, moved."""
-    _, kv_heads, dim = SHAPES[setting.shape]
-    filled = level_blocks(setting, name, tables)
+    _, kv_heads, _ = SHAPES[setting.shape]
+    if not is_read(form, setting.device) or setting.dtype is torch.float16:  # compiled anew
+        return
+    _, tables = setting.cache()
+    filled = level_blocks(setting, form, tables)
     blocks, key, value = filled.blocks, filled.key, filled.value
     lanes = filled.slots.expand(kv_heads, -1)[None]
     for kind, chunk, parts in kinds_of(setting):
-        q, chunks = chunks_of(setting, chunk)
-        chunks, newest = beside_newest(setting, name, chunks)
-        inputs: Any = (q, *blocks.layer(0), tables[0], chunks, dim**-0.5)
-        kernel, size = f"{kind} of {name}", 2 * key.numel()
-        yield from attention_cases(setting, kernel, inputs, parts, size, newest)
+        yield from attention_over(setting, form, filled, tables, kind, chunk, parts)
 
     def store(kernels: StorageKernels) -> Tensor:
         filled.store(kernels, value, key)
@@ -75,13 +83,24 @@ def level_cases(setting: Setting, name: str, tables: Tensor) -> Iterator[Case]:
         return blocks.pool.int()
 
     for kernel, run in (("gather", gather), ("store", store), ("move", move)):
-        yield pair_of(f"{kernel} of {name}", run, TRITON, TORCH, key.numel())
-    if FORMATS[name].few:
+        yield pair_of(f"{kernel} of {form.name}", run, TRITON, TORCH, key.numel())
+    if form.few:
         means = shaping_of(setting).mean
         for what, mean in (("keys", means), ("values", None)):
             given = (key, mean)
             turned = partial(TRITON.few.turn, *given), partial(TORCH.few.turn, *given)
-            yield Case(f"turn of {what} of {name}", *turned, 2 * key.nbytes)
+            yield Case(f"turn of {what} of {form.name}", *turned, 2 * key.nbytes)
+
+
+def unequal_cases(setting: Setting) -> Iterator[Case]:
+    """Attention in layers whose keys have other bits than their values."""
+    if setting.granularity is not Granularity.MODEL or setting.dtype is torch.float16:
+        return
+    _, tables = setting.cache()
+    for form in UNEQUAL:
+        filled = level_blocks(setting, form, tables)
+        for kind, chunk in (("decode", 1), ("prefill", 5)):
+            yield from attention_over(setting, form, filled, tables, kind, chunk, None)
 
 
 @dataclass(frozen=True)
@@ -114,8 +133,8 @@ class Filled:
             kernels.move_levels(self.blocks, src, dst, 1)
 
 
-def level_blocks(setting: Setting, name: str, tables: Tensor) -> Filled:
-    layout, form = setting.layout, FORMATS[name]
+def level_blocks(setting: Setting, form: EntryFormat, tables: Tensor) -> Filled:
+    layout = setting.layout
     _, kv_heads, dim = SHAPES[setting.shape]
     lane = form.block_bytes(layout.block_size, dim, 1, layout.heads_per_block)
     count = tables.numel() + 1
@@ -148,16 +167,15 @@ def shaping_of(setting: Setting) -> Shaping:
 
 
 def beside_newest(
-    setting: Setting, name: str, chunks: QuerySegments
+    setting: Setting, form: EntryFormat, chunks: QuerySegments
 ) -> tuple[QuerySegments, Newest | None]:
     """What tokens see of levels, and of the newest entries and the first one as an engine holds
     these for the form: as they were computed, in blocks of as many bytes; half of a short context
     at most."""
-    layout, form = setting.layout, FORMATS[name]
+    layout = setting.layout
     if not form.newest:
         return chunks, None
-    one = 2 * layout.head_dim * setting.dtype.itemsize
-    size = form.block_bytes(layout.block_size, layout.head_dim, 1, 1) // one
+    size = form.newest_tokens(layout.block_size, layout.head_dim, setting.dtype.itemsize)
     window = min(form.newest, setting.context // 2)
     columns = -(-setting.context // size)
     count = setting.rows * layout.rows * columns
@@ -194,6 +212,23 @@ def kinds_of(setting: Setting) -> Iterator[tuple[str, int, int | None]]:
         for chunk in (1, 3, 5, 9, 40):
             for parts in (1, 3):
                 yield f"{chunk} tokens in {parts} parts", chunk, parts
+
+
+def attention_over(
+    setting: Setting,
+    form: EntryFormat,
+    filled: Filled,
+    tables: Tensor,
+    kind: str,
+    chunk: int,
+    parts: int | None,
+) -> Iterator[Case]:
+    """Attention of one kind to a cache of levels."""
+    q, chunks = chunks_of(setting, chunk)
+    chunks, newest = beside_newest(setting, form, chunks)
+    inputs = q, *filled.blocks.layer(0), tables[0], chunks, q.shape[-1] ** -0.5
+    size = 2 * filled.key.numel()
+    yield from attention_cases(setting, f"{kind} of {form.name}", inputs, parts, size, newest)
 
 
 def attention_cases(

@@ -14,9 +14,7 @@ from bench.kernel_rows.cases import SHAPES, Case, Setting
 from bench.kernel_rows.level_cases import (
     attention_cases,
     chunks_of,
-    forms_of,
     kinds_of,
-    level_cases,
     pair_of,
 )
 from kvserve.kernels import elementwise
@@ -43,22 +41,9 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
 
 
-def stored_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
-    """Attention whose shares are logged, the log, levels of each form, a layer's other kernels, and
-    the inputs of a captured step."""
-    yield from share_cases(setting, cache, tables)
-    yield from log_cases(setting)
-    if setting.dtype is not torch.float16:  # each is compiled anew
-        for name in forms_of(setting):
-            yield from level_cases(setting, name, tables)
-    yield from elementwise_cases(setting)
-    yield from rotated_cases(setting, cache, tables)
-    for logs in (False, True):
-        for chunk in (1, 4):
-            yield inputs_case(setting, tables, logs, chunk)
-
-
-def share_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def share_cases(setting: Setting) -> Iterator[Case]:
+    """Attention whose shares are logged."""
+    cache, tables = setting.cache()
     dim = cache.shape[-1]
     for kernel, chunk, parts in kinds_of(setting):
         q, chunks = chunks_of(setting, chunk)
@@ -109,6 +94,7 @@ def log_cases(setting: Setting) -> Iterator[Case]:
 
 
 def elementwise_cases(setting: Setting) -> Iterator[Case]:
+    """A layer's other kernels."""
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     tokens, width = setting.rows, q_heads * dim
     x, wide = setting.random(tokens, width), setting.random(tokens, q_heads + kv_heads, dim)
@@ -134,8 +120,9 @@ def elementwise_cases(setting: Setting) -> Iterator[Case]:
     )
 
 
-def rotated_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def rotated_cases(setting: Setting) -> Iterator[Case]:
     """One launch of which a case compares the queries, and one the entries."""
+    cache, tables = setting.cache()
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     rows = torch.arange(setting.rows, device=setting.device)
     last = torch.full_like(rows, setting.context - 1).expand(1, setting.layout.rows, -1)
@@ -154,6 +141,14 @@ def rotated_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[C
     kernels = rotate_and_store_triton, rotate_and_store_torch
     for name, run in (("rotation and store", turn), ("store of rotated keys", store)):
         yield pair_of(name, run, *kernels, 2 * qkv.nbytes)
+
+
+def inputs_cases(setting: Setting) -> Iterator[Case]:
+    """The inputs of captured steps."""
+    _, tables = setting.cache()
+    for logs in (False, True):
+        for chunk in (1, 4):
+            yield inputs_case(setting, tables, logs, chunk)
 
 
 def inputs_case(setting: Setting, tables: Tensor, logs: bool, chunk: int = 1) -> Case:
