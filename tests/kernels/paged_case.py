@@ -230,13 +230,22 @@ class LevelRows:
             store(self.blocks, 1, slots, *both[:, gone:])
         self.q = torch.randn(max(held), 4 * group, dim).to(dtype)
 
-    def inputs(self, lengths: Sequence[int]) -> Inputs:
-        """Chunks of the last tokens of the first rows."""
+    def inputs(self, lengths: Sequence[int], window: int | None = None, always: int = 0) -> Inputs:
+        """Chunks of the last tokens of the first rows. With a ``window`` each token sees its newest
+        entries, and up to ``always`` first ones; columns that no token sees name no block."""
         last = torch.cat([torch.arange(h - n, h) for h, n in zip(self.held, lengths, strict=False)])
         last = last.expand(self.tables.shape[1], -1).contiguous()
         starts, rows = torch.tensor([0, *lengths]).cumsum(0), torch.arange(len(lengths))
         chunks = QuerySegments(rows, last, max(self.held), starts, max(lengths))
-        return self.q[: len(last[0])], *self.blocks.layer(1), self.tables, chunks, SCALE
+        tables = self.tables.clone()
+        if window is not None:
+            first = (last - window + 1).clamp(min=0)
+            ever = torch.full_like(first, always) if always else None
+            chunks = chunks._replace(first=first, always=ever)
+            size = self.blocks.layer(1)[0].shape[1]
+            for row, least in enumerate(first[0, starts[:-1]].tolist()):
+                tables[row, :, -(-min(always, least) // size) : least // size] = 0
+        return self.q[: len(last[0])], *self.blocks.layer(1), tables, chunks, SCALE
 
 
 NEW_BLOCK, WINDOW = 5, 32

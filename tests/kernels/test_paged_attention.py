@@ -379,13 +379,24 @@ FORMS = [
         "kernel": TRITON,
         "lengths": [[1, 1], [9, 4]],
         "tables,dim": [(1, 32), (2, 128)],
+        "window,always": [(None, 0), (7, 0), (7, 1), (9, 20)],
     },
     together=2,
+    rest=False,
 )
-def test_levels(form: EntryFormat, kernel: str, lengths: list[int], tables: int, dim: int) -> None:
+def test_levels(
+    form: EntryFormat,
+    kernel: str,
+    lengths: list[int],
+    tables: int,
+    dim: int,
+    window: int | None,
+    always: int,
+) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16
-    rows = LevelRows(form, dim, dtype, tables, (40, 21))
-    assert_same(kernel, rows.inputs(lengths), 4e-3 if dtype is HALF else 0.0)
+    rows = LevelRows(form, dim, dtype, tables, (60, 21))
+    inputs = rows.inputs(lengths, window, always)
+    assert_same(kernel, inputs, 4e-3 if dtype is HALF else 0.0)
 
 
 DECODED: dict[str, list[Any]] = {
@@ -415,14 +426,9 @@ def test_decoded_levels(
 ) -> None:
     """A token of each row, one of which sees nothing, with all that attention may be asked for."""
     rows = LevelRows(form, dim, HALF, tables, (110, 1, 40), block=block, group=group)
-    q, keys, values, names, chunks, scale = rows.inputs([1, 1, 1])
+    inputs = rows.inputs([1, 1, 1], window, always)
+    q, _, _, names, chunks, _ = inputs
     chunks.last[:, 1] = -1
-    if window is not None:
-        first = (chunks.last - window + 1).clamp(min=0)
-        ever = torch.full_like(first, always)
-        chunks = chunks._replace(first=first, always=ever if always else None)
-        for row, least in enumerate(first[0].tolist()):  # columns of what is not seen name no block
-            names[row, :, -(-min(always, least) // block) : least // block] = 0
     how: dict[str, Any] = {"soft_cap": cap}
     if "shares" in beside:
         recent = torch.tensor([40, 1, 3]).clamp(max=window or 40)
@@ -431,7 +437,7 @@ def test_decoded_levels(
         how["remainder"] = random_remainder(len(names), 4, dim)
     if "sinks" in beside:
         how["sinks"] = torch.randn(q.shape[1])
-    assert_same(kernel, (q, keys, values, names, chunks, scale), 4e-3, **how)
+    assert_same(kernel, inputs, 4e-3, **how)
 
 
 @pytest.mark.compiler
