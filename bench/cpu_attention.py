@@ -48,7 +48,7 @@ from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.few_bits import FewBlocks
+from kvserve.kernels.few_bits import TILE, FewBlocks
 from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.query_segments import QuerySegments
@@ -144,6 +144,10 @@ def few_store(form: EntryFormat, dtype: torch.dtype, sizes: tuple[int, ...]) -> 
     use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
     pool.random_(0, 256)
     held = FewBlocks(pool, few, kv_heads, tokens, dim)
+    for layer in range(layers):
+        for vectors in held.layer(layer):  # of numbers about 1, as other forms hold here
+            codes = vectors.tiles[..., vectors.codes_at :][..., :TILE]
+            codes[...] = torch.randint(120, 136, codes.shape)
     return FewEntries(held, COMPILED, dtype, range(layers))
 
 

@@ -35,9 +35,9 @@ TOKENS = 1024
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
-_VERSION = 1
+_VERSION = 2
 _PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
-_QUERIES, _NEWEST = 256, 64  # whose attention is compared, and what stays exact for them
+_QUERIES, _NEWEST = 256, 128  # whose attention is compared; from which multiples on it is exact
 
 
 def refusal(model: Transformer) -> str | None:
@@ -168,18 +168,29 @@ class _Census:
         return self._attention(q.float(), at, keys, values, window).to(q.dtype)
 
     def _attention(
-        self, q: Tensor, at: Tensor, keys: Tensor, values: Tensor, window: int | None
+        self,
+        q: Tensor,
+        at: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None,
+        held: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Of queries [n, Hq, D] of the tokens at ``at [n]``: [n, Hq, D], in float32."""
+        """Of queries [n, Hq, D] of the tokens at ``at [n]``: [n, Hq, D], in float32. ``held``: keys
+        and values of entries that are no longer as they were computed."""
         group = q.shape[1] // keys.shape[1]
         place = torch.arange(len(keys), device=q.device)
+        exact = (place >= at[:, None] // _NEWEST * _NEWEST) | (place == 0)
         hidden = place > at[:, None]
         if window is not None:
             hidden |= place <= at[:, None] - window
         out = torch.empty_like(q)
         for head in range(q.shape[1]):
             k, v = keys[:, head // group], values[:, head // group]
-            logits = capped(q[:, head] @ k.T * self._model.scale, self._spec.soft_cap)
+            logits = q[:, head] @ k.T
+            if held is not None:
+                logits = torch.where(exact, logits, q[:, head] @ held[0][:, head // group].T)
+            logits = capped(logits * self._model.scale, self._spec.soft_cap)
             logits = logits.masked_fill(hidden, -torch.inf)
             if self._sinks is not None:
                 sink = self._sinks[head].float().expand(len(q), 1)
@@ -187,6 +198,8 @@ class _Census:
             else:
                 weights = logits.softmax(dim=-1)
             out[:, head] = weights @ v
+            if held is not None:
+                out[:, head] += (weights * ~exact) @ (held[1][:, head // group] - v)
         return out
 
     # ---- what is found of a layer -------------------------------------------------------------
@@ -227,25 +240,24 @@ class _Census:
         q, keys, values = self._queries[at], self._keys, self._values
         length = before[at].square().sum(dim=-1)
 
-        def added(k: Tensor, v: Tensor) -> Tensor:
-            attended = self._attention(q, at, k, v, window).flatten(1).to(layer.out.dtype)
-            out = model.group.sum(linear(attended, layer.out))
-            if layer.after_attention is not None:
-                out = layer.operators.norm(out, layer.after_attention, self._spec.rms_norm_eps)
-            return out.float()
+        def attended(held: tuple[Tensor, Tensor] | None = None) -> Tensor:
+            return self._attention(q, at, keys, values, window, held)
 
-        exact, found = added(keys, values), torch.zeros(2, len(BITS), dtype=torch.float64)
+        def added(x: Tensor) -> Tensor:
+            return model.group.sum(linear(x.flatten(1).to(layer.out.dtype), layer.out))
+
+        exact, found = attended(), torch.zeros(2, len(BITS), dtype=torch.float64)
+        if layer.after_attention is not None:  # its size is what a norm makes of it
+            out = added(exact)
+            normed = layer.operators.norm(out, layer.after_attention, self._spec.rms_norm_eps)
+            length = length * (out.float().norm(dim=-1) / normed.float().norm(dim=-1)).square()
         turned = turn_torch(keys, shaping.mean), turn_torch(values)
-        newest = torch.arange(tokens, device=q.device)[:, None, None] >= tokens - _NEWEST
-        newest[0] = True
         for place, bits in enumerate(BITS):
             k = turn_torch(_held(turned[0], bits, SHAPED[bits], shaping)) + shaping.mean
             v = turn_torch(_held(turned[1], bits, PLAIN[bits]))
-            for kind, other in enumerate(((k, values), (keys, v))):
-                mixed = (
-                    torch.where(newest, *pair) for pair in zip((keys, values), other, strict=True)
-                )
-                lost = (added(*mixed) - exact).square().sum(dim=-1)
+            for kind, held in enumerate(((k, values), (keys, v))):
+                # The difference goes through the matrix: that of two sums would be their rounding.
+                lost = added(attended(held) - exact).float().square().sum(dim=-1)
                 found[kind, place] = float((lost / length).mean())
         return found
 

@@ -47,10 +47,11 @@ class OpenSequences:
         self._grammars = grammars
         # The scheduler's layout has the heads of all ranks.
         layout = scheduler.layout
-        self.block_bytes = block_bytes(layout, executor.runner.cache.form)
+        form = executor.runner.cache.form
+        self.block_bytes = block_bytes(layout, form)
         self.remainder_bytes = remainder_bytes(layout)
         table = executor.runner.model.entry_table
-        self._entry_table = "" if table is None else table.name
+        self._entry_table = table.name if form.few and table is not None else ""
 
     def __len__(self) -> int:
         return len(self._open)

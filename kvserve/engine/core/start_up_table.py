@@ -151,7 +151,7 @@ def _less(plan: EnginePlan) -> str:
 
 def _table_rows(plan: EnginePlan, table: EntryTable | None) -> list[Row]:
     """What entries in few bits are written by."""
-    if table is None:
+    if table is None or not plan.form.few:
         return []
     if not table.name:
         return [("entry table", "none", "entries are rounded plainly: the log says why")]

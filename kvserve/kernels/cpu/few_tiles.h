@@ -184,7 +184,8 @@ inline void find_weight_digits(const float* weights, int count, const Steps& of,
   typedef Lanes<16> X;
   X::F products[kTileEntries / 16], highest = {}, below = {};
   for (int v = 0; v < count; ++v) {
-    const X::F weight = X::load(weights + 16 * v);
+    X::F weight = X::load(weights + 16 * v);
+    weight = weight < 1e-30f ? X::F{} : weight;  // subnormal products take 100 times as long
     products[v] = weight * X::load(of.steps + 16 * v);
     highest = products[v] > highest ? products[v] : highest;
     below += weight * X::load(of.lows + 16 * v);
