@@ -216,17 +216,6 @@ class FewLayer(NamedTuple):
     shaping: Shaping
 
 
-class Alike(NamedTuple):
-    """Layers of equal bits among some: ``places`` int64 [n] in these, ``starts`` int64 [n] where
-    each is in a block, and ``means`` of all of these, float32 [L', Hkv, D]. ``layer``: one of them.
-    """
-
-    layer: int
-    places: Tensor
-    starts: Tensor
-    means: Tensor
-
-
 class FewBlocks:
     """A pool of bytes, ``pool`` uint8 [num_blocks, bytes], read as the keys and values of its
     layers, which differ in bits. Each has ``heads`` lanes of tiles in a block."""
@@ -237,7 +226,6 @@ class FewBlocks:
         self.pool, self.heads, self.block_size, self.dim = pool, heads, block_size, dim
         self.layers = layers
         self._views = [self._view(layer) for layer in layers]
-        self._alike: dict[tuple[int, ...], list[Alike]] = {}
 
     @property
     def slot_outside(self) -> str:
@@ -253,25 +241,6 @@ class FewBlocks:
     def layer(self, layer: int) -> tuple[FewVectors, FewVectors]:
         """Its keys and values: [num_blocks, B, Hb, D] twice."""
         return self._views[layer]
-
-    def alike(self, layers: tuple[int, ...]) -> list[Alike]:
-        """``layers`` by their forms. Tensors are made once, since they go to the device."""
-        if layers not in self._alike:
-            means = torch.stack([self.layers[layer].shaping.mean for layer in layers])
-            forms: dict[Any, list[int]] = {}
-            for place, layer in enumerate(layers):
-                key, value, _, shaping = self.layers[layer]
-                forms.setdefault((key, value, shaping.feedback is None), []).append(place)
-            self._alike[layers] = [
-                Alike(
-                    layers[places[0]],
-                    torch.tensor(places).to(means.device),
-                    torch.tensor([self.layers[layers[at]].at for at in places]).to(means.device),
-                    means,
-                )
-                for places in forms.values()
-            ]
-        return self._alike[layers]
 
     def _view(self, layer: FewLayer) -> tuple[FewVectors, FewVectors]:
         forms, pool, dim = (layer.key, layer.value), self.pool, self.dim

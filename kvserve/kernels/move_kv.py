@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import Entries, check_head_dim
+from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_entries import form_of, parts_of
+from kvserve.kernels.held_arguments import told_of
+from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, vectors_at
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+Vectors = Tensor | QuantizedVectors
+"""Numbers, or levels with steps."""
 _GATHER_KV, _MOVE_KV = Compiled("gather_kv", "storage"), Compiled("move_kv", "storage")
 
 
@@ -44,7 +47,7 @@ def move_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> 
     move_torch(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst)
 
 
-def move_torch(keys: Entries, values: Entries, src: Tensor, dst: Tensor) -> None:
+def move_torch(keys: Vectors, values: Vectors, src: Tensor, dst: Tensor) -> None:
     """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], bit for bit."""
     source, target = (places_of(keys.shape, slots) for slots in (src, dst))
     for held in (keys, values):
@@ -94,7 +97,7 @@ def gather_kv_triton(
 
 
 def gather_triton(
-    held: Entries,
+    held: Vectors,
     slots: Tensor,
     layer_ids: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -107,17 +110,17 @@ def gather_triton(
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
     check_head_dim(held if isinstance(held, Tensor) else out)
-    stored, *beside = parts_of(held)
+    told = told_of(held)
     tile = max(16, 4096 // dim)
     _gather.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
-        *(out, stored, *beside, slots.contiguous(), layer_ids),
-        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *stored.stride()[:4]),
+        *(out, told.stored, told.steps, told.lows, slots.contiguous(), layer_ids),
+        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *told.strides),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=tile,
-        FORM=form_of(held),
+        FORM=told.form,
         num_warps=4,
     )
     return out
@@ -129,22 +132,22 @@ def move_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) ->
     move_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
 
 
-def move_triton(keys: Entries, values: Entries, src: Tensor, dst: Tensor, runs: int) -> None:
+def move_triton(keys: Vectors, values: Vectors, src: Tensor, dst: Tensor, runs: int) -> None:
     """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], strided views."""
     num_blocks, layers, block, heads, dim = keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    (k, k_step, _), v = parts_of(keys), parts_of(values)
+    k, v = told_of(keys), told_of(values)
     _compact.launch(
         (src.shape[0] * src.shape[1], runs),
-        *(k, k_step, *v, src.contiguous(), dst.contiguous(), src.shape[-1] // runs, src.shape[1]),
-        *(layers, num_blocks * block, *k.stride()[:4]),
+        *(k.stored, k.steps, v.stored, v.steps, v.lows, src.contiguous(), dst.contiguous()),
+        *(src.shape[-1] // runs, src.shape[1], layers, num_blocks * block, *k.strides),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=max(16, 4096 // dim),
-        KEY=form_of(keys),
-        VALUE=form_of(values),
+        KEY=k.form,
+        VALUE=v.form,
         num_warps=4,
     )
 

@@ -77,22 +77,6 @@ class QuantizedVectors:
         return numbers.to(dtype)
 
 
-def form_of(held: Tensor | QuantizedVectors) -> int:
-    """The code of keys' or values' form; 0 of numbers."""
-    return 0 if isinstance(held, Tensor) else held.form.code
-
-
-def parts_of(held: Tensor | QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, and steps and lows as int16, which no device rounds; without lows, the steps again.
-
-    Of numbers, they alone, three times.
-    """
-    if isinstance(held, Tensor):
-        return held, held, held
-    step = held.step.view(torch.int16)
-    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
-
-
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
     """Round vectors [..., D]. Equal numbers of a vector give equal levels."""
     x = x.float()
@@ -146,10 +130,11 @@ class QuantizedBlocks:
             at += block_size * width
         held = []
         for vector, own in zip((form.key, form.value), levels, strict=True):
-            parts, strides = [], (block // 2, layer // 2, 1, head // 2)
+            parts = []
             for _ in range(1 + vector.low):
                 offset = (pool.storage_offset() + at) // 2
-                parts.append(numbers.as_strided(lead, strides, offset))
+                apart = block // 2, layer // 2, 1, head // 2
+                parts.append(numbers.as_strided(lead, apart, offset))
                 at += 2 * block_size
             held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.few_moves_triton import levels_at
+from kvserve.kernels.held_arguments import told_of
 from kvserve.kernels.move_kv import bfloat16_as_float, gather_triton, move_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks, form_of, parts_of
+from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,17 +35,17 @@ def store_levels_triton(
                 f"[{tokens}, {rows * heads}, {dim}] with contiguous tokens expected, got "
                 f"{list(new.shape)}, strides {list(new.stride())}"
             )
-    keys, values = blocks.layer(layer)
+    k, v = map(told_of, blocks.layer(layer))
     _store_levels.launch(
         (tokens, rows * heads),
-        *(key, value, *parts_of(keys)[:2], *parts_of(values), slots.contiguous()),
+        *(key, value, k.stored, k.steps, v.stored, v.steps, v.lows, slots.contiguous()),
         *(tokens, key.stride(0), value.stride(0), num_blocks * block),
         *(blocks.pool.stride(0), blocks.lane_bytes),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        KEY=form_of(keys),
-        VALUE=form_of(values),
+        KEY=k.form,
+        VALUE=v.form,
         num_warps=1,
     )
 
@@ -70,35 +72,49 @@ def numbers_at(
     levels,
     byte,
     steps,
-    lows,
     at,
     known,
+    log,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The vectors at ``byte [N]`` of ``levels``, whose steps and lows are at ``at [N]``.
+    """The vectors at ``byte [N]`` of ``levels``, whose steps (or codes) are at ``at [N]``, without
+    their lows.
 
     Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
     each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
     """
-    unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
-    if FORM >= 32:  # e4m3, the only levels that may be nan
-        dims = tl.arange(0, DIM)
-        found = tl.load(levels + byte[:, None] + dims[None, :], mask=known[:, None], other=0)
-        found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
+    unit = tl.load(steps + at, mask=known, other=0)
+    if FORM > 64:
+        BITS: tl.constexpr = FORM - 64
+        unit = tl.exp2(unit.to(tl.float32) * 0.0625 + log)
+        found = levels_at(levels + byte, (at % 16).to(tl.int32), DIM, BITS, WIDTH, KEYS)
+        found = (found.to(tl.float32) - ((1 << (BITS - 1)) - 0.5)).to(dtype)
     else:
-        words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
-        words = tl.load(words + tl.arange(0, DIM * (FORM % 16) // 32)[None, :])
-        if FORM < 16:
-            # Two numbers are made at once: small ones stand in the last bits of 1024.
-            even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
-            found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
-            found = found.to(dtype)
+        unit = bfloat16_as_float(unit)
+        if FORM >= 32:  # e4m3, the only levels that may be nan
+            bytes_at = byte[:, None] + tl.arange(0, DIM)[None, :]
+            found = tl.load(levels + bytes_at, mask=known[:, None], other=0)
+            found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         else:
-            low = bfloat16_as_float(tl.load(lows + at, mask=known, other=0))
-            found, unit = with_lows(words, unit, low, dtype)
-        found = found.reshape(byte.shape[0], DIM)
+            words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
+            words = tl.load(words + tl.arange(0, DIM * (FORM % 16) // 32)[None, :])
+            if FORM < 16:
+                # Two numbers are made at once: small ones stand in the last bits of 1024.
+                even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
+                found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
+                found = found.to(dtype)
+            else:
+                # Of each plane the levels of bytes 0 and 2, 1 and 3: their bits are 2 ** 24 times
+                # less as float16.
+                number = tl.arange(0, 4)
+                found = words[:, :, None] >> (number // 2 * 4 + number % 2 * 8)[None, None, :]
+                found = halves_of(found & 0x000F000F).to(dtype) * 32768.0
+                unit *= 512.0
+            found = found.reshape(byte.shape[0], DIM)
     return found, unit
 
 
@@ -111,22 +127,6 @@ def channels_of(DIM: tl.constexpr, FORM: tl.constexpr):
         word, plane = number // (4 * PLANES), number // 4 % PLANES
         number = plane * (DIM // PLANES) + word * 4 + number // 2 % 2 + number % 2 * 2
     return number
-
-
-@Helper
-def with_lows(words, step, low, dtype: tl.constexpr):
-    """low + step * level of levels of 4 bits, [N, J, 4, 2], and what each vector's are multiplied
-    by.
-
-    A level's own bits are 2 ** 24 times less as float16. Numbers are in units of a 512th of a power
-    of two that is near the largest of an entry's, so that neither they nor steps leave float16.
-    """
-    unit, per_unit = power_of_two(tl.maximum(tl.abs(low), tl.abs(low + 15.0 * step)))
-    step = (step * (per_unit * 32768.0)).to(dtype)[:, None, None, None]
-    low = (low * (per_unit * 0.001953125)).to(dtype)[:, None, None, None]
-    number = tl.arange(0, 4)  # of each plane the levels of bytes 0 and 2, 1 and 3
-    pairs = words[:, :, None] >> (number // 2 * 4 + number % 2 * 8)[None, None, :]
-    return halves_of(pairs & 0x000F000F).to(dtype) * step + low, unit * 512.0
 
 
 @Helper

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels import (
     few_bits,
+    few_moves_triton,
     few_triton,
     int4_log,
     move_kv,
@@ -98,9 +99,9 @@ TRITON = StorageKernels(
     quantized_triton.move_levels_triton,
     FewKernels(
         few_triton.store_few_triton,
-        few_triton.gather_few_triton,
-        few_triton.move_few_triton,
-        few_triton.turn_triton,
+        few_moves_triton.gather_few_triton,
+        few_moves_triton.move_few_triton,
+        turning.turn_triton,
     ),
     store_kv.rotate_and_store_triton,
 )

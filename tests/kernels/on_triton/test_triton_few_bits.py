@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_reference(
 
 @pytest.mark.parametrize("block", [16, 64])
 def test_moves(block: int) -> None:
-    """Two events of 80 entries in blocks of their own, in place; what goes to block 0 is nobody's."""
+    """Two events in blocks of their own, in place; what goes to block 0 is nobody's."""
     held, kept = 5 * block, 5 * block - 9
     ours = pool_of(block, 32, 1)
     theirs, before = copy_of(ours), ours.pool.clone()
@@ -115,7 +115,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     blocks, slots, new = pool_of(16, 16, 1), torch.tensor([[16, 17, 18]]), torch.randn(3, 2, 16)
     with pytest.raises(ValueError, match=r"\[3, 2, 16\] with contiguous tokens expected"):
         TRITON.few.store(blocks, 0, slots, new, new[:, :1])
-    with pytest.raises(ValueError, match="are not dense"):
+    with pytest.raises(ValueError, match="heads are dense"):
         TRITON.few.turn(torch.randn(3, 16, 16)[:, ::2])
     with pytest.raises(ValueError, match="not 2 equal runs"):
         TRITON.few.move(blocks, [0], slots[None], slots[None], 2)
