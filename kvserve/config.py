@@ -130,8 +130,8 @@ class CacheConfig:
 
     block_size: int | None = setting(
         None,
-        "tokens per block (default: 64 on a GPU, else 16, or 32 of few bits; more if logged queries "
-        "do not fit)",
+        "tokens per block (default: 64 on a GPU, else 16, or 32 in few bits; more if a token's "
+        "logged queries do not fit)",
         aliases=("--page-size",),
         least=1,
     )
