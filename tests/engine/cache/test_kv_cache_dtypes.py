@@ -37,6 +37,7 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
         llm = make_llm(
             qwen3_dir,
             kv_cache_dtype=dtype,
+            block_size=16,
             kv_cache_memory=400_000,
             max_model_len=400,
             max_num_seqs=8,
