@@ -43,7 +43,7 @@ NAMES = {
 }
 
 
-DECODE_LEVELS = {"int8": 700, "k8v4": 580, "fp8": 960, "k4v4": 550, "k3v3": 600, "k2v2": 540}
+DECODE_LEVELS = {"int8": 700, "k8v4": 580, "fp8": 960, "k4v4": 550, "k3v3": 640, "k2v2": 540}
 
 
 def compiled(tmp_path: Path, *arguments: str, triton_at: Path | None = None) -> Any:
