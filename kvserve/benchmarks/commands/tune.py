@@ -159,7 +159,9 @@ def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
     most, most_logged = held, 0
     while at < num_prompt + num_output:
         due = trigger.next_event(row())
-        log_from = int(trigger.log_from(row(), due)[0]) if policy.query_reduction else NO_EVENT
+        log_from = (
+            int(trigger.log_from(row(), due)[0]) if policy.demands.query_reduction else NO_EVENT
+        )
         until = min(int(due[0]), num_prompt + num_output)
         steps, log = until - at, max(0, until - log_from)
         entries += steps * (held + steps / 2)
@@ -191,13 +193,13 @@ def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held
     layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, 16)
     lanes = part.num_kv_heads * form.entry_bytes(part.head_dim)
     entry, log, beside = layout.num_layers * lanes, 0.0, 0.0
-    if policy.query_reduction and held.most_logged:
-        dtype = "model" if policy.logged_dtype == "auto" else policy.logged_dtype
-        heads = part.num_heads if policy.query_reduction == "heads" else part.num_kv_heads
+    if policy.demands.query_reduction and held.most_logged:
+        dtype = "model" if policy.demands.logged_dtype == "auto" else policy.demands.logged_dtype
+        heads = part.num_heads if policy.demands.query_reduction == "heads" else part.num_kv_heads
         log = 16 * entry / LogForm(heads, dtype).block_tokens(layout, form, 2)
     if part.windowed:
         beside += len(part.windowed) * lanes * (part.window or 0)
-    if policy.leaves != "off":
+    if policy.demands.leaves != "off":
         beside += remainder_bytes(layout)
     newest = form.newest * part.num_layers * part.num_kv_heads * 4 * part.head_dim
     mean, largest = (newest / 2, *held[:2]), (newest, *held[2:])

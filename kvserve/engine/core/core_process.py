@@ -26,6 +26,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import (
     Abort,
     Command,
+    MakeOffers,
     OnDeath,
     OnOutputs,
     ResetPrefixCache,
@@ -41,7 +42,10 @@ from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
-    for kind in (Branches, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
+    for kind in (
+        *(Branches, Abort, ResetPrefixCache, WatchPool, MakeOffers, Stop),
+        *(EngineInfo, StepOutputs),
+    )
 }
 _REFUSED, _FAILED, _STAGE = b"refused", b"failed", b"stage"
 _IDLE_POLL_MS = 500

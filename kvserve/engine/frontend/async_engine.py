@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from kvserve.config import EngineConfig, ModelConfig
 from kvserve.engine.core.core_loop import (
     Abort,
+    MakeOffers,
     ResetPrefixCache,
     ThreadClient,
     WatchPool,
@@ -16,7 +17,7 @@ from kvserve.engine.core.core_loop import (
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo, StepOutputs
+from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
 from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -56,6 +57,7 @@ class AsyncEngine:
         else:
             self._client = ThreadClient(config)
         self._info: EngineInfo | None = None
+        self._offers: asyncio.Future[list[PolicyOffer]] | None = None
         self._tasks = TaskResolver(config.compression)
         self._processor = OutputProcessor(None, [], self._tasks)
         self._queues: dict[str, asyncio.Queue[_Event]] = {}
@@ -145,6 +147,15 @@ class AsyncEngine:
         if self.dead_error is None:
             self._client.send(WatchPool(on))
 
+    async def offers(self) -> list[PolicyOffer]:
+        """What requests may choose as ``kv_policy``, which the core works out once."""
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error))
+        if self._offers is None:
+            self._offers = asyncio.get_running_loop().create_future()
+            self._client.send(MakeOffers())
+        return await asyncio.shield(self._offers)
+
     async def shutdown(self) -> None:
         """End everything that still runs, and the core."""
         for request_id in list(self._queues):
@@ -161,6 +172,8 @@ class AsyncEngine:
             self.stats = outputs.stats
         if outputs.pool is not None:
             self.pool, self.stats = outputs.pool, outputs.pool.stats
+        if outputs.offers is not None and self._offers is not None:
+            self._offers.set_result(outputs.offers)
         changed, abort, errors = self._processor.process(outputs)
         news: list[tuple[str, _Event]] = [*errors.items()]
         news += [(output.request_id, output) for output in changed]
@@ -172,6 +185,8 @@ class AsyncEngine:
 
     def _on_death(self, error: BaseException) -> None:
         self.dead_error = error
+        if self._offers is not None and not self._offers.done():
+            self._offers.set_exception(EngineDeadError(str(error)))
         for events in self._queues.values():
             events.put_nowait(EngineDeadError(str(error)))
 

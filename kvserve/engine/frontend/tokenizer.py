@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import SHIPPED_MODELS, read_json
 from kvserve.log import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from kvserve.engine.frontend.chat_template import Forms
 
 _TEMPLATES_KEPT = 16
 _SHORT = 1000
@@ -25,14 +27,19 @@ class Tokenizer:
     that streams are decoded with."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
-
         try:
             if path.endswith(".gguf"):
                 from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 
                 self.hf = gguf_tokenizer(path)
+            elif Path(path) in SHIPPED_MODELS.values():
+                # AutoTokenizer finds the same class, and loads torch and more to find it.
+                from transformers import PreTrainedTokenizerFast
+
+                self.hf = PreTrainedTokenizerFast.from_pretrained(path)
             else:
+                from transformers import AutoTokenizer
+
                 self.hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except ConfigError:  # of a GGUF file
             raise
@@ -146,6 +153,8 @@ class Tokenizer:
         if chat_template not in self._forms:
             while len(self._forms) >= _TEMPLATES_KEPT:
                 self._forms.pop(next(iter(self._forms)))
+
+            from kvserve.engine.frontend.chat_template import find_forms
 
             def render(messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
                 return self._render(messages, chat_template=chat_template, **kwargs)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvserve.engine.models.fetched import FETCHABLE, fetched_file
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -15,6 +14,9 @@ SHIPPED_MODELS = {f"kvserve/{name}": _DATA / name for name in ("tiny", "tiny-lon
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # The same weights once more, in their authors' own formats.
 _DUPLICATES = ("consolidated*", "original/*")
+QUERY_STATISTICS = "triattention.stats"
+"""Query statistics of this name beside a model are taken if no others are named. It does not end in
+.safetensors: other engines read every such file of a folder as weights."""
 
 
 def find_model(
@@ -40,8 +42,11 @@ def find_model(
     path = Path(name).expanduser()
     if path.is_dir():
         path = _gguf_in(path, load_format, flag) or path
-    elif name in FETCHABLE:
-        path = fetched_file(name)
+    else:
+        from kvserve.engine.models.fetched import FETCHABLE, fetched_file
+
+        if name in FETCHABLE:
+            path = fetched_file(name)
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if load_format in ("gguf", "safetensors") and is_gguf != (load_format == "gguf"):
         what = "is one" if is_gguf else "is no GGUF file, and has none in it"

@@ -12,7 +12,6 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
-from kvserve.engine.policies.parts.schema import describe
 
 _GROUP = "kvserve.policies"
 _BUILT_IN = {
@@ -87,4 +86,6 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
 
 def describe_policies() -> list[dict[str, Any]]:
     """The descriptions of all policies, their arguments and JSON Schemas."""
+    from kvserve.engine.policies.parts.schema import describe
+
     return [describe(name, policy_class(name)) for name in policy_names()]
