@@ -23,6 +23,9 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 # In the order that kernels number them: over a window's queries, then over a group's heads.
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max", "rms")
+# What policies may choose: how a group's heads are reduced, and how places that lie ahead are.
+GQA_REDUCTIONS = ("mean", "max", "sum")
+FUTURES = ("mean", "max")
 
 Entries: TypeAlias = "Tensor | QuantizedVectors"
 """Keys or values [..., D]: numbers, or levels of them."""
