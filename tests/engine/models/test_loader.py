@@ -227,8 +227,7 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
         import sys, torch
         from pathlib import Path
         from kvserve.config import ModelConfig
-        from kvserve.engine.models import plain_storage
-from kvserve.engine.models.loader import load_model
+        from kvserve.engine.models.loader import load_model
         from kvserve.engine.models.spec import read_spec
 
         def status(field):
