@@ -152,7 +152,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the core resolved at start; ``summary`` is the start-up table.
+    """What the core resolved at start; ``summary`` is the start-up table, for servers.
 
     ``token_bytes`` are those of one token's keys and values, in all layers and KV heads.
     """
@@ -165,7 +165,7 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     default_sampling: dict[str, Any]
-    summary: list[Row]
+    summary: list[Row] = field(default_factory=list)
     token_bytes: int = 0
 
 

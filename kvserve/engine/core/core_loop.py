@@ -115,7 +115,7 @@ class ThreadClient:
 
         self._thread = threading.Thread(target=run, name="kvserve-engine", daemon=True)
         self._thread.start()
-        return core.info
+        return core.described()
 
     def _load(self) -> EngineCore:
         from kvserve.engine.core.engine_core import EngineCore

@@ -183,7 +183,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
 
         with closing(EngineCore(config, tell=tell)) as core:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            channel.send_frames(_pack(core.info))
+            channel.send_frames(_pack(core.described()))
             run_core(core, channel.receive, channel.send)
     except Exception as error:
         # The process exits now anyway: a SIGTERM from the parent must not interrupt it.

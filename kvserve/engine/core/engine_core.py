@@ -94,6 +94,7 @@ class EngineCore:
             built.info,
             token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size,
         )
+        self._summary = built.summary
         self._overlaps = built.plan.overlaps
         self._in_flight: StepInFlight | None = None
         self._suspects: Made[Suspects] = Made(_new_suspects)
@@ -121,6 +122,10 @@ class EngineCore:
             else:
                 self.scheduler.finish(seq, "abort")
         return [self._sequences.end(seq) for seq in known]
+
+    def described(self) -> EngineInfo:
+        """``info`` with the start-up table."""
+        return replace(self.info, summary=self._summary())
 
     def offers(self) -> list[PolicyOffer]:
         """What requests may choose as ``kv_policy``."""
