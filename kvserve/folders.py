@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -18,6 +19,20 @@ def temporary_folder() -> str:
         return tempfile.gettempdir()
     except FileNotFoundError:
         return os.environ.get("TMPDIR") or "/tmp"
+
+
+_LONGEST = 103
+"""Bytes that the name of a socket may have everywhere."""
+
+
+def scratch_folder(socket: str = "") -> tempfile.TemporaryDirectory[str]:
+    """A new folder that goes with the object, with room for the name of a ``socket`` in it."""
+    where = temporary_folder()
+    longest = len(os.fsencode(where)) + len("/kvserve-12345678/") + len(socket)
+    if socket and longest > _LONGEST:
+        what = f"TMPDIR is too long: the name of a socket has at most {_LONGEST} bytes"
+        raise OSError(errno.ENAMETOOLONG, what, where)
+    return tempfile.TemporaryDirectory(prefix="kvserve-", dir=where)
 
 
 def cache_folder() -> Path | None:

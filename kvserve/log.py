@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -78,7 +79,21 @@ class RequestError(ValueError):
         name = names.get(self.param)
         if name is None:
             return self
-        return RequestError(str(self).replace(str(self.param), name, 1), param=name, code=self.code)
+        words = re.sub(
+            rf"\b{re.escape(str(self.param))}\b(?! is too long)", name, str(self), count=1
+        )
+        return RequestError(words, param=name, code=self.code)
+
+
+def too_long(tokens: int, limit: int, said: str, param: str) -> RequestError:
+    """The refusal of what does not fit the context: the words by which clients know that, and then
+    ours."""
+    most = min(limit, tokens - 1)
+    return RequestError(
+        f"prompt is too long: {tokens} tokens > {most} maximum: {said}",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 class SequenceError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,35 @@ def int8() -> dict[str, Any]:
     return {**fp8_config(), "format": "int-quantized", "config_groups": groups}
 
 
+def mixed(*groups: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+    """compressed-tensors: what each pattern of names is stored in; the last one has all others."""
+    inner = {
+        f"group_{place}": {
+            **of["config_groups"]["group_0"],
+            "targets": [f"re:.*{pattern}"],
+            "format": of["format"],
+        }
+        for place, (pattern, of) in enumerate(groups)
+    }
+    return {**fp8_config(), "format": "mixed-precision", "config_groups": inner}
+
+
+def nvfp4() -> dict[str, Any]:
+    """compressed-tensors' W4A4."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group"}
+    group = {"weights": {**weights, "group_size": 16}, "input_activations": {"num_bits": 4}}
+    return {**fp8_config(), "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group}}
+
+
+def modelopt(algorithm: str = "NVFP4", **fields: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **fields}
+
+
+def auto_round(packing: str, **fields: Any) -> dict[str, Any]:
+    base = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True}
+    return {**base, "data_type": "int", "packing_format": packing, **fields}
+
+
 # ---- weights ------------------------------------------------------------------------------------
 
 
@@ -104,6 +134,26 @@ def to_mxfp4(weight: Array) -> tuple[Tensors, Array]:
         "_scales": torch.tensor((exponents[..., 0] + 127).astype(np.uint8)),
     }
     return stored, numbers.reshape(experts, outputs, inputs).transpose(0, 2, 1)
+
+
+def to_nvfp4(weight: Array, *, divided: bool) -> tuple[Tensors, Array]:
+    """Two numbers in a byte, an e4m3 scale for each 16 inputs, and one of the weight's, by which
+    compressed-tensors divides and ModelOpt multiplies."""
+    groups = weight.reshape(len(weight), -1, 16)
+    largest = np.abs(groups).max(axis=-1)
+    whole = float(np.float32(largest.max() / 6 / 448))
+    scales = torch.tensor(largest / 6 / whole).to(torch.float8_e4m3fn)
+    numbers = scales.double().numpy()[..., None] * whole
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    code = np.abs(np.abs(groups / numbers)[..., None] - sizes).argmin(axis=-1)
+    meant = (sizes[code] * np.sign(groups) * numbers).reshape(weight.shape)
+    code = (code + 8 * (groups < 0)).reshape(weight.shape)
+    pairs = torch.tensor((code[:, ::2] | code[:, 1::2] << 4).astype(np.uint8))
+    if divided:
+        factor = {"weight_global_scale": torch.tensor([1 / whole]).float()}
+        return {"weight_packed": pairs, "weight_scale": scales, **factor}, meant
+    factor = {"weight_scale_2": torch.tensor(whole).float(), "input_scale": torch.ones(())}
+    return {"weight": pairs, "weight_scale": scales, **factor}, meant
 
 
 def rounded_in_groups(
@@ -183,6 +233,36 @@ def in_levels(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors
     return stored, meant
 
 
+def in_form(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, Array]:
+    """What is stored of a weight under a ``quantization_config``, and what it means."""
+    form, groups = config.get("format"), config.get("config_groups", {})
+    if form == "mixed-precision":
+        matching = (of for of in groups.values() if re.match(of["targets"][0][3:], name))
+        own = next(matching)
+        alone = {**config, "format": own["format"], "config_groups": {"group_0": own}}
+        return in_form(name, weight, alone)
+    if config["quant_method"] == "auto-round":
+        extra: dict[str, Any] = config.get("extra_config", {})
+        of_module: dict[str, Any] = next((x for n, x in extra.items() if n in name), {})
+        method = "awq" if "awq" in config["packing_format"] else "gptq"
+        version = "gptq" if "auto_gptq" in config["packing_format"] else "gptq_v2"
+        config = {**config, **of_module, "quant_method": method, "checkpoint_format": version}
+    for pattern, own in config.get("dynamic", {}).items():
+        if re.match(pattern[2:], name):
+            if pattern.startswith("-:"):
+                return {"weight": torch.tensor(weight).float()}, weight
+            config = {**config, **own}
+    algorithm = config.get("quant_algo", "")
+    of_layers = config.get("quantized_layers", {})
+    algorithm = next((x["quant_algo"] for n, x in of_layers.items() if n in name), algorithm)
+    if "NVFP4" in algorithm or form == "nvfp4-pack-quantized":
+        return to_nvfp4(weight, divided=not algorithm)
+    if algorithm or form in ("float-quantized", "naive-quantized"):
+        by = "tensor" if algorithm else groups["group_0"]["weights"]["strategy"]
+        return to_fp8(weight, per_channel=by == "channel")
+    return in_levels(name, weight, config)
+
+
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
@@ -199,13 +279,7 @@ def quantize(kind: str, directory: Path, config: dict[str, Any], **changes: Any)
             stored[name] = meant[name] = tensor
             continue
         weight = tensor.double().numpy()
-        if of_experts:
-            parts, values = to_mxfp4(weight)
-        elif config.get("format") in ("float-quantized", "naive-quantized"):
-            strategy = config["config_groups"]["group_0"]["weights"]["strategy"]
-            parts, values = to_fp8(weight, per_channel=strategy == "channel")
-        else:
-            parts, values = in_levels(name, weight, config)
+        parts, values = to_mxfp4(weight) if of_experts else in_form(name, weight, config)
         stored |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
         meant[name] = torch.tensor(values).float()
     save_file({name: t.contiguous() for name, t in stored.items()}, directory / "model.safetensors")

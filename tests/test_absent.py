@@ -18,6 +18,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+import kvserve
 from kvserve import (
     LLM,
     CompletionOutput,
@@ -67,8 +68,9 @@ def test_flags() -> None:
     for name in names("settings", "flags"):
         flag, why = "--" + name.replace("_", "-"), absent.why_absent(name, absent.SETTINGS)
         if flag not in parser._option_string_actions:
-            found = said(UsageError, partial(parser.parse, [flag, "1"]))
-            assert why and found == f"{flag} is not supported: {why}", name
+            found = said(UsageError, partial(parser.parse, [flag, "asked"]))
+            granted = absent.is_switch(name) and absent.means_off(name, True)
+            assert why and found == ("" if granted else f"{flag} is not supported: {why}"), name
 
 
 def test_methods_of_llm() -> None:
@@ -161,3 +163,14 @@ def test_nothing_absent_is_there() -> None:
         assert named in known or named == "--help", named
     both = absent.FIELDS.keys() & {*GenerationRequest.model_fields}
     assert both <= {"truncate_prompt_tokens", "truncation_side"}
+
+
+def test_names_of_the_package() -> None:
+    for name, why in absent.EXPORTS.items():
+        with pytest.raises(ImportError) as refused:
+            exec(f"from kvserve import {name}")
+        assert str(refused.value) == f"kvserve.{name} is not supported: {why}"
+    with pytest.raises(ImportError, match="cannot import name 'EngineArg' from 'kvserve'"):
+        exec("from kvserve import EngineArg")
+    assert {*kvserve.__all__, "__version__"} <= set(dir(kvserve))
+    assert all(getattr(kvserve, name) is not None for name in kvserve.__all__)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvserve
-from kvserve.folders import install, temporary_folder
+from kvserve.folders import install, scratch_folder, temporary_folder
 
 SOURCE = Path(kvserve.__file__).parent
 
@@ -38,3 +38,23 @@ def test_no_message_sends_anybody_to_an_index_that_lacks_kvserve() -> None:
     extras = (SOURCE.parent / "pyproject.toml").read_text()
     assert {"otel", "ray", "bench", "cuda"} <= named
     assert [name for name in named if f"\n{name} = [" not in extras] == []
+
+
+def test_a_folder_has_room_for_the_name_of_a_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library of messages refused it with a traceback, and the folder stayed."""
+    deep = tmp_path / ("a" * 110)
+    deep.mkdir()
+    for folder, socket, named in (
+        (deep, "out", r"TMPDIR is too long: the name of a socket has at most 103"),
+        (tmp_path / "none", "", "No such file"),
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(OSError, match=named):
+            scratch_folder(socket)
+    assert not [*deep.iterdir()]
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with scratch_folder() as made:
+        assert Path(made).parent == deep
+    assert not [*deep.iterdir()]

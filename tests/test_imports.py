@@ -5,17 +5,21 @@ Who may import whom: pyproject.toml.
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import zipfile
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
+from kvserve import __version__
 from tests.waiting import WAIT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,6 +136,30 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert any(name.startswith("kvserve/data/") for name in names)
 
 
+def test_a_script_beside_the_clone_finds_the_editable_package(tmp_path: Path) -> None:
+    """The folder that holds the clone is first on the script's path, and the clone's name there is
+    the package's."""
+    clone, site = tmp_path / "kvserve", tmp_path / "site"
+    (clone / "kvserve").mkdir(parents=True)
+    shutil.copy(PACKAGE / "__init__.py", clone / "kvserve")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+
+    build = "from setuptools import build_meta; build_meta.build_editable('..')"
+    run([sys.executable, "-c", build], clone)
+    (wheel,) = tmp_path.glob("kvserve-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    script = "import site; site.addsitedir('site'); from kvserve import __version__ as v; print(v)"
+    assert run([sys.executable, "-S", "-E", "-c", script], tmp_path) == f"{__version__}\n"
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_pytest_alone_is_enough() -> None:
     """``--strict-config`` refuses settings of plugins that are not there."""
@@ -146,3 +174,30 @@ def test_pytest_alone_is_enough() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "test_pooling" in done.stdout
+
+
+# ---- what is declared ---------------------------------------------------------------------------
+
+NAMES = {"flash_attn_interface": "flash_attn", "yaml": "pyyaml", "zmq": "pyzmq"}
+"""Modules -> the packages that have them, where these are called otherwise."""
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """Starlette came with FastAPI, in whatever version that took."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    declared = {re.split(r"[^\w-]", each)[0].replace("-", "_").lower() for each in stated}
+    declared |= {"opentelemetry", "setuptools"}
+    imported, private = set(), set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+            private |= {name for name in names if "._" in name and not name.startswith("torch.")}
+    foreign = imported - set(sys.stdlib_module_names) - {"kvserve"}
+    assert {NAMES.get(name, name) for name in foreign} <= declared
+    assert not private
+    [jinja] = (each for each in stated if each.startswith("jinja2"))
+    assert jinja == "jinja2>=3.1.6"

@@ -131,7 +131,7 @@ def _engines_below(pid: int) -> list[int]:
     below, found = {pid}, []
     while more := {child for child, parent in parents.items() if parent in below} - below:
         below |= more
-        found += [child for child in more if b"spawn_main" in commands.get(child, b"")]
+        found += [child for child in more if b"core_process" in commands.get(child, b"")]
     return found
 
 

@@ -21,9 +21,11 @@ flags of [`kvserve serve`](cli.md#kvserve-serve) that concern the engine, with u
 `--max-num-seqs 8` is `max_num_seqs=8`. Those of the server alone (`--host`, `--chat-template`) are
 none. A wrong setting is a `ConfigError`, a wrong request a `RequestError`; both are `ValueError`s
 and name the field (`RequestError.param`). `EngineDeadError` ends the requests of an `AsyncEngine`
-whose engine has stopped.
+whose engine has stopped. `AsyncLLM` and `AsyncLLMEngine` are vLLM's names of `AsyncEngine`,
+`AsyncEngineArgs(model, **settings)` makes an `EngineConfig`.
 """
 _IN_INTRO = {"__version__", "EngineConfig", "ConfigError", "RequestError", "EngineDeadError"}
+_VLLMS_NAMES = {"AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"}
 _WIDTH = 80
 _NO_FIELD = "init=False|ClassVar"
 _PARTS_OF_OUTPUTS = ("KVCacheDetails", "KVTraceEvent", "Compaction", "Logprob", "RequestMetrics")
@@ -31,7 +33,7 @@ _PARTS_OF_OUTPUTS = ("KVCacheDetails", "KVTraceEvent", "Compaction", "Logprob", 
 
 def page() -> str:
     """The page: a section for each public name, then for each type that their fields have."""
-    names = sorted(set(kvserve.__all__) - _IN_INTRO, key=str.lower)
+    names = sorted(set(kvserve.__all__) - _IN_INTRO - _VLLMS_NAMES, key=str.lower)
     parts = [_INTRO]
     parts += [_section(name, getattr(kvserve, name)) for name in names]
     parts += [_section(name, getattr(outputs, name)) for name in _PARTS_OF_OUTPUTS]

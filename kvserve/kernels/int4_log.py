@@ -62,11 +62,12 @@ class Int4Queries(NamedTuple):
 def int4_log(blocks: Tensor, heads: int, dim: int, tokens: int) -> Int4Queries:
     """The memory ``blocks uint8 [num_blocks, Lb, bytes]`` as a log of ``heads`` vectors a token.
 
-    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales. The rest of a
-    block is not used.
+    Views ``[num_blocks, Lb, tokens, heads, ...]``: first all codes, then all scales, from an even
+    byte on. The rest of a block is not used.
     """
     codes = tokens * heads * dim // 2
-    numbers = blocks[..., codes : codes + tokens * heads * 4].view(torch.float16)
+    first = codes + codes % 2
+    numbers = blocks[..., first : first + tokens * heads * 4].view(torch.float16)
     shape = tokens, heads, -1
     return Int4Queries(blocks[..., :codes].unflatten(-1, shape), numbers.unflatten(-1, shape))
 

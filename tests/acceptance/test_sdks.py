@@ -14,7 +14,7 @@ ANSWER = " Adam= Kevin7+ Rachel8, Adam5; answer Adam5"
 def test_libraries(server: Server, run_client: RunClient) -> None:
     found = run_client("sdk_client", server.url, MODEL)
     assert found["litellm"]["text"] == found["litellm"]["streamed"] == ANSWER
-    assert found["litellm"]["error"] == "BadRequestError"
+    assert found["litellm"]["error"] == "ContextWindowExceededError"
     langchain = found["langchain"]
     assert langchain["text"] == langchain["streamed"] == ANSWER
     for point in (langchain["point"], *found["instructor"].values()):

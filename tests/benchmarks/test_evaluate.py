@@ -20,7 +20,7 @@ from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats
 from tests.benchmarks.conftest import Bench
 
-KARA = "kara:window=32,buffer=4,chunk_budget=2"
+KARA = "kara:window=32,buffer=4,chunk_budget=2,max_chunk=4"
 
 
 class WordTokenizer:

@@ -58,7 +58,7 @@ eval --tasks needle-7 | needle-7
 eval --retention 0.2 --policy kara:ratio=0.3 | --retention
 eval --retention 2 | --retention
 eval --retention 0.01 --policy kara:window=32,buffer=40 | --policy
-eval --retention 0.01 --policy kara:window=32,buffer=4,chunk_budget=2 | --retention
+eval --retention 0.01 --policy kara:window=32,buffer=4,chunk_budget=2,max_chunk=4 | --retention
 eval --num-samples -1 | --num-samples
 eval --n 4 | --n needs --temperature
 eval --top-p 0.9 | --top-p needs --temperature

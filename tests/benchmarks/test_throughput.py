@@ -20,7 +20,7 @@ SPECULATION = (
     *("--compare-speculation", "--speculative-config"),
     '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}',
 )
-KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2"
+KARA = "kara:window=32,buffer=4,ratio=0.2,period=4,chunk_budget=2,max_chunk=4"
 SMALL = (
     *("--num-prompts", "16", "--input-len", "16", "--output-len", "128", "--block-size", "4"),
     *("--max-num-seqs", "16", "--max-model-len", "256"),

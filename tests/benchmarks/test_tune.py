@@ -81,11 +81,11 @@ def test_what_lies_beside_a_request_s_entries() -> None:
     spec = parse_spec(LARGE_SHAPES["gpt-oss-20b"], "gpt-oss-20b")
     form, entry = entry_format("auto", 2), 2 * 8 * 64 * 2
     none, kara = make_policy({"name": "none"}), make_policy({"name": "kara"})
-    mean, most = request_bytes(spec, none, form, follow(none, 100, 1000))
+    mean, most = request_bytes(spec, none, form, follow(none, 100, 1000), has_fp8=True)
     assert mean == 12 * entry * (600 + 128) and most == 12 * entry * (1100 + 128)
     held = follow(kara, 100, 1000)
     log = held.most_logged * 12 * 64 * (64 // 2 + 4)  # 64 heads of 64 numbers in 4 bits
-    _, most = request_bytes(spec, kara, form, held)
+    _, most = request_bytes(spec, kara, form, held, has_fp8=True)
     remainder = 12 * 8 * (2 * 64 * 2 + 4)
     assert most == pytest.approx(12 * entry * (held.most + 128) + log + remainder, rel=0.02)
     held_bytes, read = weights_bytes(spec, 16)

@@ -8,10 +8,11 @@ import pytest
 
 from kvserve import absent
 from kvserve.server.cli.commands import parser_of
-from kvserve.server.settings.args import REMOVED, UsageError
 from tests.docs.pages import ROOT
 
-_, SAME, DIFFERENT, GONE, _ = re.split(r"(?m)^## .*$", (ROOT / "docs" / "from-vllm.md").read_text())
+_, SAME, _, DIFFERENT, GONE, _ = re.split(
+    r"(?m)^## .*$", (ROOT / "docs" / "from-vllm.md").read_text()
+)
 KNOWN = parser_of("serve")._option_string_actions
 
 
@@ -20,18 +21,13 @@ def test_what_is_the_same_is_there() -> None:
     assert len(named) >= 50 and named <= KNOWN.keys()
 
 
-@pytest.mark.parametrize("kind", ["SETTINGS", "FIELDS", "ATTRIBUTES"])
+KINDS = ("SETTINGS", "FIELDS", "ATTRIBUTES", "EXPORTS")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_name_that_is_absent_is_on_the_page(kind: str) -> None:
     tables = re.split(r"(?m)^### .*$", GONE)[1:]
-    table = tables[("SETTINGS", "FIELDS", "ATTRIBUTES").index(kind)]
+    table = tables[KINDS.index(kind)]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
     said = {name: why.removesuffix(" |") for named, why in rows for name in named.split("`")[1::2]}
     assert said == getattr(absent, kind)
-
-
-@pytest.mark.parametrize("flag", REMOVED)
-def test_a_flag_that_was_removed_says_what_to_do(flag: str) -> None:
-    assert flag not in KNOWN
-    with pytest.raises(UsageError) as refused:
-        parser_of("serve").parse([flag, "1"])
-    assert str(refused.value) == f"{flag} was removed: {REMOVED[flag]}"

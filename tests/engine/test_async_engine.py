@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import pytest_asyncio
 
-from kvserve import AsyncEngine, EngineConfig, SamplingParams
+import kvserve
+from kvserve import AsyncEngine, AsyncEngineArgs, AsyncLLM, EngineConfig, SamplingParams
+from kvserve.engine.core import core_process, engine_core
 from kvserve.engine.core.core_process import ProcessClient
+from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -35,10 +41,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path) -> EngineConfig:
-    return EngineConfig.from_flat(model=str(model), dtype="float32", num_gpu_blocks_override=2000)
+    sizes: dict[str, Any] = {"num_gpu_blocks_override": 2000, "max_num_seqs": 2}
+    return EngineConfig.from_flat(model=str(model), dtype="float32", **sizes)
 
 
-@pytest_asyncio.fixture(params=["thread", "process"])
+shared = pytest.mark.asyncio(loop_scope="module")
+"""Of tests that share an engine, which stays in its event loop."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["thread", "process"])
 async def engine(request: pytest.FixtureRequest, directory: Path) -> AsyncIterator[AsyncEngine]:
     started = AsyncEngine(config_of(directory), mode=request.param)
     await started.start()
@@ -59,9 +70,14 @@ async def test_it_says_what_it_does_while_it_starts(engine: AsyncEngine) -> None
 
 
 async def all_free(engine: AsyncEngine) -> None:
-    await until(lambda: engine.stats.kv_cache_usage == 0.0 and not engine.stats.num_running)
+    def free() -> bool:
+        stats = engine.stats
+        return stats.kv_cache_usage == 0.0 and not (stats.num_running or stats.num_waiting)
+
+    await until(free)
 
 
+@shared
 async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None:
     kara = {"name": "kara", "window": 16, "buffer": 4, "chunk_budget": 0, "period": 4}
     results = await asyncio.gather(
@@ -98,6 +114,245 @@ async def test_streams_errors_disconnects_and_stats(engine: AsyncEngine) -> None
     assert engine.dead_error is None
 
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@shared
+@pytest.mark.parametrize("seconds", [0, 0.001, 0.05])
+async def test_a_caller_that_takes_its_time_sees_the_end(
+    engine: AsyncEngine, seconds: float
+) -> None:
+    seen = []
+    async for output in engine.generate([5, 6], GREEDY, "a"):
+        seen.append((len(output.outputs[0].token_ids), output.finished))
+        await asyncio.sleep(seconds)
+    assert seen[-1] == (12, True)
+
+
+@shared
+async def test_what_comes_while_the_caller_waits_is_one_output(engine: AsyncEngine) -> None:
+    stream = engine.generate([5, 6], GREEDY, "a")
+    output = await anext(stream)
+    await until(lambda: output.finished)
+    await engine.abort("a")  # too late, as a death of the engine would be
+    assert [each is output for each in [each async for each in stream]] in ([], [True])
+    assert len(output.outputs[0].token_ids) == 12 and output.outputs[0].finish_reason == "length"
+
+
+@shared
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_error_that_comes_while_the_caller_waits_is_raised(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    take, failed = OutputProcessor._take, asyncio.Event()
+
+    def fail(self: OutputProcessor, branch: Any, *args: Any) -> None:
+        if len(branch.choice.token_ids) == 6:
+            failed.set()
+            raise KeyError("detokenizer")
+        take(self, branch, *args)
+
+    monkeypatch.setattr(OutputProcessor, "_take", fail)
+    stream = engine.generate([5, 6], GREEDY.clone(n=n), "a")
+    with pytest.raises(RequestError) as raised:
+        await anext(stream)
+        await asyncio.wait_for(failed.wait(), WAIT)
+        async for _ in stream:
+            pass
+    assert raised.value.code == "internal_error"
+    await all_free(engine)
+
+
+@shared
+@pytest.mark.parametrize("state", ["waiting", "running", "unread", "closed", "dropped"])
+async def test_a_caller_that_goes_leaves_nothing(engine: AsyncEngine, state: str) -> None:
+    params = SamplingParams(max_tokens=LONG, ignore_eos=True)
+    others = [engine.generate("x", params, f"other-{i}") for i in range(2)]
+    for other in others[: 2 if state == "waiting" else 0]:
+        await anext(other)
+    stream = engine.generate("x", params, "a")
+    if state in ("waiting", "running"):
+        asking = asyncio.create_task(anext(stream))
+        await until(lambda: "a" in engine._answers)
+        if state == "waiting":
+            await until(lambda: engine.stats.num_waiting > 0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    else:
+        await anext(stream)
+        if state == "closed":
+            await stream.aclose()
+        elif state == "unread":
+            task = asyncio.create_task(stream.athrow(asyncio.CancelledError()))
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    del stream  # a stream that nobody has is closed by the event loop
+    for other in others:
+        await other.aclose()
+    await until(lambda: not engine._answers)
+    assert not (engine._processor._branches or engine._processor._by_request)
+    await all_free(engine)
+    assert (await collect(engine, "a"))[0][-1] == 30
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether every engine that was begun is gone, threads and processes."""
+    cores, processes = [], list[subprocess.Popen[bytes]]()
+    start = core_process.start_child
+
+    class Core(engine_core.EngineCore):
+        closed = False
+
+        def __init__(self, config: EngineConfig, **more: Any) -> None:
+            cores.append(self)
+            super().__init__(config, **more)
+
+        def close(self) -> None:
+            super().close()
+            self.closed = True
+
+    def started(module: str) -> Any:
+        process, pipe = start(module)
+        processes.append(process)
+        return process, pipe
+
+    monkeypatch.setattr(engine_core, "EngineCore", Core)
+    monkeypatch.setattr(core_process, "start_child", started)
+    return lambda: (
+        len(cores) + len(processes) > 0
+        and all(core.closed for core in cores)
+        and all(process.poll() is not None for process in processes)
+    )
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_a_start_that_nobody_waits_for_leaves_nothing(
+    directory: Path, mode: Mode, ended: Callable[[], bool]
+) -> None:
+    engine = AsyncEngine(config_of(directory), mode=mode)
+    first, second = (asyncio.create_task(collect(engine, name)) for name in "ab")
+    await until(lambda: engine._starters == 2)
+    first.cancel()
+    await asyncio.wait((first,))
+    assert engine._starting is not None and not engine._starting.done()
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait((second,))
+    assert engine._starting is None and not engine._answers
+    assert ended()
+    assert (await collect(engine, "a"))[0][-1] == 30
+    await engine.shutdown()
+    await engine.shutdown()
+    assert ended()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await collect(engine, "a")
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_a_start_that_fails_leaves_nothing(
+    directory: Path, mode: Mode, ended: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def fail(*_: Any) -> None:
+        assert begun.wait(WAIT)
+        raise ConfigError("--tokenizer: no")
+
+    monkeypatch.setattr("kvserve.engine.frontend.llm_engine.load_tokenizer", fail)
+    engine = AsyncEngine(config_of(directory), mode=mode)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: engine._starters == 1)
+    begun.set()
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        await starting
+    assert ended()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_shutdown_ends_a_start(
+    directory: Path, mode: Mode, ended: Callable[[], bool]
+) -> None:
+    engine = AsyncEngine(config_of(directory), mode=mode)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: engine._starters == 1)
+    await engine.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await starting
+    assert ended()
+
+
+SCRIPT = """\
+import asyncio
+from kvserve import AsyncLLM
+async def main():
+    engine = AsyncLLM("kvserve/tiny", mode="{mode}")
+    async for output in engine.generate("a", None, "a"):
+        pass
+    print(output.finished)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_script_without_a_guard_or_an_end_runs(mode: Mode) -> None:
+    """In a fresh interpreter, where nothing has imported transformers yet, and without a file."""
+    command = [sys.executable, "-"]
+    text = SCRIPT.format(mode=mode)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT)
+    assert (done.stdout, done.stderr, done.returncode) == ("True\n", "", 0)
+
+
+async def test_it_is_made_like_llm_and_like_vllms(directory: Path) -> None:
+    assert AsyncLLM is AsyncEngine is kvserve.AsyncLLMEngine
+    given: dict[str, Any] = {"policy": {"name": "kara", "window": 64}, "max_num_seqs": 2}
+    made = AsyncLLM(str(directory), **given)
+    assert made.config == AsyncLLM.from_engine_args(AsyncEngineArgs(str(directory), **given)).config
+    assert made.config.compression.policy_args == {"window": 64}
+    for wrong, said in [({"enable_lora": True}, "LoRA"), ({"mode": "fork"}, "mode must be")]:
+        with pytest.raises(ConfigError, match=said):
+            AsyncLLM(str(directory), **wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_num_seqs: give it to the EngineConfig"):
+        AsyncLLM(made.config, max_num_seqs=3)
+    with pytest.raises(AttributeError, match="embed is not supported: it generates text"):
+        _ = made.embed  # type: ignore[attr-defined]
+
+
+async def test_generate_takes_what_llm_takes(directory: Path) -> None:
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 100, "mode": "thread"}
+    async with AsyncLLM(str(directory), **settings) as engine:
+        ids = (await engine.get_tokenizer())("hello").input_ids
+        answers = set()
+        for name, prompt in enumerate(
+            ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
+        ):
+            stream = engine.generate(prompt=prompt, sampling_params=GREEDY, request_id=str(name))
+            (*_, output) = [each async for each in stream]
+            answers.add(tuple(output.outputs[0].token_ids))
+        assert len(answers) == 1
+        assert (await anext(engine.generate("a", None, "b"))).prompt == "a"
+        wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+            (3, GREEDY, {}, "prompt must be a text"),
+            ("a", {"temperature": 0}, {}, "sampling_params must be"),
+            ("a", GREEDY, {"lora_request": 1}, "lora_request is not supported: LoRA"),
+            ("a", GREEDY, {"priority": 1}, "priority needs"),
+            ("a", GREEDY, {"priorty": 1}, "unknown argument 'priorty'"),
+        ]
+        for prompt, params, more, said in wrong:
+            with pytest.raises(RequestError, match=said):
+                await anext(engine.generate(prompt, params, "c", **more))
+        assert not engine._answers.keys() - {"b"}
+
+
+def test_an_engine_stays_in_its_event_loop(directory: Path) -> None:
+    engine = AsyncEngine(config_of(directory), mode="thread")
+    asyncio.run(engine.start())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(collect(engine, "a"))
+    asyncio.run(engine.shutdown())
+
+
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
     engine = AsyncEngine(config_of(directory))
     await engine.start()
@@ -106,6 +361,7 @@ async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None
     client = engine._client
     assert isinstance(client, ProcessClient) and client._process.pid is not None
     os.kill(client._process.pid, signal.SIGKILL)
+    await until(lambda: engine.dead_error is not None)
     with pytest.raises(EngineDeadError):
         async for _ in stream:
             pass
@@ -144,7 +400,7 @@ async def test_a_slow_grammar_stalls_nobody(
     try:
         slow, wrong = ask("slow", {"choice": ["yes"]}), ask("wrong", {"regex": "("})
         gone = ask("gone", {"choice": ["no"]})
-        await until(lambda: len(engine._queues) == 3)
+        await until(lambda: len(engine._answers) == 3)
         gone.cancel()
         lengths, _ = await collect(engine, "free")
         assert lengths[-1] == 30 and not slow.done()
@@ -159,3 +415,17 @@ async def test_a_slow_grammar_stalls_nobody(
     finally:
         may_go.set()
         await engine.shutdown()
+
+
+async def test_an_engine_that_is_forgotten_leaves_the_next_ones_sockets_open() -> None:
+    """libzmq gives a new socket the address of one that was closed."""
+    for _ in range(8):  # sockets alone: no process that would have to start
+        client = ProcessClient(EngineConfig.from_flat(model="kvserve/tiny"))
+        client._open_sockets()
+        client._close_sockets()
+        newer = ProcessClient(client._config)
+        newer._open_sockets()
+        del client
+        gc.collect()
+        assert not (newer._outputs.closed or newer._commands.closed)
+        newer._close_sockets()

@@ -38,7 +38,15 @@ from tests.thinning import thinned
 
 PROMPTS = random_prompts([30, 9, 44, 21, 17, 38], seed=5)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
+KARA = {
+    "name": "kara",
+    "window": 20,
+    "buffer": 4,
+    "ratio": 0.3,
+    "chunk_budget": 2,
+    "max_chunk": 4,
+    "period": 1,
+}
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "skip_tokenizer_init": True,

@@ -123,3 +123,24 @@ def test_settings_that_cannot_work_name_the_flag(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(llama_dir), skip_tokenizer_init=True, **settings)
+
+
+def test_a_prompt_counts_once_a_request(llm: LLM) -> None:
+    """It was counted for each of its answers."""
+    totals = llm.engine.core.scheduler.totals
+    before = totals.prompt_tokens_total
+    outputs = answer(llm, [[5] * 7, [6] * 4], n=3, max_tokens=2)
+    assert sum(len(output.prompt_token_ids) for output in outputs) == 11
+    assert totals.prompt_tokens_total - before == 11
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
+    """They could never act, and nobody said so."""
+    llm = LLM(str(write_checkpoint("llama", tmp_path)), skip_tokenizer_init=True)
+    wrong: list[dict[str, Any]] = [{"stop": "a"}, {"stop": ["a", "b"]}, {"bad_words": ["a"]}]
+    for params in wrong:
+        with pytest.raises(RequestError, match="tokenizer") as refused:
+            answer(llm, [[5]], **params)
+        assert refused.value.param == next(iter(params))
+    (output,) = answer(llm, [[5]], max_tokens=2, stop=[], ignore_eos=True)
+    assert len(output.outputs[0].token_ids) == 2

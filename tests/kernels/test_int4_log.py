@@ -61,6 +61,7 @@ def test_numbers_at_the_ends_of_float16() -> None:
 
 SHAPES = [(4, 1, 32), (3, 2, 16), (1, 4, 64)]
 STORES = [
+    (store_int4_torch, torch.float32, 3, 1, 18),  # an odd number of bytes of codes
     *((store_int4_triton, dtype, *s) for s in SHAPES for dtype in (torch.float32, torch.float16)),
     *(
         pytest.param(store_int4_cpu, dtype, *shape, marks=pytest.mark.compiler)

@@ -296,6 +296,23 @@ def test_where_a_chunk_begins_to_read_changes_nothing(window: int) -> None:
         assert torch.equal(found, paged_attention_cpu(*whole.inputs(), sinks=sinks)[at])
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_other_chunks_and_threads_change_no_bit(
+    length: int, dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    """Of entries as computed. How long its own chunk is may change a row's last bits in float32."""
+    case = make(replace(LONG, heads=2), [2500, 1030, 77], [length, 7, 1], dtype)
+    set_threads(3)
+    together = paged_attention_cpu(*case.inputs())
+    set_threads(1)
+    own = slice(length)
+    alone = replace(case, query=case.query[own], last=case.last[..., own].contiguous())
+    alone = replace(alone, rows=case.rows[:1], starts=case.starts[:2])
+    assert torch.equal(paged_attention_cpu(*alone.inputs()), together[own])
+
+
 REMAINDERS = [
     (Shape(heads=6, block=16), torch.float32, [70, 1, 40, 0], [1, 1, 1, 1]),
     (Shape(heads=6, block=16, tables=2), HALF, [33, 20], [1, 1]),

@@ -147,22 +147,34 @@ def test_store(place: Place, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("logged", [1, 3])
 @pytest.mark.parametrize("logged_as", [None, torch.uint8])
-def test_queries(place: Place, logged_as: torch.dtype | None, group: int) -> None:
-    """Means over groups; what goes to block 0 is nobody's."""
+def test_queries(place: Place, logged_as: torch.dtype | None, logged: int, group: int) -> None:
+    """Means over groups; what goes to block 0 is nobody's, and what is left of blocks stays as it
+    was: of every KV head one or three vectors are logged."""
     layout, cache, kernels = place.layout, place.cache, place.kernels
-    memory = cache if logged_as is None else cache.view(logged_as)
-    tokens = 2 * layout.block_size * (1 if logged_as is None else cache.itemsize)
-    shape = BLOCKS, layout.layers_per_block, tokens, layout.heads_per_block, layout.head_dim
-    log = memory.view(shape)
-    expected, slots = log.clone(), place.slots(layout.rows, 5)
-    slots[:, 2] = 3
-    query = (50 * torch.randn(5, group * layout.num_kv_heads, layout.head_dim)).to(cache.dtype)
+    memory = cache.flatten(2) if logged_as is None else cache.flatten(2).view(logged_as)
+    heads = logged * layout.num_kv_heads
+    vector = heads // layout.rows * layout.head_dim
+    tokens, left = divmod(memory.shape[-1], vector)
+    assert bool(left) is (logged == 3)
+
+    def as_log(memory: Tensor) -> Tensor:
+        shape = tokens, heads // layout.rows, layout.head_dim
+        return memory[..., : tokens * vector].unflatten(-1, shape)
+
+    log, before = as_log(memory), memory.clone()
+    expected = as_log(memory.clone())
+    slots = torch.rand(layout.rows, (BLOCKS - 1) * tokens).argsort(-1)[:, :5] + tokens
+    slots[:, 2] = tokens - 1
+    query = (50 * torch.randn(5, group * heads, layout.head_dim)).to(cache.dtype)
     TORCH.store_queries(expected, 0, slots, query)
     kernels.store_queries(log, 0, slots, query)
     within = 2**-7 if kernels is COMPILED and group > 1 and logged_as is None else 0.0
     torch.testing.assert_close(log[1:], expected[1:], atol=0.0, rtol=within)
-    wanted, layers = place.lanes(9), torch.tensor([1])
+    assert torch.equal(memory[..., tokens * vector :], before[..., tokens * vector :])
+    wanted, layers = place.slots(layout.num_layers, heads, 9), torch.tensor([1])
+    wanted = wanted % (BLOCKS * tokens)
     for ids, some in ((None, wanted), (layers, wanted[layers])):
         found = kernels.gather_queries(log, some, ids)
         assert torch.equal(found, TORCH.gather_queries(log, some, ids))

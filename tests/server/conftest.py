@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +19,9 @@ import uvicorn
 
 from kvserve.config import EngineConfig
 from kvserve.sampling_params import SamplingParams
+from kvserve.server.cli.runner import tls_context
 from kvserve.server.http.app import create_app
+from kvserve.server.http.http_protocol import LimitedHttpProtocol
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.server_state import ServerState
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
@@ -25,6 +29,16 @@ from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
 
 MODEL = "org/fake"
+CERTIFICATE = Path(__file__).with_name("certificate")
+"""Of localhost and 127.0.0.1, for a hundred years; kept here since not every machine has openssl:
+
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key.pem -out cert.pem
+-days 36500 -subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1
+"""
+TLS: dict[str, Any] = {
+    "ssl_certfile": str(CERTIFICATE / "cert.pem"),
+    "ssl_keyfile": str(CERTIFICATE / "key.pem"),
+}
 
 
 @dataclass
@@ -37,7 +51,8 @@ class RunningServer:
     http: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.url, timeout=WAIT)
+        trusted = ssl.create_default_context(cafile=TLS["ssl_certfile"])
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT, verify=trusted)
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(
@@ -115,31 +130,35 @@ def run_server(
     config: EngineConfig | None = None,
     ready: bool = True,
     port: int = 0,
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    state = ServerState(
-        engine,
-        config or EngineConfig.from_flat(model=MODEL),
-        ServeSettings(
-            **{"served_model_name": (MODEL, "alias"), "allowed_hosts": ("*",), **settings}
-        ),
-    )
+    names = {"served_model_name": (MODEL, "alias"), "allowed_hosts": ("*",)}
+    serves = ServeSettings(**{**names, **settings})
+    state = ServerState(engine, config or EngineConfig.from_flat(model=MODEL), serves)
     if ready:
         state.mark_ready()
     loops: list[asyncio.AbstractEventLoop] = []
+    tls = tls_context(serves)
+    protocol = LimitedHttpProtocol.limited(
+        serves.read_timeout, serves.write_timeout, serves.max_connections, tls
+    )
     server = uvicorn.Server(
-        uvicorn.Config(create_app(state), port=port, log_level="error", lifespan="off")
+        uvicorn.Config(
+            create_app(state), http=protocol, port=port, log_level="error", lifespan="off"
+        )
     )
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread = threading.Thread(target=lambda: run(serve()), daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
-    running = RunningServer(engine, state, f"http://127.0.0.1:{port}", loops[0], server)
+    scheme = "http" if tls is None else "https"
+    running = RunningServer(engine, state, f"{scheme}://127.0.0.1:{port}", loops[0], server)
     try:
         yield running
     finally:
@@ -151,7 +170,7 @@ def run_server(
 
 REAL = (
     *("--policy", "kara", "--policy.window", "32", "--policy.buffer", "8"),
-    *("--policy.chunk-budget", "4", "--continuations", "on", "--allow-kv-trace"),
+    *("--policy.chunk-budget", "6", "--continuations", "on", "--allow-kv-trace"),
     *("--max-num-seqs", "64", "--num-gpu-blocks-override", "3000"),
     # Everybody waits for a step, and 2048 tokens of a long prompt may take half a second on a core.
     *("--max-num-batched-tokens", "1024"),

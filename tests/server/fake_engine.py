@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from kvserve.engine.core.request_policies import read_policy
 from kvserve.engine.frontend.chat_template import Forms
 from kvserve.engine.messages import EngineInfo, PolicyOffer
-from kvserve.log import ConfigError, EngineDeadError, RequestError
+from kvserve.log import ConfigError, EngineDeadError, RequestError, too_long
 from kvserve.outputs import (
     Compaction,
     CompletionOutput,
@@ -192,19 +192,11 @@ class FakeEngine:
         if self.dead_error is not None:
             raise EngineDeadError("out of memory")
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context {self.max_model_len}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise too_long(len(ids), self.max_model_len, "the fake context", "prompt")
         room = self.max_model_len - len(ids)
         if params.max_tokens is not None and params.max_tokens > room:
-            raise RequestError(
-                f"max_tokens={params.max_tokens} does not fit: the context is "
-                f"{self.max_model_len} tokens; ask for at most {room}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+            said = f"max_tokens={params.max_tokens} does not fit; ask for at most {room}"
+            raise too_long(len(ids) + params.max_tokens, self.max_model_len, said, "max_tokens")
         if params.kv_policy is not None:
             read_policy(params.kv_policy, self.max_model_len)
         if not all(0 <= token < 0x110000 for token in ids):  # as the engine's intake does

@@ -52,7 +52,7 @@ class Server:
         """The engine's process id."""
         pid = self.process.pid
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (engine,) = (child for child in below if b"spawn_main" in _command(child))
+        (engine,) = (child for child in below if b"core_process" in _command(child))
         return int(engine)
 
     @property

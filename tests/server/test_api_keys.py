@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -17,6 +19,7 @@ from kvserve.server.state.api_keys import ApiKeys
 from kvserve.server.ui.routes import make_router
 from tests.server.conftest import RunningServer, StartServer
 from tests.server.test_refusals import check
+from tests.waiting import WAIT
 
 PAGES = ("/", "/docs", "/redoc")
 """They show nothing of the server: they ask for the key, and then for the rest."""
@@ -82,25 +85,27 @@ def test_keys_rotate_without_a_restart(
     server = start_server(api_key=("fixed",), api_key_file=str(file))
 
     def works(key: str) -> bool:
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {b"Authorization": f"Bearer {key}".encode()}
         answer = server.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert answer.status_code in (200, 401)
         return answer.is_success
 
     assert [works(key) for key in ("fixed", "old", "new")] == [True, True, False]
-    replace(file, "old\nnew, with a space")
-    assert [works(key) for key in ("fixed", "old", "new", "with a space")] == [True] * 4
+    replace(file, "\ufeff# who: us\r\nold\r\n\r\n  # another\nnew, with a comma\nnew\n")
+    assert [works(key) for key in ("fixed", "old", "new", "new, with a comma")] == [True] * 4
+    for key in ("# who: us", "# another", "with a comma", "\ufeff# who: us", "#"):
+        assert not works(key), key
     replace(file, "new\n")
     assert [works(key) for key in ("fixed", "old", "new")] == [True, False, True]
     # A client keeps its number: a new key is not mistaken for who had another.
     clients = [params.client for _, params, _ in server.engine.seen]
-    assert clients == [f"key {n}" for n in (0, 1, 0, 1, 2, 3, 0, 2)]
+    assert clients == [f"key {n}" for n in (0, 1, 0, 1, 3, 2, 0, 3)]
     # What cannot be read changes nothing, and is logged once.
     caplog.clear()
     file.unlink()
     assert works("new") and works("fixed") and not works("old")
     assert len(caplog.records) == 1 and "stay as they were" in caplog.text
-    replace(file, " \n,\n")
+    replace(file, " \n# none\n")
     assert works("new") and "has no key" in caplog.text
     replace(file, "newest")
     assert works("newest") and not works("new")
@@ -116,7 +121,9 @@ def test_a_file_written_in_place(tmp_path: Path) -> None:
     assert (keys.client(b"a"), keys.client(b"b"), keys.client(b"")) == (0, 1, None)
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "cannot read"), ("\n", "has no key")])
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "cannot read"), ("\n", "has no key"), ("# a key?\n", "has no key")]
+)
 def test_a_server_does_not_start_without_its_keys(
     tmp_path: Path, text: str | None, said: str
 ) -> None:
@@ -154,3 +161,25 @@ def test_metrics_may_be_open(start_server: StartServer) -> None:
     server = start_server(api_key=("k",), open_metrics=True)
     assert server.http.get("/metrics").status_code == 200
     check(server.http.get("/server_info"), 401)
+
+
+@pytest.mark.parametrize("prefix", ["", "/api"])
+def test_no_other_spelling_of_a_path_is_open(start_server: StartServer, prefix: str) -> None:
+    """What needs no key is what the router takes for the same path."""
+    server = start_server(api_key=("k",), root_path=prefix)
+    closed = ("v1/models", "metrics", "server_info", "v1/kv/stats", "v1/kv/events")
+    spelt = [
+        f"{begin}/{path}{end}"
+        for begin in ("", "/api", "/api/api", "/health/..", "/version", "/", "/ui")
+        for path in closed
+        for end in ("", "/", "?a=/health", "/../health", "%2f..%2fhealth")
+    ]
+    for path in ("/health", f"{prefix}/health", "/version"):
+        assert server.http.get(path).status_code == 200, path
+    url = httpx.URL(server.url)
+    client = HTTPConnection(url.host, url.port, timeout=WAIT)  # sends a path as it is spelt
+    for path in spelt:
+        client.request("GET", path)
+        answer = client.getresponse()
+        assert answer.status in (401, 404) and answer.read(), path
+    client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,13 @@ import openai
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from kvserve.config import EngineConfig
+from kvserve.config import CompressionConfig, EngineConfig
 from kvserve.log import ConfigError, RequestError
+from kvserve.server.settings.reading import check_policies
 from kvserve.server.state.errors import ApiError
-from kvserve.server.state.server_state import check_request_policies
 from tests.server.conftest import MODEL, RunningServer, StartServer
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_refusals import check
+from tests.server.test_refusals import USER, check
 from tests.waiting import WAIT, wait_until
 
 
@@ -218,4 +219,54 @@ def test_listed_policies_are_there() -> None:
     with pytest.raises(ConfigError, match="--request-policies"):
         EngineConfig.from_flat(allow_request_policy="listed")
     with pytest.raises(ConfigError, match="unknown policy 'krra'"):
-        check_request_policies(("krra",))
+        check_policies(CompressionConfig(allow_request_policy="listed", request_policies=("krra",)))
+
+
+LONG: dict[str, tuple[str, Any]] = {
+    "/v1/completions": ("prompt", [97] * 600),
+    "/v1/chat/completions": ("messages", [{"role": "user", "content": "a" * 495}]),
+    "/v1/responses": ("input", "a" * 495),
+    "/v1/messages": ("messages", [{"role": "user", "content": "a" * 495}]),
+}
+"""Their context has 512 tokens, which are characters. The engine refuses these, since one must be
+left to generate; twice as much the server refuses itself."""
+
+
+@pytest.mark.parametrize("door", LONG)
+@pytest.mark.parametrize("much", [1, 2, 2000])
+def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_look_for(
+    server: RunningServer, door: str, much: int
+) -> None:
+    """Kind: an error that no client knows: context_window_exceeded never acts. LiteLLM 1.110.2 and
+    langchain-openai 1.7.4 look for these words, Claude Code for the numbers, too."""
+    name, value = LONG[door]
+    if not isinstance(value, str) and name == "messages":
+        value = [{"role": "user", "content": value[0]["content"] * much}]
+    else:
+        value = value * much
+    for stream in (False, True):
+        answer = server.post(door, **{name: value, "stream": stream})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == name
+        found = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum: ", error["message"])
+        assert found, error["message"]
+        assert int(found[1]) > int(found[2]) and int(found[2]) <= 512
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_an_answer_that_does_not_fit_is_said_so_too(server: RunningServer, field: str) -> None:
+    door = "/v1/responses" if field == "max_output_tokens" else "/v1/chat/completions"
+    body = {"input": "a"} if door == "/v1/responses" else {"messages": [USER]}
+    error = server.post(door, **body, **{field: 600}).json()["error"]
+    words = rf"prompt is too long: 6\d\d tokens > 512 maximum: {field}=600 does not fit"
+    assert re.match(words, error["message"])
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+
+
+def test_ids_have_the_header_that_anthropics_clients_read(server: RunningServer) -> None:
+    for body, status in (({"messages": [USER], "max_tokens": 3}, 200), ({"messages": []}, 400)):
+        answer = server.http.post("/v1/messages", json=body, headers={"X-Request-Id": "mine"})
+        assert answer.status_code == status
+        assert answer.headers["request-id"] == answer.headers["x-request-id"] == "mine"
+    assert "request-id" not in server.complete("a", max_tokens=1).headers

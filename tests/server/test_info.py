@@ -298,3 +298,31 @@ def test_every_series_exists(server: RunningServer) -> None:
             summed = "sum by" in target["expr"] and "by (instance)" not in target["expr"]
             assert summed or "{{instance}}" in target["legendFormat"], panel["title"]
             assert 'instance=~"$instance"' in target["expr"], panel["title"]
+
+
+def test_the_log_of_requests_has_sizes(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had salts, stop strings and whole grammars."""
+    server = start_server(enable_log_requests=True)
+    secret = {
+        "cache_salt": "SECRET-salt",
+        "stop": ["SECRET-stop", "b"],
+        "structured_outputs": {"regex": "(SECRET-regex)?"},
+        "user": "SECRET-user",
+        "logit_bias": {"5": 1},
+        "temperature": 0.5,
+        "kv_policy": {"name": "streaming_llm", "budget": 64},
+    }
+    with caplog.at_level("INFO", "kvserve"):
+        answer = server.complete("SECRET-prompt", max_tokens=3, **secret)
+        assert answer.status_code == 200, answer.text
+        server.complete("a", kv_policy="no\nsuch", bad_words=["SECRET-word"])
+    [said, other] = [r.getMessage() for r in caplog.records if "prompts of" in r.getMessage()]
+    assert "SECRET" not in caplog.text and "\n" not in other and "bad_words=(1)" in other
+    for part in (
+        *("prompts of [14] tokens", "temperature=0.5", "max_tokens=3", "cache_salt=(11)"),
+        *("stop=(2)", "structured_outputs=regex of 15", "logit_bias=(1)"),
+        "kv_policy='streaming_llm'",
+    ):
+        assert part in said

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvserve.server.openai.fields import UNSEEN
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.content import UNSEEN
+from kvserve.engine.frontend.efforts import Reasons
 from tests.server.conftest import MODEL, RunningServer, StartServer
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
+from tests.server.openai import templates
+from tests.server.openai.test_templates import TemplateTokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: Any = {"name": "weather", "description": "d", "input_schema": SCHEMA}
@@ -170,7 +174,7 @@ def test_a_conversation_as_claude_code_sends_it(server: RunningServer) -> None:
         body = {**SECOND_TURN, "system": system + SECOND_TURN["system"][1:]}
         answer = server.http.post("/v1/messages", json=body)
         assert answer.status_code == 200, answer.text
-        assert answer.headers["X-Kvserve-Skipped"] == "messages[2] (image)"
+        assert answer.headers["X-Kvserve-Skipped"] == "messages[2] (image), output_config"
     *_, first, second = server.prompts
     assert first == second
     for part in ("<system>be brief<user>a\nb", "I look.", "Bern", UNSEEN, "Error: no city"):
@@ -265,3 +269,91 @@ def test_fields_of_ours_are_read_in_large_bodies_too(server: RunningServer, path
     assert answer.status_code == 200
     params = server.params
     assert (params.kv_policy, params.top_k) == ("kara", 7)
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "between_tools", "enabled", "disabled"])
+@pytest.mark.parametrize("switch", ["", "enable_thinking", "thinking"])
+def test_thinking_goes_to_templates_that_know_it(
+    start_server: StartServer, kind: str, switch: str
+) -> None:
+    """Kind: a field that is parsed and dropped. One rule for all APIs: what no template knows
+    is named, and no error, since agents ask for it in every request."""
+    tokenizer = FakeTokenizer()
+    tokenizer.wanted = Forms(reasons=Reasons(switch=switch))
+    server = start_server(FakeEngine(2000, tokenizer=tokenizer))
+    thinking = {"type": kind, **({"budget_tokens": 9} if kind == "enabled" else {})}
+    answer = ask(server, "hi", thinking=thinking)
+    given = {"enabled": True, "disabled": False}.get(kind)
+    asked = {} if given is None else {switch: given}
+    assert answer.status_code == 200
+    assert tokenizer.seen[1] == (asked if switch else {})
+    skipped = answer.headers.get("X-Kvserve-Skipped")
+    assert skipped == ("thinking" if given is not None and not switch else None)
+    body = {"messages": [{"role": "user", "content": "hi"}], "thinking": thinking}
+    assert server.http.post("/v1/messages/count_tokens", json=body).status_code == 200
+
+
+EFFORTS = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+SCALES = {
+    "{% if reasoning_effort is defined and reasoning_effort not in ['low', 'medium', 'xhigh'] %}"
+    "{{ raise_exception('unknown') }}{% endif %}E={{ reasoning_effort }}.": (
+        *("low", "low", "low", "medium", "xhigh", "xhigh", "xhigh"),
+    ),
+    "{% if reasoning_effort == 'high' %}E=high.{% elif reasoning_effort == 'low' %}E=low."
+    "{% elif reasoning_effort %}E=medium.{% endif %}": (
+        *("low", "low", "low", "medium", "high", "high", "high"),
+    ),
+    "{% if reasoning_effort == 'max' %}E=max.{% elif reasoning_effort %}E=medium.{% endif %}": (
+        *("medium", "medium", "medium", "medium", "medium", "max", "max"),
+    ),
+    "{% if reasoning_effort is defined and reasoning_effort == 'high' %}E=high.{% else %}E=Max."
+    "{% endif %}": ("high", "high", "high", "high", "high", "Max", "Max"),
+    "{% if reasoning_effort == 'none' %}E=none.{% elif reasoning_effort %}E=on.{% endif %}": (
+        *("none", "none", "on", "on", "on", "on", "on"),
+    ),
+    "E={{ reasoning_effort }}.": EFFORTS,
+    "{% if enable_thinking is defined and not enable_thinking %}E=off.{% else %}E=on.{% endif %}": (
+        *("off", "on", "on", "on", "on", "on", "on"),
+    ),
+    "{% if thinking is defined and thinking %}E=on.{% else %}E=off.{% endif %}": (
+        *("off", "on", "on", "on", "on", "on", "on"),
+    ),
+    "{% if enable_thinking is defined and not enable_thinking %}E=off.{% else %}"
+    "E={{ reasoning_effort }}.{% endif %}": ("off", *EFFORTS[1:]),
+    "": (None,) * 7,
+}
+"""What a template writes of an effort -> what each becomes."""
+
+
+@pytest.mark.parametrize("writes", SCALES)
+def test_an_effort_is_the_nearest_that_the_template_takes(
+    start_server: StartServer, writes: str
+) -> None:
+    """Kind: a client's scale and the template's are two."""
+    server = start_server(FakeEngine(2000, tokenizer=TemplateTokenizer(writes + templates.PLAIN)))
+    for effort, becomes in zip(EFFORTS, SCALES[writes], strict=True):
+        user = [{"role": "user", "content": "hi"}]
+        for path, body, field in (
+            ("/v1/chat/completions", {"reasoning_effort": effort}, "reasoning_effort"),
+            ("/v1/messages", {"output_config": {"effort": effort}}, "output_config"),
+            ("/v1/responses", {"reasoning": {"effort": effort}}, "reasoning"),
+        ):
+            name = "input" if path.endswith("responses") else "messages"
+            answer = server.http.post(path, json={name: user, "max_tokens": 16, **body})
+            assert answer.status_code == 200, answer.text
+            wrote = server.prompts[-1].partition("<user>")[0]
+            assert wrote == ("" if becomes is None else f"E={becomes}."), (path, effort)
+            assert answer.headers.get("X-Kvserve-Skipped") == (None if becomes else field)
+
+
+def test_what_a_client_sets_itself_is_not_set_again(start_server: StartServer) -> None:
+    """Kind: two fields for one thing: the template's own argument counts."""
+    tokenizer = FakeTokenizer()
+    tokenizer.wanted = Forms(reasons=Reasons(switch="enable_thinking"))
+    server = start_server(FakeEngine(2000, tokenizer=tokenizer))
+    more = {"output_config": {"effort": "high"}, "thinking": {"type": "enabled"}}
+    own = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(server, "hi", **more, **own).status_code == 200
+    assert tokenizer.seen[1] == {"enable_thinking": False}
+    answer = ask(server, "hi", output_config={"effort": "from the future"})
+    assert answer.headers["X-Kvserve-Skipped"] == "output_config (effort from the future)"

@@ -30,7 +30,8 @@ QUICK = settings(
 )
 WHOLE = settings(QUICK, max_examples=3000, derandomize=False)
 ROUTES = (
-    *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    *("/v1/completions", "/v1/chat/completions"),
+    *("/v1/responses", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/abort_requests"),
 )

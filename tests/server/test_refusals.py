@@ -109,14 +109,26 @@ REFUSED: dict[str, list[Case]] = {
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": NAMED}, "tool_choice"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        *(
+            ({"tools": TOOLS, "tool_choice": choice}, "tool_choice", word)
+            for choice, word in (
+                ({"type": "web_search"}, "no tool of type 'web_search'"),
+                ({"type": "function"}, "the function's name"),
+                ({"type": "allowed_tools"}, "allowed_tools have a mode"),
+                ({"type": "allowed_tools", "mode": "required", "tools": []}, "needs tools"),
+                ("sometimes", "or an object that names"),
+                (5, "got 5"),
+            )
+        ),
         (tool(name="a b"), "tools[0].function.name"),
         *(
             (tool(name="f", parameters={"type": kind}), "tools[0].function.parameters", "of an obj")
             for kind in ("string", "array", "null", ["null"], 5)
         ),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "lots"}, "reasoning_effort"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"echo": True}, "echo"),
         ({"chat_template": "{{ x }}"}, "chat_template"),
@@ -133,9 +145,8 @@ REFUSED: dict[str, list[Case]] = {
         ({"prompt": {"id": "a"}}, "prompt", "instructions"),
         ({"top_logprobs": 3}, "top_logprobs", "/v1/chat/completions"),
         ({"include": ["message.output_text.logprobs"]}, "include", "/v1/chat/completions"),
-        ({"include": 5}, "include"),
+        *(({"include": wrong}, "include") for wrong in (5, 0, "", {"a": 1})),
         # Under the names that fields have here, not those of the chat request made of them.
-        ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"reasoning": {"effort": "lots"}}, "reasoning"),
         ({"text": {"format": {}}}, "text", "text.type must be"),
         ({"max_output_tokens": 2**63}, "max_output_tokens", "max_output_tokens must be"),
@@ -144,21 +155,27 @@ REFUSED: dict[str, list[Case]] = {
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input"),
-        ({"input": [{"type": "function_call_output", "output": [{"type": "x"}]}]}, "input"),
+        ({"input": [{"type": "function_call_output", "output": [5]}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"type": ["x"]}]}, "input"),
         ({"input": of_user({"type": ["x"]})}, "input"),
         ({"input": of_user({"type": "input_image"})}, "input"),
         ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"temperature": 200}, "temperature"),
         ({"n": 2}, "n"),
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
     ],
     "/v1/messages": [
+        *(
+            ({"thinking": {"type": kind}, "chat_template_kwargs": value}, "chat_template_kwargs")
+            for kind in ("enabled", "disabled", "adaptive")
+            for value in ("x", "", 1.5, 0, [1], [])
+        ),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": of_user({"type": "image"})}, "messages", '"image"'),
+        ({"messages": of_user({"type": "image"})}, "messages", "'image'"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role"),
         ({"messages": of_user({"type": "tool_result", "content": 5})}, "messages", "tool_result"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -27,7 +27,11 @@ def test_a_span_per_request(start_server: StartServer) -> None:
     *answered, refused = exporter.get_finished_spans()
     for span in answered:
         assert f"{span.context.trace_id:032x}" == TRACE
-        assert span.attributes["gen_ai.usage.completion_tokens"] == 16
+        for name in ("completion_tokens", "output_tokens"):
+            assert span.attributes[f"gen_ai.usage.{name}"] == 16
+        for name in ("prompt_tokens", "input_tokens"):
+            assert span.attributes[f"gen_ai.usage.{name}"] == 2
+        assert span.attributes["gen_ai.request.choice.count"] == 1
         assert span.attributes["gen_ai.request.model"] == MODEL
         assert span.attributes["kvserve.policy"] == "kara"
         assert span.attributes["kvserve.compactions"] == len(span.events) == 2

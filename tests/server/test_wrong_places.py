@@ -11,8 +11,16 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import orjson
 import pytest
+from fastapi.exceptions import RequestValidationError
 
+from kvserve.log import RequestError
+from kvserve.server.anthropic.request import MessagesRequest
+from kvserve.server.http.json_body import read_body
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
+from kvserve.server.openai.responses_protocol import ResponsesRequest
+from kvserve.server.state.errors import as_api_error
 from tests.server import test_messages
 from tests.server.conftest import MODEL, RunningServer
 from tests.server.openai import test_chat, test_responses
@@ -46,7 +54,13 @@ BODIES: dict[str, dict[str, Any]] = {
         **test_messages.SECOND_TURN,
         "tool_choice": {"type": "tool", "name": "weather"},
         **{"thinking": {"type": "enabled", "budget_tokens": 9}, "stop_sequences": ["zz"]},
+        "chat_template_kwargs": {"a": 1},
     },
+}
+KINDS = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
 }
 
 
@@ -92,3 +106,25 @@ def test_no_place_ends_a_request_without_a_sentence(server: RunningServer, route
             message = answer.json()["error"]["message"]
             assert 10 < len(message) < 400 and "Traceback" not in message, where
     assert {200, 400} <= statuses
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_no_field_is_used_before_it_is_read(route: str) -> None:
+    """Of ``chat_template_kwargs`` beside ``thinking`` a text was a 500: the fields of the chat
+    request that another one stands for are read only when it is made."""
+    kind: Any = KINDS[route]
+    names = {*kind.model_fields, *kind.further_fields, "unheard_of"}
+    refused = 0
+    for name in sorted(names):
+        for value in VALUES[1:-1]:
+            raw = orjson.dumps({**BODIES[route], name: 1e300 if value == 10**30 else value})
+            try:
+                body: Any = read_body(raw, (kind,), 2000)
+                if route == "/v1/messages":
+                    body.as_chat(True)
+                elif route == "/v1/responses":
+                    body.as_chat()
+            except (RequestError, RequestValidationError) as error:
+                assert len(as_api_error(error).message) > 10, (name, value)
+                refused += 1
+    assert refused > 100

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from kvserve.benchmarks.commands.frontier import chosen, flags
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
@@ -22,13 +23,14 @@ from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_complete, number
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.remainders import remainder_bytes
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.runner.log_form import choose_log
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
@@ -44,6 +46,8 @@ CARDS = {
     **{"rtx3090": (24, 0.936), "a10": (22.5, 0.6), "l4": (22.5, 0.3)},
 }
 """Memory as nvidia-smi shows it, in GiB, and the data sheet's bandwidth in TB/s."""
+_WITHOUT_FP8 = ("a100", "a100-40gb", "a40", "a6000", "rtx3090", "a10")
+"""Below compute capability 8.9."""
 _SHORT = {"8b": "llama-3.1-8b", "14b": "qwen3-14b", "32b": "qwen3-32b", "70b": "llama-3.1-70b"}
 _BITS = {16: 16.0, 8: 8.0, 4: 4.156}  # with AWQ's scales and zeros: 20 bits for 128 weights
 _DTYPES = ("auto", "int8", "k8v4")
@@ -159,9 +163,7 @@ def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
     most, most_logged = held, 0
     while at < num_prompt + num_output:
         due = trigger.next_event(row())
-        log_from = (
-            int(trigger.log_from(row(), due)[0]) if policy.demands.query_reduction else NO_EVENT
-        )
+        log_from = int(trigger.log_from(row(), due)[0]) if policy.query_reduction else NO_EVENT
         until = min(int(due[0]), num_prompt + num_output)
         steps, log = until - at, max(0, until - log_from)
         entries += steps * (held + steps / 2)
@@ -188,18 +190,19 @@ def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
     return layers + head * (1 if spec.tied_embeddings else 2), layers + head
 
 
-def request_bytes(part: ModelSpec, policy: Policy, form: EntryFormat, held: Held) -> list[float]:
+def request_bytes(
+    part: ModelSpec, policy: Policy, form: EntryFormat, held: Held, *, has_fp8: bool
+) -> list[float]:
     """Bytes of a request on a card with ``part`` of the model: mean and largest."""
-    layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, 16)
+    asked = policy, part, form, torch.bfloat16, "cuda", None
+    log_form, size = choose_log(*asked, has_fp8=has_fp8)
+    layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, size)
     lanes = part.num_kv_heads * form.entry_bytes(part.head_dim)
-    entry, log, beside = layout.num_layers * lanes, 0.0, 0.0
-    if policy.demands.query_reduction and held.most_logged:
-        dtype = "model" if policy.demands.logged_dtype == "auto" else policy.demands.logged_dtype
-        heads = part.num_heads if policy.demands.query_reduction == "heads" else part.num_kv_heads
-        log = 16 * entry / LogForm(heads, dtype).block_tokens(layout, form, 2)
+    entry, beside = layout.num_layers * lanes, 0.0
+    log = block_bytes(layout, form) / log_form.block_tokens(layout, form, 2)
     if part.windowed:
         beside += len(part.windowed) * lanes * (part.window or 0)
-    if policy.demands.leaves != "off":
+    if policy.leaves != "off":
         beside += remainder_bytes(layout)
     newest = form.newest * part.num_layers * part.num_kv_heads * 4 * part.head_dim
     mean, largest = (newest / 2, *held[:2]), (newest, *held[2:])
@@ -243,7 +246,9 @@ class Arithmetic:
     def _row(self, spec: PolicySpec, form: EntryFormat) -> dict[str, Any]:
         args, part, policy = self._args, self._part, make_policy(spec.as_dict)
         held = follow(policy, args.input_len, args.output_len)
-        mean, most = request_bytes(part, policy, form, held)
+        mean, most = request_bytes(
+            *(part, policy, form, held), has_fp8=args.device not in _WITHOUT_FP8
+        )
         at_once = min(args.max_num_seqs, int(self._pool // most))
         entry = len(part.layers.full) * part.num_kv_heads * form.entry_bytes(part.head_dim)
         row: dict[str, Any] = {

@@ -35,19 +35,20 @@ class LogForm:
     def block_tokens(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
         """Tokens whose queries one block holds, ``itemsize`` bytes a number as it is computed.
 
-        Raises ``ValueError`` if a block holds no token's queries, or if queries do not fill it
-        exactly, unless they are int4 or the entries are quantised.
+        What is left of a block is not used; 0 if a block is too small for one token's.
         """
-        dim = layout.head_dim
         part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
+        return part // self._token_bytes(layout.head_dim, itemsize)
+
+    def least_block(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
+        """The block size from which on a block of such entries holds a token's queries."""
+        entry = layout.num_kv_heads * form.entry_bytes(layout.head_dim)
+        return -(-self._token_bytes(layout.head_dim, itemsize) // entry)
+
+    def _token_bytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of a token's queries in one layer."""
         vector = {"model": dim * itemsize, "fp8": dim, "int4": int4_bytes(dim)}[self.dtype]
-        held, left = divmod(part, self.heads * vector)
-        if not held or (left and self.dtype != "int4" and not form.quantized):
-            raise ValueError(
-                f"a block of {layout.block_size} tokens cannot hold whole queries of "
-                f"{self.heads} heads"
-            )
-        return held
+        return self.heads * vector
 
     def read_as_log(self, kv: Tensor, layout: KVLayout, tokens: int, dtype: torch.dtype) -> Queries:
         """View blocks ``kv [num_blocks, L/LG, ...]`` as log blocks of ``tokens`` tokens each.

@@ -16,6 +16,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.executor import Executor
 from kvserve.engine.runner.memory import (
     GIB,
+    check_length,
     check_pool,
     count_blocks,
     count_host_blocks,
@@ -61,8 +62,10 @@ def build_engine(
     tell("reading the model's config and choosing kernels")
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
+    free = free_memory(plan.device, 1.0)
     if plan.device == "cpu":
-        check_pool(config.cache, plan.block_bytes, free_memory(plan.device, 1.0), ranks)
+        check_pool(config.cache, plan.block_bytes, free, ranks)
+    check_length(plan.max_len, plan.spec.head_dim, config.scheduler.max_num_seqs, free)
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
         executor = on_failure.enter_context(closing(Executor(plan, ranks, attention.name)))
@@ -104,7 +107,7 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
     if plan.device == "cuda":
         check_pool(config.cache, plan.block_bytes, free)
         usual = free
-    usable = scheduler.max_num_seqs * plan.blocks_for(plan.max_len) * 2
+    usable = scheduler.max_num_seqs * plan.blocks_for(plan.max_len, logged=True)
     num_blocks = count_blocks(config.cache, usable, plan.block_bytes, usual)
     layout = replace(plan.layout, num_kv_heads=plan.spec.num_kv_heads)  # of all ranks
     kept = config.cache.continuation_memory

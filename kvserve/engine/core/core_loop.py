@@ -99,13 +99,26 @@ class ThreadClient:
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         loop = asyncio.get_running_loop()
-        core = await asyncio.to_thread(self._load)
+        built: asyncio.Future[EngineInfo] = loop.create_future()
 
         def call(function: Callable[[Any], None], argument: Any) -> None:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(function, argument)
 
+        def settle(result: EngineInfo | BaseException) -> None:
+            if built.done():  # the caller has gone
+                return
+            if isinstance(result, EngineInfo):
+                built.set_result(result)
+            else:
+                built.set_exception(result)
+
         def run() -> None:
+            try:
+                core = self._load()
+                call(settle, core.described())
+            except BaseException as error:
+                return call(settle, error)
             try:
                 with closing(core):
                     run_core(core, self._receive, partial(call, on_outputs))
@@ -115,7 +128,11 @@ class ThreadClient:
 
         self._thread = threading.Thread(target=run, name="kvserve-engine", daemon=True)
         self._thread.start()
-        return core.described()
+        try:
+            return await built
+        except BaseException:
+            await self.stop()  # it loads to the end, and is closed at once
+            raise
 
     def _load(self) -> EngineCore:
         from kvserve.engine.core.engine_core import EngineCore

@@ -7,14 +7,14 @@ engine itself runs without them.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
+import subprocess
 import sys
-import tempfile
+import weakref
 from collections.abc import Iterable
-from contextlib import closing
-from multiprocessing.context import SpawnProcess
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,9 +35,10 @@ from kvserve.engine.core.core_loop import (
     WatchPool,
     run_core,
 )
+from kvserve.engine.device.child import parents_end, start_child
 from kvserve.engine.device.pages import share_one_arena
 from kvserve.engine.messages import Branches, EngineInfo, StepOutputs
-from kvserve.folders import temporary_folder
+from kvserve.folders import scratch_folder
 from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
@@ -59,30 +60,22 @@ class ProcessClient:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.stage = "loading torch"
-        self._process: SpawnProcess
+        self._process: subprocess.Popen[bytes]
+        self._pipe: Connection
         self._started = False
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self, on_outputs: OnOutputs, on_death: OnDeath) -> EngineInfo:
         """Wait until the model is loaded; raises ``ConfigError`` if it cannot be."""
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
-        addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
-        self._context = zmq.Context()
-        self._commands = _socket(self._context, zmq.PUSH)
-        # Connect, not bind: a bound PUSH socket without a peer blocks its sender.
-        self._commands.connect(addresses[0])
-        self._outputs = zmq.asyncio.Socket(_socket(self._context, zmq.PULL))
-        self._outputs.bind(addresses[1])
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_process,
-            args=(self._config, *addresses, logger.getEffectiveLevel()),
-            name="kvserve-engine",
-            daemon=True,
-        )
-        self._process.start()
+        addresses = self._open_sockets()
+        self._process, self._pipe = start_child(__name__)
+        # At exit, if nobody has stopped it: it obeys while it loads, and then misses its parent.
+        weakref.finalize(self, self._process.terminate)
         self._started, self._died = True, asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._on_exit)
         try:
+            with suppress(OSError):  # it has ended; ``_next`` says so
+                self._pipe.send((self._config, *addresses, logger.getEffectiveLevel()))
             while isinstance(info := await self._next(), str):
                 self.stage = info
         except BaseException:
@@ -119,9 +112,29 @@ class ProcessClient:
             else:
                 self._process.terminate()  # while it loads, it reads no commands
             try:
-                await asyncio.wait_for(self._died.wait(), _EXIT_TIMEOUT_S)
-            except asyncio.TimeoutError:
+                await asyncio.to_thread(self._process.wait, _EXIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
                 self._process.kill()
+        if not self._died.is_set():
+            self._on_exit()
+        self._close_sockets()
+
+    def _open_sockets(self) -> list[str]:
+        """The addresses of commands and of outputs."""
+        self._directory = scratch_folder("out")
+        addresses = [f"ipc://{Path(self._directory.name) / name}" for name in ("in", "out")]
+        self._context = zmq.Context()
+        self._commands = _socket(self._context, zmq.PUSH)
+        # Connect, not bind: a bound PUSH socket without a peer blocks its sender.
+        self._commands.connect(addresses[0])
+        # Not around a socket of ``_socket``: closing the outer one does not close that, which, when
+        # it is collected, closes whichever socket has its address by then.
+        self._outputs = zmq.asyncio.Socket(self._context, zmq.PULL)
+        self._outputs.set_hwm(0)
+        self._outputs.bind(addresses[1])
+        return addresses
+
+    def _close_sockets(self) -> None:
         self._commands.close(linger=0)
         self._outputs.close(linger=0)
         self._context.term()
@@ -149,7 +162,7 @@ class ProcessClient:
         if not frames.done():
             frames.cancel()
             raise EngineDeadError(
-                f"the engine process ended (exit code {self._process.exitcode}); see its log"
+                f"the engine process ended (exit code {self._process.returncode}); see its log"
             )
         kind, body = frames.result()
         if kind == _REFUSED:
@@ -162,15 +175,17 @@ class ProcessClient:
         return message
 
     def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        self._process.join()
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        self._process.wait()
         self._died.set()
 
 
-def engine_process(config: EngineConfig, commands: str, outputs: str, log_level: int) -> None:
+def main() -> None:
     """Main function of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it, and may want to drain
     signal.signal(signal.SIGTERM, _leave)  # no request is open while it loads
+    pipe = parents_end()  # open until the process is gone, which is how the parent knows
+    config, commands, outputs, log_level = pipe.recv()
     configure_logging(log_level)
     share_one_arena()
     channel = _SocketChannel(commands, outputs)
@@ -195,7 +210,7 @@ def engine_process(config: EngineConfig, commands: str, outputs: str, log_level:
 
 def _last_words(error: Exception) -> list[bytes]:
     """The message to the parent: a refusal, or a failure, whose traceback is logged here."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | OSError):  # the latter is the system's refusal
         return [_REFUSED, str(error).encode()]
     if isinstance(error, MemoryError):
         return [_REFUSED, f"there is not enough memory: {error}".encode()]

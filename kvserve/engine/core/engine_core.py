@@ -26,6 +26,7 @@ from kvserve.engine.messages import (
     RefusedSequence,
     StepOutputs,
 )
+from kvserve.engine.models.hub import LOADING
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.sampler import NO_TOKEN
@@ -78,7 +79,8 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, model: Transformer | None = None, tell: Tell = untold
     ) -> None:
-        built = build_engine(config, model, tell)
+        with LOADING:
+            built = build_engine(config, model, tell)
         self.scheduler = built.scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
@@ -111,7 +113,8 @@ class EngineCore:
         sequence = self._intake.sequence(new, self._sequences, matcher)
         self.scheduler.add(sequence)
         self._sequences.add(sequence, new)
-        self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
+        if not new.branch:  # once a request, as in its usage
+            self.scheduler.totals.prompt_tokens_total += sequence.num_prompt_tokens
 
     def abort(self, seq_ids: Iterable[int]) -> list[FinishedSequence]:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""

@@ -15,7 +15,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.late import Late, Made
-from kvserve.log import RequestError
+from kvserve.log import RequestError, too_long
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.sequence import Sequence
@@ -123,20 +123,15 @@ class Intake:
         if not prompt:
             raise RequestError("prompt must not be empty", param="prompt")
         if prompt >= limit:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; this model's context is {limit} tokens and "
-                "at least one must be left to generate",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            said = f"this model's context is {limit} tokens, and one must be left to generate"
+            raise too_long(prompt, limit, said, "prompt")
         most = limit - prompt
         if new.max_tokens is not None and new.max_tokens > most:
-            raise RequestError(
+            said = (
                 f"max_tokens={new.max_tokens} does not fit: the context is {limit} tokens and the "
-                f"prompt has {prompt}; ask for at most {most}",
-                param="max_tokens",
-                code="context_length_exceeded",
+                f"prompt has {prompt}; ask for at most {most}"
             )
+            raise too_long(prompt + new.max_tokens, limit, said, "max_tokens")
 
     def _check_fits(self, prompt: int, max_len: int, trigger: Trigger, policy_name: str) -> None:
         wanted = self._scheduler.blocks_at_least(prompt, max_len, trigger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from kvserve.engine.attention.select import Choice
@@ -20,7 +21,8 @@ from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import entry_format
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.trigger import most_held
+from kvserve.scheduler.triggers.periodic import Periodic
+from kvserve.scheduler.triggers.trigger import Trigger, most_held
 
 USUAL_LOG = "heads", "int4"
 """The form of a log that every policy of ours can use."""
@@ -128,7 +130,24 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         state = f"{part.num_heads} query and {part.num_kv_heads} KV heads each"
         why = f"{library}; --tensor-parallel-size"
         rows.append(("tensor parallel", f"{ranks} ranks, {state}", why))
-    return [*rows, log_row(plan.log, plan.device), *_statistics_rows(plan)]
+    name, state, why = log_row(plan.log, plan.device)
+    weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
+    return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
+
+
+def log_weight(trigger: Trigger, block_tokens: int, log_block_tokens: int) -> str:
+    """What to say of a log of whole windows that takes as much as a window's event frees."""
+    if not isinstance(trigger, Periodic) or not trigger.logs:
+        return ""
+    logged = trigger.window / log_block_tokens
+    freed = (trigger.compressible - trigger.keep) / block_tokens
+    if not 0 < freed <= logged:
+        return ""
+    first = trigger.window + (math.ceil(logged / freed) - 1) * trigger.compressible
+    return (
+        f"; a window's queries take {logged / freed:.1f} times what its event frees: a "
+        f"sequence always holds less than under none only from token {first:,} of its answer on"
+    )
 
 
 def _statistics_rows(plan: EnginePlan) -> list[Row]:

@@ -30,13 +30,14 @@ def read_prompts(prompts: Any) -> list[ReadPrompt]:
     """One prompt or many, as a list. ``RequestError`` names one that is none."""
     # An empty list is no prompts.
     if isinstance(prompts, str | Mapping) or (_is_ids(prompts) and len(prompts) > 0):
-        return [_read(prompts, "prompts")]
+        return [read_prompt(prompts, "prompts")]
     if not _is_list(prompts):
         raise _wrong("prompts", f"{_PROMPT}, or a list of these", prompts)
-    return [_read(prompt, f"prompts[{at}]") for at, prompt in enumerate(prompts)]
+    return [read_prompt(prompt, f"prompts[{at}]") for at, prompt in enumerate(prompts)]
 
 
-def _read(prompt: Any, name: str) -> ReadPrompt:
+def read_prompt(prompt: Any, name: str) -> ReadPrompt:
+    """One prompt. ``RequestError`` calls it ``name`` if it is none."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return ReadPrompt(prompt)
     if not isinstance(prompt, Mapping):
@@ -88,11 +89,12 @@ def _one_each(name: str, value: Any, kind: Any, wanted: str, count: int) -> list
 
 def refuse_others(method: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> None:
     """``RequestError`` for keywords that a method does not have."""
+    if not given:
+        return
+    from kvserve import absent
 
     def error(message: str, name: str) -> RequestError:
         return refused(message.replace("unknown setting", "unknown argument") + hint, name)
-
-    from kvserve import absent
 
     absent.take_known(given, signature(method).parameters, absent.FIELDS, error)
 
@@ -120,7 +122,7 @@ def _is_list(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return _is_list(value) and all(
-        isinstance(i, Integral) and not isinstance(i, bool) for i in value
+        type(i) is int or (isinstance(i, Integral) and not isinstance(i, bool)) for i in value
     )
 
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvserve.engine.frontend.content import read_content, unread
+from kvserve.engine.frontend.efforts import Reasons
+from kvserve.engine.frontend.system_turns import Message, SystemTurns, joined
 from kvserve.log import RequestError
-
-Message = dict[str, Any]
-Render = Callable[..., str]
-"""Messages, and arguments of the template -> text."""
 
 _NOT_FOR_TEMPLATES = frozenset(
     (
@@ -29,20 +27,9 @@ _NOT_FOR_TEMPLATES = frozenset(
     )
 )
 """Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
-_ABSENT = "absent"
+ABSENT = "absent"
+_OF_CALLS = ("tool_calls", "tool_call_id", "name")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-TOOL, KEY, VALUE = "kvserve_tool", "kvserve_key", "kvserve value"
-_TEXT, _RESULT, _THOUGHT = "kvserve text", "kvserve result", "kvserve thought"
-PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": TOOL,
-            "description": "d",
-            "parameters": {"type": "object", "properties": {"kvserve_p": {"type": "string"}}},
-        },
-    }
-]
 
 
 @dataclass(frozen=True)
@@ -60,27 +47,37 @@ class Forms:
     one_call: bool = False
     """A message has one call, and its result follows."""
     merge: bool = False
-    """Neighbours that are both the system's or the user's are one message."""
+    """Neighbours of one role are one message."""
+    user_first: bool = False
+    """The first turn that is not the system's is a user's."""
+    after_results: bool = True
+    """A user's turn may come behind the results of calls."""
     parts: bool = False
     """Content is a list of parts."""
     shows_calls: bool = True
     shows_tools: bool = True
+    system: SystemTurns = field(default_factory=SystemTurns)
+    reasons: Reasons = field(default_factory=Reasons)
 
     def apply(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The conversation in this form; ``RequestError`` if its calls would not show."""
+        """The conversation in this form."""
         out = [_one_form(message) for message in messages]
-        if not self.shows_calls and any(message.get("tool_calls") for message in out):
-            raise RequestError(
-                "messages: this model's chat template does not write tool calls; leave them out",
-                param="messages",
-            )
+        if not self.shows_calls:
+            out = _calls_as_text(out)
+        out = self.system.place(out)
+        if self.user_first:
+            at = next((i for i, each in enumerate(out) if each["role"] != "system"), len(out))
+            if at < len(out) and out[at]["role"] == "assistant":
+                out.insert(at, {"role": "user", "content": ""})
         _join_results(out)
+        if not self.after_results:
+            out = _behind_results(out)
+        if self.merge:
+            out = _merged(out)
         if self.one_call:
             out = _one_by_one(out)
         if self.split:
             out = [part for message in out for part in _split(message)]
-        if self.merge:
-            out = _merged(out)
         for message in out:
             self._finish(message)
         return out
@@ -90,7 +87,7 @@ class Forms:
             message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
             if not message["content"]:
                 message["content"] = self.empty
-                if self.empty == _ABSENT:
+                if self.empty == ABSENT:
                     del message["content"]
         if self.short_ids and message.get("tool_call_id"):
             message["tool_call_id"] = _short(message["tool_call_id"])
@@ -112,39 +109,24 @@ class Forms:
 def _one_form(message: Mapping[str, Any]) -> Message:
     """A message without what is empty in it, under today's names."""
     made = {name: value for name, value in message.items() if value is not None}
-    made["content"] = join_text(made.get("content"), "messages")
     role = made.get("role")
+    reading = read_content(made.get("content"), str(role), "messages")
+    if reading.unseen:  # a server has read them before
+        raise unread(reading.unseen[0], "messages")
+    made["content"] = "\n".join(reading.texts)
     made["role"] = {"developer": "system", "function": "tool"}.get(str(role), role)
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
         call = made.pop("function_call", None)
         if isinstance(call, Mapping) and call.get("name"):
             made["tool_calls"] = [{"type": "function", "function": dict(call)}]
-    thought = made.get("reasoning_content") or made.get("reasoning")
+    thought = made.get("reasoning_content") or made.get("reasoning") or reading.thought
     for name in ("reasoning", "reasoning_content", "thinking"):
         if isinstance(thought, str) and thought:
             made[name] = thought
         elif name != "thinking":
             made.pop(name, None)
     return made
-
-
-def join_text(content: Any, param: str | None = None) -> str:
-    """A message's text: parts joined by newlines. ``RequestError`` for parts that are no text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise RequestError("content must be a string or a list of content parts", param=param)
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise RequestError(
-                f"content parts of type {kind!r} are not supported; only text is", param=param
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def template_arguments(
@@ -191,6 +173,26 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
         arguments = value
     value = {} if arguments is None else arguments
     return json.dumps(value, ensure_ascii=False) if as_text else value
+
+
+def _calls_as_text(messages: Iterable[Message]) -> list[Message]:
+    """Calls within what the assistant says, as Hermes' models write them, and results as what the
+    user says."""
+    out: list[Message] = []
+    for message in messages:
+        made = {key: value for key, value in message.items() if key not in _OF_CALLS}
+        texts = [message["content"]] if message["content"] else []
+        for call in message.get("tool_calls", ()):
+            name, given = call["function"]["name"], call["function"].get("arguments")
+            called = {"name": name, "arguments": _arguments(given, as_text=False)}
+            texts.append(f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>")
+        if message["role"] == "tool":
+            made["role"] = "user"
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>"]
+        made["content"] = "\n".join(texts)
+        results = message["role"] == "tool" and out and out[-1]["role"] == "user"
+        out[-1:] = joined([out[-1], made]) if results else [*out[-1:], made]
+    return out
 
 
 def _join_results(messages: Iterable[Message]) -> None:
@@ -247,9 +249,20 @@ def _split(message: Message) -> list[Message]:
 def _merged(messages: Iterable[Message]) -> list[Message]:
     out: list[Message] = []
     for message in messages:
-        both = message["role"] in ("system", "user") and out and out[-1]["role"] == message["role"]
-        if both and isinstance(message["content"], str) and isinstance(out[-1]["content"], str):
-            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
+        both = message["role"] != "tool" and out and out[-1]["role"] == message["role"]
+        if both and not out[-1].get("tool_calls"):
+            out[-1:] = joined([out[-1], message])
+        else:
+            out.append(message)
+    return out
+
+
+def _behind_results(messages: Iterable[Message]) -> list[Message]:
+    """What a user says behind results of calls is in the last one's text."""
+    out: list[Message] = []
+    for message in messages:
+        if message["role"] == "user" and out and out[-1]["role"] == "tool":
+            out[-1:] = joined([out[-1], {"content": message["content"]}])
         else:
             out.append(message)
     return out
@@ -260,85 +273,3 @@ def _short(call_id: str) -> str:
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.blake2b(call_id.encode()).hexdigest()[:9]
-
-
-# ---- what a template wants ----------------------------------------------------------------------
-
-
-def find_forms(render: Render) -> Forms:
-    """Try a template; ``render`` may raise anything."""
-
-    def rendered(forms: Forms, messages: Sequence[Message]) -> str:
-        try:
-            return render(forms.apply(messages), tools=PROBE_TOOLS)
-        except Exception:  # what the template's author chose
-            return ""
-
-    forms = Forms()
-    user, call = conversation(), conversation(called_conversation())
-    nones = rendered(forms, user).count("None")
-
-    def shows(forms: Forms, messages: Sequence[Message], *words: str) -> bool:
-        text = rendered(forms, messages)
-        # Not an object or None as Python prints them, nor JSON text within JSON.
-        wrong = f"'{KEY}'" in text or f'\\"{KEY}' in text or text.count("None") > nones
-        return all(word in text for word in words) and not wrong
-
-    if not shows(forms, user, _TEXT) and shows(replace(forms, parts=True), user, _TEXT):
-        forms = replace(forms, parts=True)
-    shown = (TOOL, KEY, VALUE, _RESULT)
-    for short, text, empty in product((False, True), (False, True), ("", None, _ABSENT)):
-        tried = replace(forms, short_ids=short, text_arguments=text, empty=empty)
-        if shows(tried, call, *shown):
-            forms = tried
-            break
-    else:
-        forms = replace(forms, shows_calls=False)
-    forms = replace(forms, shows_tools=TOOL in rendered(forms, user))
-    both = conversation(called_conversation(content=_TEXT + "2", reasoning=_THOUGHT))
-    two = conversation(called_conversation(2))
-    system = {"role": "system", "content": _TEXT + "1"}
-    many = [system, {**system, "content": _TEXT + "2"}, *user, *user]
-    for change, messages, words in (
-        ("split", both, (*shown, _TEXT + "2")),
-        ("one_call", two, (*shown, VALUE + "1", _RESULT + "1")),
-        ("merge", many, (_TEXT + "1", _TEXT + "2")),
-        ("merge", [*user, *user], (_TEXT,)),
-    ):
-        changed = replace(forms, **{change: True})  # type: ignore[arg-type]
-        if not shows(forms, messages, *words) and shows(changed, messages, *words):
-            forms = changed
-    return forms
-
-
-def called_conversation(count: int = 1, **more: str) -> list[Message]:
-    """An assistant's message with calls, and their results."""
-    calls, results = [], []
-    for at in range(count):
-        call_id, number = f"call_{at:024x}", str(at or "")
-        function = {"name": TOOL, "arguments": json.dumps({KEY: VALUE + number})}
-        calls.append({"id": call_id, "type": "function", "function": function})
-        results.append({"role": "tool", "tool_call_id": call_id, "content": _RESULT + number})
-    return [{"role": "assistant", "content": "", **more, "tool_calls": calls}, *results]
-
-
-def conversation(more: Sequence[Message] = ()) -> list[Message]:
-    return [{"role": "user", "content": _TEXT}, *more]
-
-
-def written_calls(render: Render, count: int = 1) -> str:
-    """How a template writes an assistant's message with calls; ``""`` if it does not.
-
-    ``render`` brings messages into the template's form.
-    """
-    start, turn = conversation(), called_conversation(count)[:1]
-    try:
-        before = render(start, tools=PROBE_TOOLS, add_generation_prompt=True)
-        after = render(start + turn, tools=PROBE_TOOLS, add_generation_prompt=False)
-    except Exception:
-        return ""
-    pairs = zip(before, after, strict=False)
-    same = before[: next((i for i, (a, b) in enumerate(pairs) if a != b), len(before))]
-    if "<" in same[same.rfind(">") + 1 :]:  # within a mark
-        same = same[: same.rfind("<")]
-    return after[len(same) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
@@ -74,9 +75,14 @@ class IncrementalDetokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._held = ""
         self._ids: list[int] = []  # those whose text has not come out of the stream
+        self._bytes = b""  # what they stand for, if they are bytes
+        self._lost = ""  # the text of bytes that make no character, until more text comes
 
     def push(self, token_id: int) -> None:
         """Take in one token; sets ``stop`` when it completes a stop string."""
+        byte = self._tokenizer.fallback_bytes.get(token_id)
+        if byte is not None:
+            self._bytes = self._continued(byte)
         self._ids.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer.backend, token_id)
@@ -85,8 +91,12 @@ class IncrementalDetokenizer:
             # invalid for the decoder. These have been shown, so go on behind them.
             piece = self._behind()
             self._stream = DecodeStream(self._ids, self._skip_special)
+        if piece and byte is None and self._bytes:  # an unfinished character is none
+            piece = self._behind()
         if piece:
+            piece, self._lost = self._lost + piece, ""
             self._ids.clear()
+            self._bytes = b""
         if token_id in self._stops.hidden:
             piece = (piece or "") + self._stops.hidden[token_id]
         if not piece:
@@ -104,11 +114,26 @@ class IncrementalDetokenizer:
     def flush(self) -> None:
         """At the end, show what was held back, unfinished characters included."""
         if self.stop is None:
-            self.text += self._visible(self._held) + self._behind()
-            self._held = ""
+            self.text += self._visible(self._held) + self._lost + self._behind()
+            self._held = self._lost = ""
 
     def _behind(self) -> str:
         return self._tokenizer.decode(self._ids, self._skip_special)
+
+    def _continued(self, byte: int) -> bytes:
+        """The bytes of an unfinished character with one more. If that can be none, those before it
+        are lost and the stream begins anew: it would lose what follows them, too."""
+        held = self._bytes + bytes([byte])
+        try:
+            getincrementaldecoder("utf-8")().decode(held)
+        except UnicodeDecodeError:
+            if not self._bytes:
+                return held
+            self._lost += self._behind()
+            self._ids.clear()
+            self._stream = DecodeStream([self._tokenizer.plain_token], self._skip_special)
+            return bytes([byte])
+        return held
 
     def _append(self, piece: str) -> None:
         """Add text in which a stop string may be. What is held back is its longest end that begins

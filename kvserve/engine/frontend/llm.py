@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvserve.config import EngineConfig
+from kvserve.config import config_of
 from kvserve.engine.frontend.batch import (
     Prompt,
     read_conversations,
@@ -19,7 +19,7 @@ from kvserve.engine.frontend.batch import (
 )
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.log import ConfigError, shown
+from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput, SaysWhatIsAbsent
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats
@@ -43,13 +43,7 @@ class LLM(SaysWhatIsAbsent):
     def __init__(
         self, model: str, *, policy: str | Mapping[str, Any] = "none", **settings: Any
     ) -> None:
-        named = isinstance(policy, str) or (isinstance(policy, Mapping) and "name" in policy)
-        if not named:
-            wanted = 'a name, or a mapping with one like {"name": "kara", "window": 128}'
-            raise ConfigError(f"policy must be {wanted}, got {shown(policy):.200}")
-        spec = {"name": policy} if isinstance(policy, str) else dict(policy)
-        name = spec.pop("name")
-        self.config = EngineConfig.from_flat(model=model, policy=name, policy_args=spec, **settings)
+        self.config = config_of(model, policy=policy, **settings)
         self.engine = LLMEngine(self.config)
         self._request_ids = itertools.count()
         self._lock = threading.Lock()

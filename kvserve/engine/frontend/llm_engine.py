@@ -10,7 +10,7 @@ from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import StepOutputs
-from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.hub import LOADING, find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import RequestError
@@ -85,6 +85,8 @@ def load_tokenizer(config: ModelConfig, model_path: str | None = None) -> Tokeni
     elif model_path is None:
         where, form = (config.model, config.revision, place), config.load_format
         found = find_model(*where, load_format=form, weights=False, code=code)
-        choose_spec(found, config)  # what is wrong with it is not the tokenizer's
+        with LOADING:
+            choose_spec(found, config)  # what is wrong with it is not the tokenizer's
         model_path = str(found)
-    return Tokenizer(model_path, trust_remote_code=code)
+    with LOADING:
+        return Tokenizer(model_path, trust_remote_code=code)

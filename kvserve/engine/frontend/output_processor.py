@@ -72,6 +72,12 @@ class OutputProcessor:
         ``text`` is what a prompt of token ids was made of, if that is known.
         """
         tokenizer = self._tokenizer
+        if tokenizer is None and params.stop:
+            raise RequestError(
+                "stop: there is no tokenizer (skip_tokenizer_init), so answers have no text; send "
+                "stop_token_ids",
+                param="stop",
+            )
         own, token_ids = tokenize(tokenizer, prompt)
         text = own if text is None else text
         request = RequestOutput(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from kvserve.engine.models.hub import SHIPPED_MODELS, read_json
-from kvserve.log import ConfigError, RequestError
+from kvserve.log import ConfigError, RequestError, logger
 
 if TYPE_CHECKING:
     from kvserve.engine.frontend.chat_template import Forms
@@ -19,6 +21,15 @@ if TYPE_CHECKING:
 _TEMPLATES_KEPT = 16
 _SHORT = 1000
 """Characters, or tokens, up to which a text is not worth a batch."""
+_TEXTS = (
+    *("word", " word", "  two  words ", "\n\n  line\r\n\tof code();", "1234567 3.14 1,000"),
+    *(
+        "don't I'LL HTTPServer snake_case",
+        "\u00e9 e\u0301 \u00df \ufb01 \uff21",
+        "\u4f60\u597d\u4e16\u754c",
+    ),
+    *("\U0001f469\u200d\U0001f680 \u2581x", "<s> </s> [INST]", "a\u00a0b\u200bc \x07"),
+)
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -27,30 +38,12 @@ class Tokenizer:
     that streams are decoded with."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
-        try:
-            if path.endswith(".gguf"):
-                from kvserve.engine.gguf.tokenizer import gguf_tokenizer
+        if path.endswith(".gguf"):
+            from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 
-                self.hf = gguf_tokenizer(path)
-            elif Path(path) in SHIPPED_MODELS.values():
-                # AutoTokenizer finds the same class, and loads torch and more to find it.
-                from transformers import PreTrainedTokenizerFast
-
-                self.hf = PreTrainedTokenizerFast.from_pretrained(path)
-            else:
-                from transformers import AutoTokenizer
-
-                self.hf = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except ConfigError:  # of a GGUF file
-            raise
-        except Exception as error:  # any error of the file, the library or remote code
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(
-                f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
-                "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
-            ) from error
-        if not self.hf.is_fast:
-            raise ConfigError(f"--tokenizer: {path} has no tokenizer.json (a fast tokenizer)")
+            self.hf = gguf_tokenizer(path)
+        else:
+            self.hf = _of_directory(Path(path), trust_remote_code)
         if not self.hf.chat_template and (beside := Path(path, "chat_template.json")).exists():
             # Where models that also see once had it: their processors read this file.
             self.hf.chat_template = read_json(beside).get("chat_template")
@@ -100,9 +93,42 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if len(ids) <= _SHORT:
-            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        return str(text)
+            text = str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        else:
+            made = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            text = str(made[0])
+        if "\ufffd" in text and not self.fallback_bytes.keys().isdisjoint(ids):
+            return self._decode_rows_of_bytes(ids, skip_special_tokens)
+        return text
+
+    @cached_property
+    def fallback_bytes(self) -> dict[int, int]:
+        """The byte that a token stands for, by its id, in tokenizers that fall back to bytes."""
+        if self._decoder != "ByteFallback":
+            return {}
+        found = ((self.backend.token_to_id(f"<0x{byte:02X}>"), byte) for byte in range(256))
+        return {token_id: byte for token_id, byte in found if token_id is not None}
+
+    @cached_property
+    def plain_token(self) -> int:
+        """The id of a token with a text of its own, no byte's."""
+        words = range(self.backend.get_vocab_size())
+        return next(i for i in words if i not in self.fallback_bytes and self.decode([i]))
+
+    def _decode_rows_of_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """As ``decode``, where tokens of bytes make no text: tokenizers' decoder takes each row of
+        them as a whole, and loses the characters in it with the bytes that are none."""
+        hidden = {i for i, special in self.added_tokens.values() if special and skip_special_tokens}
+        named = ((i, self.backend.id_to_token(i)) for i in ids if i not in hidden)
+        known = ((i, token) for i, token in named if token is not None)
+        tokens = list[str]()
+        for is_byte, row in groupby(known, lambda one: one[0] in self.fallback_bytes):
+            if is_byte:
+                held = bytes(self.fallback_bytes[i] for i, _ in row)
+                tokens.append(held.decode(errors="replace"))
+            else:
+                tokens += [token for _, token in row]
+        return str(self.backend.decoder.decode(tokens))
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special ones included. A part of a character has no text: it is
@@ -154,7 +180,7 @@ class Tokenizer:
             while len(self._forms) >= _TEMPLATES_KEPT:
                 self._forms.pop(next(iter(self._forms)))
 
-            from kvserve.engine.frontend.chat_template import find_forms
+            from kvserve.engine.frontend.template_probe import find_forms
 
             def render(messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
                 return self._render(messages, chat_template=chat_template, **kwargs)
@@ -212,6 +238,65 @@ class Tokenizer:
             **{**self.hf.special_tokens_map, **kwargs},
         )
         return str(texts[0][0])
+
+
+def _of_directory(path: Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer, by tokenizer.json: that was published, and grammars read it, while
+    transformers builds some anew by the class that tokenizer_config.json names."""
+    from transformers import PreTrainedTokenizerFast
+
+    if path in SHIPPED_MODELS.values():
+        # AutoTokenizer finds the same class, and loads torch and more to find it.
+        return PreTrainedTokenizerFast.from_pretrained(str(path))
+    from transformers import AutoTokenizer
+
+    described = path / "tokenizer.json"
+    alone = next(path.glob("*.model"), None)
+    if alone is not None and not described.exists() and not trust_remote_code:
+        raise _no_description(path, f"{alone.name} alone is not read")
+    try:
+        hf = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        if described.exists():
+            own = Backend.from_file(str(described))
+            other = next((t for t in _probes(own) if not hf.is_fast or _differ(hf, own, t)), None)
+            if other is not None:
+                logger.warning(
+                    "%s: transformers' %s cuts %r otherwise than its tokenizer.json does, which is "
+                    "taken",
+                    *(path, type(hf).__name__, other),
+                )
+                hf = PreTrainedTokenizerFast.from_pretrained(str(path))
+    except Exception as error:  # any error of the file, the library or remote code
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"--tokenizer: cannot load one from {path} ({reason}); give a directory with "
+            "tokenizer.json, --trust-remote-code if it brings code, or --skip-tokenizer-init"
+        ) from error
+    if not hf.is_fast:
+        raise _no_description(path, "other forms are not read")
+    return hf
+
+
+def _no_description(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"--tokenizer: {path} has no tokenizer.json, and {why}; give the directory of one, such as "
+        "another copy of the model has"
+    )
+
+
+def _probes(backend: Backend) -> list[str]:
+    """Texts that show how a tokenizer cuts, with two of its tokens that are found whole."""
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    marks = [*added[:1], *added[-1:]]
+    return [*_TEXTS, *(f"a{mark}b{mark} c{mark}\n {mark}" for mark in marks)]
+
+
+def _differ(hf: Any, backend: Backend, text: str) -> bool:
+    ids = backend.encode(text, add_special_tokens=False).ids
+    built = hf.backend_tokenizer
+    if built.encode(text, add_special_tokens=False).ids != ids:
+        return True
+    return bool(built.decode(ids) != backend.decode(ids))
 
 
 def tokenize(

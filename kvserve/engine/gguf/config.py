@@ -45,6 +45,22 @@ _FURTHER = {"vocab_size", "expert_count", "expert_used_count", "tensor_data_layo
 _FURTHER |= {"attention.value_length", "attention.sliding_window_pattern", "rope.dimension_count"}
 _FURTHER |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.finetuned"}
 _KNOWN = {*_FIELDS, *_FURTHER, *(f"rope.scaling.{name}" for name in _SCALING)}
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "residual_scale"), (0.0, 1.0)),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
+    **dict.fromkeys(
+        (
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"),
+            *("attention.shared_kv_layers", "expert_group_count", "expert_group_used_count"),
+            *("expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"),
+            *("nextn_predict_layers", "pooling_type", "rope.scaling.yarn_log_multiplier"),
+            *("swin_norm", "use_parallel_residual"),
+        ),
+        (0.0,),
+    ),
+}
+"""Further keys of llama.cpp, and the values with which they change nothing."""
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING["penalty_repeat"] = "repetition_penalty"
@@ -97,7 +113,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     embedding = file.tensors.get("token_embd.weight")
-    if unknown := sorted(own.keys() - _KNOWN):
+    changing = (k for k, v in own.items() if np.ndim(v) or v not in _NEUTRAL.get(k, ()))
+    if unknown := sorted(set(changing) - _KNOWN):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")
     if file.value("split.count", int, 1) > 1:
         raise file.error("is one of several parts; llama-gguf-split --merge makes one of them")

@@ -16,22 +16,37 @@ from kvserve.engine.gguf.reader import GgufFile, read_gguf
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """Words end where capitals begin."""
+    forms = (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+    words = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{form}{ending}" for form in forms)
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 _SPLITS = {
     "dbrx": _LLAMA3,  # Phi-4
+    "default": None,
     "deepseek-r1-qwen": _QWEN2,
     "falcon3": _LLAMA3,
     "gpt-2": None,
+    "gpt-4o": _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
+    "smaug-bpe": _LLAMA3,
     "smollm": None,
+    "tekken": _by_case("", r"\p{N}"),  # Mistral Nemo, Mistral Small
 }
 """How text is cut into words; ``None``: as the package's GPT-2 does."""
-_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "falcon3")
+_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "falcon3", "tekken")
 """Where a word that is a token is that token, whatever the merges make of it."""
 _USER_DEFINED = 4
 _SPACE = "\u2581"
@@ -93,11 +108,15 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     steps: list[Any] = []
     if words == "smollm":
         steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words == "default":
+        cuts = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+        steps += [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
     if (split := _SPLITS[words]) is not None:
         steps.append(pre_tokenizers.Split(Regex(split), "isolated"))
     if split is _QWEN2:
         backend.normalizer = normalizers.NFC()
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None))
+    by_itself = split is None and words != "default"
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_itself))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -129,13 +148,11 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     spaces = normalizers.Replace(" ", _SPACE)
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True) and not gemma
     if gemma:
-        backend.normalizer = spaces
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    elif family == "phi3":
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
-    else:
-        scheme = "first" if prefix else "never"
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, scheme, split=False)
+    # As llama.cpp and SentencePiece: whatever a piece of text begins with, and behind each token
+    # that is found whole.
+    before = [normalizers.Prepend(_SPACE)] * prefix
+    backend.normalizer = normalizers.Sequence([*before, spaces])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * prefix])
     return backend

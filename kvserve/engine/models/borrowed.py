@@ -8,7 +8,7 @@ head stay theirs, so that they are right, and slower than ours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE
+from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.feed_forward import empty
 from kvserve.engine.models.linear import Holding
 from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.models.transformer import Transformer, attend
+from kvserve.engine.models.wrapper import open_text_part
 from kvserve.log import ConfigError
 
 NAME = "kvserve"
@@ -34,13 +36,13 @@ _SINKS = {"GptOssForCausalLM"}
 
 
 def borrowed_spec(
-    directory: Path, overrides: Mapping[str, Any] | None, architecture: str
+    directory: Path, overrides: Mapping[str, Any], architecture: str, wrapper: str = ""
 ) -> ModelSpec:
     """What config.json says of a decoder that transformers knows; ``ConfigError`` names what keeps
     it from running here."""
     config = _text_config(directory, overrides)
     try:
-        return _spec(config, architecture)
+        return replace(_spec(config, architecture), wrapper=wrapper)
     except ConfigError:
         raise
     except Exception as error:  # a config that no one here has thought of
@@ -220,6 +222,7 @@ def load_borrowed(
 ) -> Borrowed:
     """The decoder with its weights, read by transformers; ``random``: drawn by it."""
     from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     AttentionInterface.register(NAME, _attend)
     config = _text_config(directory, overrides)
@@ -231,17 +234,18 @@ def load_borrowed(
     if random:
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
-        try:
-            read: Any = AutoModelForCausalLM.from_pretrained(
-                directory,
-                **{"config": config, "local_files_only": True, "use_safetensors": True, **how},
-                output_loading_info=True,
-            )
-            causal, found = read
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"--model: transformers cannot read the checkpoint in {directory}: {error}"
-            ) from None
+        with ExitStack() as opened:
+            files = open_text_part(directory, spec.wrapper) if spec.wrapper else None
+            stored = (files or SafetensorsFiles(directory)).slices(opened)
+            try:
+                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                causal, found = kind.from_pretrained(
+                    None, config=config, state_dict=stored, output_loading_info=True, **how
+                )
+            except (OSError, RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"--model: transformers cannot read the checkpoint in {directory}: {error}"
+                ) from None
         if missing := sorted(found["missing_keys"]):  # it has drawn these
             raise ConfigError(
                 f"--model: the checkpoint in {directory} has no tensor {missing[0]} "
@@ -294,14 +298,23 @@ def _attend(
     return attend(layer, q, batch, cache, attention, model.sinks.get(layer))[None], None
 
 
-def _text_config(directory: Path, overrides: Mapping[str, Any] | None) -> Any:
+def _text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
+    """The decoder's; in a wrapper it has what is stated there for all parts."""
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(directory, local_files_only=True, **(overrides or {}))
+        whole = AutoConfig.from_pretrained(directory, local_files_only=True, **overrides)
     except Exception as error:  # what the config's class raises
         raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
-    return whole.get_text_config(decoder=True)
+    text = whole.get_text_config(decoder=True)
+    if text is not whole:
+        for name in ("eos_token_id", "dtype", "tie_word_embeddings"):
+            if getattr(whole, name, None) is not None:
+                setattr(text, name, getattr(whole, name))
+        for name, value in overrides.items():
+            if hasattr(text, name):
+                setattr(text, name, value)
+    return text
 
 
 def _check_layers(config: Any, architecture: str) -> None:

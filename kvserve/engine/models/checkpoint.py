@@ -6,9 +6,11 @@ its file anew: loading then takes the model's own memory and that of one piece.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path, PurePath
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvserve.engine.models.hub import read_json
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 
 _FETCH = "fetch it again"
+_BELOW_BYTES = ("F4", "F6_E2M3", "F6_E3M2")
+"""Types of safetensors 0.8 of which it can read no slice, and torch 2.13 has no values."""
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 class Checkpoint(Protocol):
@@ -86,10 +91,15 @@ class SafetensorsFiles:
             for stored in stored_names:
                 if (name := name_of(stored)) is None:
                     self.left_out.append(stored)
+                elif name in self._stored:
+                    raise ConfigError(
+                        f"--model: {shard} and {self._stored[name][0]} both have a tensor {name}; "
+                        "remove what is left of another checkpoint"
+                    )
                 else:
                     self._stored[name] = shard, stored
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         return set(self._stored)
 
@@ -104,7 +114,14 @@ class SafetensorsFiles:
     def tensor(self, name: str) -> Tensor:
         shard, stored = self._stored[name]
         with _open_shard(shard) as file:
+            _slice(file, stored, shard)
             return file.get_tensor(stored).clone()
+
+    def slices(self, opened: ExitStack) -> dict[str, Any]:
+        """All tensors, each read when it is asked for, while the files in ``opened`` are open."""
+        shards = {shard for shard, _ in self._stored.values()}
+        files = {shard: opened.enter_context(_open_shard(shard)) for shard in sorted(shards)}
+        return {name: _slice(files[at], stored, at) for name, (at, stored) in self._stored.items()}
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]
@@ -113,26 +130,64 @@ class SafetensorsFiles:
         for start in range(region[0].start, region[0].stop, rows):
             part = slice(start, min(start + rows, region[0].stop))
             with _open_shard(shard) as file:
-                yield part, file.get_slice(stored)[(part, *region[1:])]
+                yield part, _slice(file, stored, shard)[(part, *region[1:])]
 
 
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    names = ["model.safetensors"]
+    """The files with the weights: those of the index, the one file, or all shards there are."""
+    index, one = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    shards = [one]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"--model: {index} has no weight_map; {_FETCH}")
-        names = sorted(set(weight_map.values()))
-    shards = [directory / name for name in names]
+        outside = [name for name in weight_map.values() if not _is_beside(name)]
+        if outside:
+            raise ConfigError(f"--model: {index} names {shown(outside[0])}, no file beside it")
+        shards = [directory / name for name in sorted(set(weight_map.values()))]
+    elif not one.exists():
+        found = [match for file in directory.iterdir() if (match := _SHARD.fullmatch(file.name))]
+        wholes = sorted({(match[1], match[3]) for match in found})
+        if len(wholes) > 1:
+            several = " and ".join(f"{prefix}-...-of-{count}" for prefix, count in wholes)
+            raise ConfigError(
+                f"--model: {directory} has shards {several}, and no {index.name} that says "
+                f"which are the model's; {_FETCH}"
+            )
+        for prefix, count in wholes:
+            places = range(1, int(count) + 1)
+            names = (f"{prefix}-{place:0{len(count)}}-of-{count}.safetensors" for place in places)
+            shards = []
+            for name in names:
+                shards.append(directory / name)
+                if not shards[-1].exists():  # it is named; the count may be any number
+                    break
     for shard in shards:
         if not shard.exists():
-            others = "" if index.exists() else " and so is model.safetensors.index.json"
+            others = "" if shard != one or index.exists() else f" and so is {index.name}"
             raise ConfigError(
                 f"--model: {shard} is missing{others}; {_FETCH} (kvserve reads safetensors and "
                 "GGUF), or take random weights with --load-format dummy"
             )
     return shards
+
+
+def _slice(file: Any, name: str, shard: Path) -> Any:
+    found = file.get_slice(name)
+    if (kind := found.get_dtype()) in _BELOW_BYTES:
+        raise ConfigError(
+            f"--model: {name} in {shard} is of type {kind}, which is not read; kvserve reads such "
+            "numbers packed in bytes, as quantization_config says"
+        )
+    return found
+
+
+def _is_beside(name: object) -> bool:
+    """Whether this is the name of a file in a checkpoint's folder, or in one in it."""
+    if not isinstance(name, str) or not name or "\0" in name:
+        return False
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 @contextmanager

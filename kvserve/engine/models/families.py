@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvserve.log import ConfigError
+from kvserve.engine.models.counts import MOST
+from kvserve.log import ConfigError, shown
+
+_LARGEST = 1e30
+"""Above any number that a config has; neither infinite nor NaN is below it."""
 
 
 @dataclass(frozen=True)
@@ -26,29 +30,36 @@ class Fields:
         )
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
+        """A positive integer of 31 bits."""
         value = self.raw.get(name)
         if value is None:
             value = default
         if value is None:
             raise self.absent(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"sets {name} to {value!r}, which is no positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise self.error(f"sets {name} to {shown(value)}, no positive integer of 31 bits")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, *, above: float = -_LARGEST) -> float:
         value = self.raw.get(name)
         if value is None:
             return default
-        if not isinstance(value, int | float):
-            raise self.error(f"sets {name} to {value!r}, which is no number")
+        if not isinstance(value, int | float) or not above < value < _LARGEST:
+            least = "" if above == -_LARGEST else f" above {above:g}"
+            raise self.error(f"sets {name} to {shown(value)}, which is no number{least}")
         return float(value)
+
+    def listed(self, name: str) -> list[Any] | None:
+        value = self.raw.get(name)
+        if not isinstance(value, list | None):
+            raise self.error(f"sets {name} to {shown(value)}, which is no list")
+        return value
 
     def part(self, name: str) -> dict[str, Any]:
         """A JSON object in the object, empty where it is absent."""
         value = self.raw.get(name) or {}
         if not isinstance(value, dict):
-            raise self.error(f"sets {name} to {value!r}, which is no JSON object")
+            raise self.error(f"sets {name} to {shown(value)}, which is no JSON object")
         return dict(value)
 
 
@@ -171,11 +182,12 @@ def windows_of(config: Fields, architecture: str, layers: int) -> dict[str, Any]
 
 def _layers_of_type(config: Fields, layers: int) -> frozenset[int] | None:
     """The layers that ``layer_types`` calls sliding, if it is there."""
-    types = config.raw.get("layer_types")
+    types = config.listed("layer_types")
     if types is None:
         return None
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise config.error(f"has layer_types {types} for {layers} layers")
+    known = ("full_attention", "sliding_attention")
+    if len(types) != layers or not all(kind in known for kind in types):
+        raise config.error(f"has layer_types {shown(types)} for {layers} layers")
     return frozenset(n for n, kind in enumerate(types) if kind == "sliding_attention")
 
 
@@ -188,8 +200,8 @@ def experts_of(config: Fields, architecture: str, layers: int) -> ExpertSpec | N
             limit, alpha = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
             found = replace(found, limit=limit, alpha=alpha)
     elif architecture == "Qwen3MoeForCausalLM":
-        step, always = config.count("decoder_sparse_step", 1), config.raw.get("mlp_only_layers")
-        dense = {layer for layer in range(layers) if (layer + 1) % step}.union(always or ())
+        step, always = config.count("decoder_sparse_step", 1), config.listed("mlp_only_layers")
+        dense = {n for n in range(layers) if (n + 1) % step or n in (always or ())}
         found = ExpertSpec(
             config.count("num_experts", config.raw.get("num_local_experts")),  # both are written
             config.count(per_token),
@@ -209,7 +221,7 @@ def layers_without_rope(config: Fields, architecture: str, layers: int) -> froze
     if architecture != "SmolLM3ForCausalLM":
         return frozenset()
     every = config.count("no_rope_layer_interval", 4)
-    rotates = config.raw.get("no_rope_layers") or [(n + 1) % every for n in range(layers)]
+    rotates = config.listed("no_rope_layers") or [(n + 1) % every for n in range(layers)]
     if len(rotates) != layers:
         raise config.error(f"has no_rope_layers for {len(rotates)} of {layers} layers")
     return frozenset(layer for layer in range(layers) if not rotates[layer])

@@ -16,10 +16,10 @@ from torch import Tensor
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
 from kvserve.engine.models.families import ExpertSpec
+from kvserve.engine.models.fp4 import Fp4
 from kvserve.engine.models.level_products import can_multiply_fp8, select_level_product
 from kvserve.engine.models.linear import Hold, Holding
 from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
-from kvserve.engine.models.quantization import Packed
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import (
     GGUF_FORMS,
@@ -43,8 +43,9 @@ def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
         known = is_matrix and checkpoint.kind(weight) in GGUF_FORMS
         return GgufLevels(checkpoint) if known else Plain()
     quantized = spec.quantization
-    if quantized is not None and checkpoint.names.issuperset(quantized.parts(weight)):
-        return quantized
+    form = None if quantized is None else quantized.form_of(checkpoint, weight)
+    if form is not None:
+        return form
     return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
 
 
@@ -82,11 +83,11 @@ def _hold(
         return ""
     levels = [x for x in storages if isinstance(x, StoredLevels)]
     if not levels:
-        return ""
+        return "there is no product for FP4" if isinstance(storages[0], Fp4) else ""
     if len(levels) < len(sources) or len({type(x) for x in levels}) > 1:
         return "its parts have several forms"
-    # One quantization_config is the same for all; to read scales' types again would take long.
-    alike = 1 if isinstance(levels[0], Packed) else len(levels)
+    # Of one form of quantization_config; to read scales' types again would take long.
+    alike = 1 if all(x is levels[0] for x in levels) else len(levels)
     pairs = list(zip(levels, sources, strict=True))
     if len({x.form(checkpoint, name) for x, name in pairs[:alike]}) > 1:
         return "its parts have several forms"
@@ -111,11 +112,12 @@ def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
 
 
 def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGroup) -> Hold | str:
-    if not isinstance(spec.quantization, Packed) or not matrix.startswith("layers."):
+    quantized = None if spec.quantization is None else spec.quantization.packed
+    if quantized is None or not matrix.startswith("layers."):
         return ""
     if sources[0].endswith(ALL_EXPERTS):  # of which Packed has no form
         return ""
-    form, part = spec.quantization.form(None, matrix), spec.part(group.size)
+    form, part = quantized.form(None, matrix), spec.part(group.size)
     experts = _experts_of(part, matrix)
     inner = part.intermediate_size if experts is None else experts.intermediate_size
     width = {"out": part.num_heads * part.head_dim, "down": inner}
@@ -171,7 +173,7 @@ def _together(groups: Tensor, size: int) -> Tensor:
 def _rounding(hold: Hold, spec: ModelSpec, dtype: torch.dtype, device: str) -> Hold:
     """FP8 weights whose checkpoint wants it, where FP8 is multiplied, are so with x in FP8."""
     quantized, form = spec.quantization, hold.form
-    if not form.e4m3 or not isinstance(quantized, Packed) or not quantized.by_token:
+    if not form.e4m3 or quantized is None or not quantized.rounds:
         return hold
     fits = can_multiply_fp8(dtype, device, hold.inputs) and form.group == hold.inputs
     return replace(hold, form=replace(form, rounds=True)) if fits else hold

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.counts import Held, check_counts, held_in
+from kvserve.fields import did_you_mean
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -17,6 +20,10 @@ _DUPLICATES = ("consolidated*", "original/*")
 QUERY_STATISTICS = "triattention.stats"
 """Query statistics of this name beside a model are taken if no others are named. It does not end in
 .safetensors: other engines read every such file of a folder as weights."""
+
+LOADING = threading.RLock()
+"""Held while a model or a tokenizer loads: transformers imports its modules when they are first
+used, and threads that do so at once see half of one."""
 
 
 def find_model(
@@ -53,9 +60,12 @@ def find_model(
         raise ConfigError(f"--load-format {load_format}: {name} {what}; leave it at auto")
     if is_gguf or path.is_dir():
         return path
-    if path.is_absolute() or name.count("/") != 1 or name[0] == "." or path.suffix == ".gguf":
+    no_id = path.is_absolute() or name.count("/") != 1 or name[0] == "."
+    if no_id or path.suffix == ".gguf" or name.startswith("kvserve/"):
+        known = [*SHIPPED_MODELS, *FETCHABLE]
         raise ConfigError(
             f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
+            f"{did_you_mean(name, known)}"
         )
     patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
     try:
@@ -88,21 +98,34 @@ def _gguf_in(directory: Path, load_format: str, flag: str) -> Path | None:
 
 
 def read_config(
-    path: Path, overrides: Mapping[str, Any] | None = None
+    path: Path, overrides: Mapping[str, Any] | None = None, *, weights: bool = True
 ) -> tuple[dict[str, Any], str]:
     """The fields of config.json, or what a GGUF file says of them, and where they were found.
 
-    ``overrides`` replace fields (``--hf-overrides``).
+    ``overrides`` replace fields (``--hf-overrides``). ``ConfigError`` if a count is larger than the
+    files can hold; without ``weights``, than any model's.
     """
     if path.is_file():
         from kvserve.engine.gguf.config import config_of
         from kvserve.engine.gguf.reader import read_gguf
 
-        return {**config_of(read_gguf(path)), **(overrides or {})}, str(path)
-    file = path / "config.json"
-    if not file.exists():
-        raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
-    return {**read_json(file), **(overrides or {})}, str(file)
+        gguf, where = read_gguf(path), str(path)
+        shapes = [tensor.shape for tensor in gguf.tensors.values()]
+        held, raw = Held.of([*shapes], path.stat().st_size), config_of(gguf)
+    else:
+        file = path / "config.json"
+        if not file.exists():
+            raise ConfigError(f"--model: no config.json in {path}; is it a checkpoint?")
+        held = held_in(path) if weights else Held()
+        raw, where, beside = read_json(file), str(file), path / "hf_quant_config.json"
+        if not raw.get("quantization_config") and beside.exists():  # as ModelOpt wrote it at first
+            raw["quantization_config"] = {
+                "quant_method": "modelopt",
+                **(read_json(beside).get("quantization") or {}),
+            }
+    check_counts(raw, held, where)
+    check_counts(overrides or {}, Held(), "--hf-overrides")
+    return {**raw, **(overrides or {})}, where
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text())
         if not isinstance(value, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--model: cannot read {path} ({error}); fetch it again") from None
     return value
 

@@ -31,16 +31,17 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
 
     ``ConfigError`` says what keeps the model from running.
     """
-    raw, where = read_config(directory, config.hf_overrides)
-    architecture = architecture_of(raw)
-    native = architecture in VARIANTS
-    if not native and config.model_impl != "transformers" and directory.is_dir():
+    has_weights = config.load_format != "dummy"
+    raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
+    architecture, wrapper, text = architecture_of(raw), "", None
+    if architecture not in VARIANTS and directory.is_dir():
         text = _text_part(raw, where, architecture)
-        if text is not None:
-            whole = "architectures", "model_type", "text_config", "vision_config"
-            of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
-            return parse_spec({**text, **of_text}, where)
-    ours = native or has_alibi(raw) or not _knows(architecture)
+    if text is not None:
+        whole = "architectures", "model_type", "text_config", "vision_config"
+        of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
+        raw, wrapper = {**text, **of_text}, architecture
+        architecture = architecture_of(raw)
+    ours = architecture in VARIANTS or has_alibi(raw) or not _knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
     if raw.get("quantization_config") or raw.get("stored_as"):
@@ -48,7 +49,8 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
             "quantised weights and no GGUF into them"
         )
-    return cast(ModelSpec, _borrowed_spec(directory, config.hf_overrides, architecture))
+    spec = _borrowed_spec(directory, config.hf_overrides, architecture, wrapper)
+    return cast(ModelSpec, spec)
 
 
 def model_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,13 @@ from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import ALL_EXPERTS, Target, is_unused, weight_targets
+from kvserve.engine.models.weights import (
+    ALL_EXPERTS,
+    Target,
+    has_own_head,
+    is_unused,
+    weight_targets,
+)
 from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.progress import progress
@@ -54,18 +60,22 @@ def load_model(
         checkpoint = open_checkpoint(directory)
     elif config.load_format != "dummy":
         checkpoint = cast(Checkpoint, _open_text_part(directory, spec.wrapper))
-        # Whether the head is tied, the wrapper's config.json may leave out and the class get wrong.
-        has_head = any(name.startswith("lm_head.") for name in checkpoint.names)
-        spec = replace(spec, tied_embeddings=spec.tied_embeddings and not has_head)
+    if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
+        spec = replace(spec, tied_embeddings=False)
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
+    stored: dict[str, Storage] = {}
+    if checkpoint is not None:
+        with torch.device("meta"):  # before matrices of any size are made
+            trial = Transformer(spec, dtype, "meta", group, Holding())
+        stored = _match(trial, checkpoint)
     with _default_dtype(dtype), torch.device(device):
         model = Transformer(spec, dtype, device, group, holding)
     if checkpoint is None:
         _fill_randomly(model, config.seed + group.rank)
     else:
-        _read_weights(model, checkpoint, config.model)
+        _read_weights(model, checkpoint, stored, config.model)
     model.pack(select_product(dtype, device)[0])
     return model.eval()
 
@@ -80,21 +90,53 @@ def _plain_storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> S
     return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
 
 
-def _read_weights(model: Transformer, checkpoint: Checkpoint, name: str) -> None:
+def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
+    """How each weight is stored. ``ConfigError`` if the names or the shapes are of another model.
+
+    ``model`` may hold no numbers.
+    """
     targets = weight_targets(model)
     find = _storage_of if _has_levels(model.spec, checkpoint) else _plain_storage_of
     stored: dict[str, Storage] = {name: find(checkpoint, model.spec, name) for name in targets}
     _check_names(model, checkpoint, stored)
-    others = model.group.rank != 0
-    bar = progress(targets.items(), desc=f"Loading {name}", unit="tensor", hidden=others)
-    for weight, target in bar:
-        storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
-        shape = storage.shape(checkpoint, weight)
+    for weight, target in targets.items():
+        shape = stored[weight].shape(checkpoint, weight)
         if shape != target.shape:
+            file = checkpoint.file(stored[weight].parts(weight)[0])
             raise ConfigError(
                 f"--model: {weight} in {file} has shape {shape}, the config says "
-                f"{target.shape}; they are not of one model"
+                f"{target.shape}{_named(model.spec, shape, target.shape)}; they are not of one "
+                "model"
             )
+    return stored
+
+
+def _named(spec: ModelSpec, shape: Sequence[int], wanted: Sequence[int]) -> str:
+    """Which fields of config.json give the first size that differs, if it is plain."""
+    experts = spec.experts
+    sizes = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads * head_dim": spec.num_heads * spec.head_dim,
+        "num_key_value_heads * head_dim": spec.num_kv_heads * spec.head_dim,
+        "head_dim": spec.head_dim,
+        "num_experts": 0 if experts is None else experts.count,
+        "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
+    }
+    differs = [b for a, b in zip(shape, wanted, strict=False) if a != b]
+    named = [name for name, size in sizes.items() if differs and size == differs[0]]
+    return f" ({' or '.join(named)})" if named else ""
+
+
+def _read_weights(
+    model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage], name: str
+) -> None:
+    others = model.group.rank != 0
+    targets = weight_targets(model).items()
+    bar = progress(targets, desc=f"Loading {name}", unit="tensor", hidden=others)
+    for weight, target in bar:
+        storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         if not isinstance(target.tensor, Tensor):
             _read_levels(cast("StoredLevels", storage), checkpoint, weight, target)
             continue

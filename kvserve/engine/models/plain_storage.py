@@ -13,7 +13,7 @@ from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.log import ConfigError
 
 _PIECE_BYTES = 32 * 2**20
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Region = tuple[slice, ...]
 """A part of a weight: a slice along each of its dimensions."""

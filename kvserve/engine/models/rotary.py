@@ -69,7 +69,7 @@ class Rotary:
 
 
 def _exponents(dim: int) -> Tensor:
-    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
 
 
 def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
@@ -108,7 +108,9 @@ def _yarn(inv_freq: Tensor, rope: RopeSpec, dim: int) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0.0, 1.0)
+    interpolated = ((torch.arange(dim // 2, device="cpu").float() - low) / (high - low)).clamp(
+        0.0, 1.0
+    )
     return inv_freq / p["factor"] * interpolated + inv_freq * (1 - interpolated)
 
 

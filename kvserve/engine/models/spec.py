@@ -22,7 +22,7 @@ from kvserve.engine.models.families import (
 )
 from kvserve.engine.models.hub import read_config
 from kvserve.late import Late
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 from kvserve.scheduler.layout import LayerKinds
 
 if TYPE_CHECKING:
@@ -185,6 +185,12 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     if head_dim % 2:
         raise config.error(f"has heads of {head_dim} dimensions; RoPE needs an even number")
     eos, quantized = raw.get("eos_token_id"), config.part("quantization_config")
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in eos):
+        raise config.error(f"sets eos_token_id to {shown(eos)}, which are no token ids")
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if not isinstance(dtype, str):
+        raise config.error(f"sets dtype to {shown(dtype)}, which names none")
     rope, rope_of_windows = _ropes(config, variant)
     max_position = config.count("max_position_embeddings")
     if rope.kind not in ("default", "llama3") and not variant.states_longest:  # before scaling
@@ -204,8 +210,8 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         **{flag.name: getattr(variant, flag.name) for flag in fields(Flags)},
         **windows_of(config, architecture, layers),
         tied_embeddings=bool(raw.get("tie_word_embeddings", variant.tied)),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        eos_token_ids=tuple(eos),
+        dtype=dtype,
         quantization=_parse_quantization(quantized, where) if quantized else None,
         experts=experts_of(config, architecture, layers),
         rope_of_windows=rope_of_windows,
@@ -299,5 +305,9 @@ def _rope(config: Fields, theta: float) -> RopeSpec:
     if kind in ("llama3", "yarn"):
         original = rope.count("original_max_position_embeddings", original)
         original = config.count("original_max_position_embeddings", original)
-    theta = rope.number("rope_theta", config.number("rope_theta", theta))
-    return RopeSpec(theta, kind, original, {name: rope.number(name, 0.0) for name in given})
+    theta = rope.number("rope_theta", config.number("rope_theta", theta, above=0), above=0)
+    numbers = {
+        name: rope.number(name, 0.0, above=0) if name in needed else rope.number(name, 0.0)
+        for name in given
+    }
+    return RopeSpec(theta, kind, original, numbers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,7 @@ from torch import Tensor
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
 from kvserve.engine.models.plain_storage import Piece, Region, Storage, rows_per_piece
 from kvserve.kernels.weight_levels import LevelForm, widened
-from kvserve.log import ConfigError
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS = 127  # of the exponent of MXFP4's scales
-_SHARE = 32  # numbers that share one of them
 _BLOCK = 32
 GGUF_FORMS = {
     "Q4_0": LevelForm(4, _BLOCK, lowest=-8),
@@ -25,44 +20,6 @@ GGUF_FORMS = {
     "Q8_0": LevelForm(8, _BLOCK),
 }
 """What of GGUF's types is held as it is stored, by its name there."""
-
-
-@dataclass(frozen=True)
-class Mxfp4(Storage):
-    """gpt-oss's experts: E2M1 numbers, two in a byte, and a power of two for each 32 of them:
-    ``_blocks [experts, out, in / 32, 16]``, the first of a pair in the lower half, and ``_scales
-    [experts, out, in / 32]``, exponents of e8m0 (OCP Microscaling Formats, version 1.0, 5.2 and 6).
-    """
-
-    method: str = "mxfp4"
-    activations: bool = False
-    kv_cache: bool = False
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        return (f"{name}_blocks", f"{name}_scales")
-
-    def is_unused(self, name: str) -> bool:
-        return False
-
-    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-        experts, outputs, groups, pairs = checkpoint.shape(f"{name}_blocks")
-        return experts, outputs, groups * pairs * 2
-
-    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
-        blocks, scales = self.parts(name)
-        shape = checkpoint.shape(blocks)
-        if shape[3] != _SHARE // 2 or checkpoint.shape(scales) != shape[:3]:
-            raise ConfigError(
-                f"--model: {blocks} and {scales} in {checkpoint.file(blocks)} have shapes {shape} "
-                f"and {checkpoint.shape(scales)}; MXFP4 has a scale for each {_SHARE} numbers"
-            )
-        everything = tuple(slice(0, size) for size in shape[1:])
-        levels = torch.tensor([*_E2M1, *(-x for x in _E2M1)])
-        for part, values in checkpoint.pieces(blocks, 1, (region[0], *everything)):
-            (_, exponents), *_ = checkpoint.pieces(scales, 1, (part, *everything[:2]))
-            pairs = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
-            numbers = torch.ldexp(levels[pairs.int()], (exponents.int() - _BIAS)[..., None])
-            yield (part, *region[1:]), numbers.flatten(-2)[(slice(None), *region[1:])]
 
 
 class LevelPiece(NamedTuple):
@@ -126,6 +83,12 @@ class GgufLevels(StoredLevels):
             levels = levels.flatten(1)[:, columns]
             offsets = scales[..., 1] if form.offsets else None
             yield LevelPiece(part, levels.contiguous(), scales[..., 0], offsets)
+
+
+def first_number(checkpoint: Checkpoint, name: str) -> Tensor:
+    """One number of a tensor, for its type."""
+    one = tuple(slice(0, 1) for _ in checkpoint.shape(name))
+    return checkpoint.tensor(name) if not one else next(checkpoint.pieces(name, 1, one))[1]
 
 
 def level_rows(rows: slice, width: int) -> Iterator[slice]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.feed_forward import Experts
-from kvserve.engine.models.plain_storage import Region
+from kvserve.engine.models.plain_storage import Region, rows_per_piece
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 
@@ -237,6 +238,26 @@ def _by_kv_head(spec: ModelSpec) -> Tensor:
     rows = torch.arange((heads + 2 * kv_heads) * spec.head_dim).view(-1, spec.head_dim)
     q, k, v = rows.split([heads, kv_heads, kv_heads])
     return torch.cat([q.unflatten(0, (kv_heads, -1)), k[:, None], v[:, None]], dim=1).flatten()
+
+
+def has_own_head(checkpoint: Checkpoint, spec: ModelSpec) -> bool:
+    """Whether the file has a head that is not the embedding: whether they are tied, a config.json
+    may leave out, a class get wrong, and a fine-tuned head outgrow. Many files store a tied one."""
+    names = _NAMES.get(spec.architecture, _LLAMA)
+    head, table = f"{names['head']}.weight", f"{names['embedding']}.weight"
+    stored = {name for name in checkpoint.names if name.startswith(f"{names['head']}.")}
+    if stored != {head} or table not in checkpoint.names:
+        return bool(stored)
+    shape = checkpoint.shape(head)
+    if shape != checkpoint.shape(table):
+        return True
+    size, whole = rows_per_piece(shape[1:]), tuple(slice(0, count) for count in shape)
+    return any(
+        not torch.equal(one[1].float(), other[1].float())
+        for one, other in zip(
+            checkpoint.pieces(head, size, whole), checkpoint.pieces(table, size, whole), strict=True
+        )
+    )
 
 
 def is_unused(name: str, model: Transformer) -> bool:

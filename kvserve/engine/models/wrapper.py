@@ -1,5 +1,5 @@
 """The decoder in a model that also sees or hears (``...ForConditionalGeneration``): text alone is
-served, by the decoder's own layers, and the other tensors are not read."""
+served, by the decoder's layers, and the other tensors are not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvserve.engine.models.checkpoint import Checkpoint, SafetensorsFiles
+from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.families import VARIANTS
 from kvserve.log import ConfigError, logger
 
@@ -27,7 +27,7 @@ _OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, Any] | None:
     """The config.json of the decoder in a wrapper; ``None`` if the model is no wrapper.
 
-    ``architecture`` is what ``raw`` names. Raises ``ConfigError`` if the decoder is none of ours.
+    ``architecture`` is what ``raw`` names. Raises ``ConfigError`` for a config that is damaged.
     """
     if architecture in VARIANTS:
         return None
@@ -47,19 +47,19 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     if text is whole:
         return None
     named = _PLAIN_WITH_TEXT.get(text.model_type) or NAMES.get(text.model_type)
-    if named not in VARIANTS or architecture in _SEE_ALL_OF_A_PROMPT:
+    if named is None or architecture in _SEE_ALL_OF_A_PROMPT:
         return None
     shared = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
     return {
         **given,
         **{name: raw[name] for name in shared if raw.get(name) is not None},
         "tie_word_embeddings": whole.tie_word_embeddings,
-        "architectures": [named],
+        "architectures": [named if isinstance(named, str) else named[0]],
         "wrapper": architecture,
     }
 
 
-def open_text_part(path: Path, wrapper: str) -> Checkpoint:
+def open_text_part(path: Path, wrapper: str) -> SafetensorsFiles:
     """A checkpoint of a wrapper as one of its decoder, under the decoder's names."""
     checkpoint = SafetensorsFiles(path, _own_name)
     others = Counter(

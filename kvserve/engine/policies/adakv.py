@@ -26,7 +26,7 @@ from kvserve.engine.policies.base import (
     field_names,
     require,
 )
-from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.budgeted import THRESHOLD, BudgetedPolicy
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.parts.arguments import like
 from kvserve.engine.policies.parts.budgets import layers, share_out
@@ -39,12 +39,14 @@ from kvserve.scheduler.layout import Granularity
 
 _AS_RELEASED = {"kernel_size": 7, "pooling": "max"}
 _PASSED_ON = ("window", "kernel_size", "pooling", "gqa_reduce")
-_WHEN = ("budget", "ratio", "trigger", "threshold", "protect_prompt", "mode", "block")
+_WHEN = ("budget", "ratio", "trigger", "threshold", "protect_prompt", "mode", "block", "remainder")
+_SHARES, _MIXES = ("alpha below 1",), ("alpha above 0", "alpha below 1")
 
 
 def _scorers(name: str) -> Any:
     """An argument that is passed on to the scorer, as SnapKV declares it."""
-    return like(SnapKV, name, default=None, help=f"the scorer's {name} (default: its own)")
+    help = f"the scorer's {name} (default: its own)"
+    return like(SnapKV, name, default=None, help=help, only_if=())
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class AdaKV(BudgetedPolicy):
         "scorer is not for."
     )
 
-    threshold: int | None = common.threshold("mean entries held when trigger threshold fires")
+    threshold: int | None = common.threshold(
+        "mean entries held when an event is due", only_if=THRESHOLD
+    )
     scorer: str | Mapping[str, Any] = argument(
         "snapkv",
         'a policy that ranks entries, by name or as {"name": ..., fields}; snapkv by its bare '
@@ -89,14 +93,18 @@ class AdaKV(BudgetedPolicy):
         "mix: counts are mixed with the equal share; hard: each head keeps its own best alpha of "
         "it, and all compete for the rest",
         choices=("mix", "hard"),
+        only_if=_MIXES,
     )
     normalize: bool = argument(
         False,
         "weigh a head's scores, in the competition, by the share of its mass that its best budget "
         "entries hold (scorers snapkv and pyramidkv)",
+        only_if=_SHARES,
     )
     exact_total: bool = argument(
-        False, "trigger prefill: round so that the heads of a layer add up to its budget"
+        False,
+        "round so that the heads of a layer add up to its budget",
+        only_if=("trigger prefill", "floor mix", *_MIXES),
     )
 
     def check(self) -> None:
@@ -110,12 +118,15 @@ class AdaKV(BudgetedPolicy):
         """The scorer, made with this policy's budget."""
         spec = self._scorer_spec()
         with _naming("scorer"):
-            if not policy_class(spec.get("name")).ranks_entries:
+            scorer = policy_class(spec.get("name"))
+            if not scorer.ranks_entries:
                 ranking = [name for name in policy_names() if policy_class(name).ranks_entries]
                 raise PolicyError(
                     f"{spec['name']} does not rank single entries; {', '.join(ranking)} do"
                 )
-            return make_policy(spec)
+            if "trigger" in field_names(scorer):  # on which others of its arguments depend
+                spec["trigger"] = self.trigger
+            return make_policy(spec, _AS_RELEASED if self.scorer == "snapkv" else {})
 
     def _scorer_spec(self) -> dict[str, Any]:
         ok = isinstance(self.scorer, str | Mapping)
@@ -127,9 +138,8 @@ class AdaKV(BudgetedPolicy):
         passed = {field: value for field, value in passed.items() if value is not None}
         for field, value in passed.items():
             require(field not in given, field, value, "left out where scorer has it")
-        defaults = _AS_RELEASED if self.scorer == "snapkv" else {}
         amount = {"ratio": self.ratio} if self.budget is None else {"budget": self.budget}
-        return {**defaults, **given, **passed, **amount}
+        return {**given, **passed, **amount}
 
     @property
     def protected(self) -> int:

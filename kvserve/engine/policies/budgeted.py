@@ -15,6 +15,9 @@ from kvserve.fields import number_wanted
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger, WhenOver
 
+THRESHOLD = ("trigger threshold",)
+"""When arguments count that say what is cut after the prompt."""
+
 
 @dataclass(frozen=True)
 class PromptPolicy(Policy):
@@ -83,9 +86,9 @@ class BudgetedPolicy(PromptPolicy):
         "prefill: once, when the prompt is in; threshold: whenever threshold entries are held",
         choices=("prefill", "threshold"),
     )
-    threshold: int | None = common.threshold("entries held when trigger threshold fires")
+    threshold: int | None = common.threshold("entries held when an event is due", only_if=THRESHOLD)
     protect_prompt: bool = argument(
-        True, "trigger threshold: the prompt neither counts nor takes part"
+        True, "the prompt neither counts nor takes part", only_if=THRESHOLD
     )
 
     @property
@@ -98,8 +101,5 @@ class BudgetedPolicy(PromptPolicy):
 
     def check(self) -> None:
         super().check()
-        if self.trigger == "prefill":
-            fixed = self.threshold is None
-            require(fixed, "threshold", self.threshold, "left out unless trigger is threshold")
-        else:
+        if self.trigger == "threshold":
             require(self.ratio is None, "ratio", self.ratio, "left out where trigger is threshold")

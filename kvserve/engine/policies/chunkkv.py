@@ -58,6 +58,7 @@ class ChunkKV(BudgetedPolicy):
         "sum",
         "over a chunk's scores; mean does not punish the last, short one",
         choices=("sum", "mean"),
+        only_if=("align token", "chunk_size above 1"),
     )
     reuse_layers: int = argument(
         1,

@@ -53,9 +53,9 @@ class DynamicKV(PromptPolicy):
         None, "fraction of the prompt's entries that is kept"
     )
     window: int = common.window(8)
-    kernel_size: int = common.kernel_size(7)
-    pooling: str = argument("avg", "how votes are pooled", choices=("avg", "max"))
-    gqa_reduce: str = argument("mean", "over the query heads of a KV head", choices=("mean", "max"))
+    kernel_size: int = common.kernel_size(7, only_if=())
+    pooling: str = common.pooling("avg", choices=("avg", "max"))
+    gqa_reduce: str = common.gqa_reduce("mean", ("mean", "max"))
     max_ratio: float = argument(
         10, "most that a layer keeps, in mean budgets (the window aside)", least=1, most=_FINITE
     )

@@ -89,9 +89,11 @@ class Kara(Policy):
         "alpha: kept entries spent on whole chunks between chosen tokens (Token2Chunk); 0 turns "
         "them off (with preset paper 16, or half of what is kept where that is less)",
         least=0,
-        note="below what is kept of window - buffer",
+        note="at least max_chunk - 2, below what is kept of window - buffer",
     )
-    max_chunk: int = argument(8, "gamma: longest chunk, both ends included", least=3)
+    max_chunk: int = argument(
+        8, "gamma: longest chunk, both ends included", least=3, only_if=("chunk_budget above 0",)
+    )
     query_source: str = argument(
         "log",
         "log: queries are kept while decoding; recompute: computed again at the event",
@@ -99,7 +101,9 @@ class Kara(Policy):
         note="log_host, a log in host memory, is not built",
     )
     query_reduce: str = common.query_reduce("which queries score")
-    query_dtype: str = common.query_dtype("int4 where all heads are logged, and of group means ")
+    query_dtype: str = common.query_dtype(
+        "int4 where all heads are logged, and of group means ", ("query_source log",)
+    )
     attention: str | None = common.attention(
         None,
         "the window's older tokens, as in Eq. 4",
@@ -116,6 +120,7 @@ class Kara(Policy):
         "over the query heads of a KV head, where all heads score; the root mean square lets what "
         "one head looks for count for more than a mean does, and does not forget the others",
         choices=GROUP_AGGREGATES,
+        only_if=("query_reduce heads",),
     )
     remainder: str = common.remainder("mean")
     query_stride: int = argument(
@@ -167,6 +172,9 @@ class Kara(Policy):
         if self.chunk_budget is not None:
             allowed = f"below the {self.keep} entries kept of a window's older tokens"
             require(self.chunk_budget < self.keep, "chunk_budget", self.chunk_budget, allowed)
+            allowed = f"0, or enough for a chunk: at least {self.max_chunk - 2} (max_chunk - 2)"
+            enough = self.chunk_budget == 0 or self.chunk_budget >= self.max_chunk - 2
+            require(enough, "chunk_budget", self.chunk_budget, allowed)
         if self.preset is not None:
             recomputes = self.query_source == "recompute"
             require(recomputes, "query_source", self.query_source, "recompute with preset paper")

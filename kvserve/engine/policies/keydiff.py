@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import argument, require
-from kvserve.engine.policies.budgeted import BudgetedPolicy
+from kvserve.engine.policies.budgeted import THRESHOLD, BudgetedPolicy
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.trigger import Bounded, Trigger
@@ -40,14 +40,14 @@ class KeyDiff(BudgetedPolicy):
     protects: ClassVar[str] = "recent"
 
     protect_prompt: bool = argument(
-        False, "trigger threshold, mode once: the prompt neither counts nor takes part"
+        False, "the prompt neither counts nor takes part", only_if=THRESHOLD
     )
     mode: str = argument(
         "once",
         "once: the whole prompt at its end; block: while it is read",
         choices=("once", "block"),
     )
-    block: int = argument(128, "mode block: prompt tokens between evictions", least=1)
+    block: int = argument(128, "prompt tokens between evictions", least=1, only_if=("mode block",))
     recent: int = argument(0, "newest entries that are always kept", least=0)
 
     def check(self) -> None:

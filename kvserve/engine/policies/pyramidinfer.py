@@ -21,6 +21,8 @@ from kvserve.engine.policies.selection import best_and_newest, uneven_best_and_n
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.pruning import Pruned, Taper
 
+_PRUNES = ("decay below 1",)
+
 
 @dataclass(frozen=True)
 class PyramidInfer(Policy):
@@ -54,7 +56,7 @@ class PyramidInfer(Policy):
         most=0.99,
     )
     min_context: int = argument(64, "tokens before the recent ones that are always kept", least=0)
-    sinks: int = argument(4, "first tokens, always kept", least=0)
+    sinks: int = argument(4, "first tokens, always kept", least=0, only_if=_PRUNES)
     decay: float = argument(
         0.9, "share of its tokens that a layer would hand on behind the last one", least=0, most=1
     )
@@ -64,17 +66,28 @@ class PyramidInfer(Policy):
         choices=("cosine", "linear"),
     )
     interval: int = argument(
-        1, "layers from one pruning to the next", least=1, most=common.MOST_LAYERS
+        1,
+        "layers from one pruning to the next",
+        least=1,
+        most=common.MOST_LAYERS,
+        only_if=_PRUNES,
     )
     distance_weight: float = argument(
         1.2,
         "what the newest query counts, where the oldest that scores counts 1",
         least=0,
         most=1e6,
+        only_if=("recent_ratio above 0",),
     )
     period: int = argument(16, "generated tokens of which a part is kept, together", least=1)
     decode_ratio: float = argument(0.9, "part of them that the first layer keeps", least=0, most=1)
-    decode_decay: float = argument(0.1, "as decay, for these", least=0, most=1)
+    decode_decay: float = argument(
+        0.1,
+        "as decay, for these",
+        least=0,
+        most=1,
+        only_if=("period above 1", "decode_ratio above 0"),
+    )
     query_reduce: str = common.query_reduce("which queries are logged for them")
 
     @property

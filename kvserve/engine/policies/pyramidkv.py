@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvserve.engine.policies.base import Selection, argument
+from kvserve.engine.policies.budgeted import THRESHOLD
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.parts.budgets import layers, pyramid_budgets
 from kvserve.engine.policies.selection import uneven_best_and_newest
@@ -44,7 +45,9 @@ class PyramidKV(SnapKV):
         "longer than budget; models whose upper layers need as much as the lower ones."
     )
 
-    threshold: int | None = common.threshold("mean entries held when trigger threshold fires")
+    threshold: int | None = common.threshold(
+        "mean entries held when an event is due", only_if=THRESHOLD
+    )
     window: int = common.window(8)
     kernel_size: int = common.kernel_size(7)
     pooling: str = common.pooling("max")
@@ -55,7 +58,9 @@ class PyramidKV(SnapKV):
         most=_MOST_BETA,
     )
     exact_total: bool = argument(
-        False, "trigger prefill: round so that the layers add up to their mean times their number"
+        False,
+        "round so that the layers add up to their mean times their number",
+        only_if=("trigger prefill", "beta above 1"),
     )
 
     def layer_budgets(self, num_layers: int, length: int, keep: int, trigger: str) -> list[int]:

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
+from kvserve.engine.policies.parts.arguments import check_counts
 
 _GROUP = "kvserve.policies"
 _BUILT_IN = {
@@ -58,10 +59,10 @@ def policy_class(name: object) -> type[Any]:
     return policy
 
 
-def make_policy(spec: str | Mapping[str, Any]) -> Policy:
-    """A policy from its name or ``{"name": ..., **fields}``.
+def make_policy(spec: str | Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> Policy:
+    """A policy from its name or ``{"name": ..., **fields}``, with other ``defaults`` if so.
 
-    Raises ``PolicyError`` naming the argument that is unknown or out of range.
+    Raises ``PolicyError`` naming the argument that is unknown, out of range, or without effect.
     """
     given = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = given.pop("name", None)
@@ -74,11 +75,12 @@ def make_policy(spec: str | Mapping[str, Any]) -> Policy:
             raise PolicyError(f"policy {name} has no argument {key!r}; {hint}", str(key))
     # A preset's fields stand under the given ones; a given ratio stands for its budget.
     chosen = given.get("preset")
-    preset = dict(policy.presets.get(chosen, {})) if isinstance(chosen, str) else {}
+    preset = dict(policy.presets.get(chosen, defaults)) if isinstance(chosen, str) else {**defaults}
     if given.get("ratio") is not None:
         preset.pop("budget", None)
     try:
         made: Policy = policy(**{**preset, **given})
+        check_counts(made, given, preset)
     except PolicyError as error:
         raise PolicyError(f"policy {name}: {error}", error.argument) from None
     return made

@@ -18,6 +18,8 @@ from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.scheduler.triggers.trigger import Bounded, Trigger, WhenOver
 
+_IMPORTANT = ("mix_lambda above 0",)
+
 
 @dataclass(frozen=True)
 class RKV(Policy):
@@ -49,10 +51,16 @@ class RKV(Policy):
         0.07, "lambda: weight of importance; redundancy gets 1 - lambda", least=0, most=1
     )
     similarity: float = argument(
-        0.5, "cosine above which a key is a near-copy of another", least=-1, most=1
+        0.5,
+        "cosine above which a key is a near-copy of another",
+        least=-1,
+        most=1,
+        only_if=("mix_lambda below 1",),
     )
-    kernel_size: int = common.kernel_size(7, "importance is")
-    pooling: str = common.pooling("max", "how importance is pooled")
+    kernel_size: int = common.kernel_size(7, "importance is", ("pooling avg or max", *_IMPORTANT))
+    pooling: str = common.pooling(
+        "max", "how importance is pooled", only_if=("kernel_size above 1", *_IMPORTANT)
+    )
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
     remainder: str = common.remainder()
     query_reduce: str = common.query_reduce()

@@ -42,11 +42,10 @@ class SnapKV(BudgetedPolicy):
     window: int = common.window(32)
     kernel_size: int = common.kernel_size(5)
     pooling: str = common.pooling("avg")
-    gqa_reduce: str | None = argument(
+    gqa_reduce: str | None = common.gqa_reduce(
         None,
-        "over the query heads of a KV head (default: mean; with scope past, where it reduces "
-        "logits, max)",
-        choices=GQA_REDUCTIONS,
+        GQA_REDUCTIONS,
+        " (default: mean; with scope past, where it reduces logits, max)",
     )
     scope: str = argument(
         "causal",

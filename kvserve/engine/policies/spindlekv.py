@@ -25,6 +25,8 @@ from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import QuantizeTrigger
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
 
+_CODED, _EVICTS = ("codebook true",), ("ratio below 1",)
+
 
 @dataclass(frozen=True)
 class SpindleKV(Policy):
@@ -54,29 +56,46 @@ class SpindleKV(Policy):
     )
     codebook: bool = argument(True, "store what is kept as references into a codebook")
     theta_k: float = argument(
-        0.98, "cosine above which one key, before RoPE, stands for another", least=0.01, most=0.9999
+        0.98,
+        "cosine above which one key, before RoPE, stands for another",
+        least=0.01,
+        most=0.9999,
+        only_if=_CODED,
     )
     theta_v: float = argument(
-        0.95, "cosine above which one value stands for another", least=0.01, most=0.9999
+        0.95,
+        "cosine above which one value stands for another",
+        least=0.01,
+        most=0.9999,
+        only_if=_CODED,
     )
     flush_every: int = argument(
-        64, "generated tokens that are coded together", least=1, note="whole blocks"
+        64,
+        "generated tokens that are coded together",
+        least=1,
+        only_if=_CODED,
+        note="whole blocks",
     )
     raw_fallback: bool = argument(
-        True, "leave a layer's head as it is if its codes would not save a block"
+        True, "leave a layer's head as it is if its codes would not save a block", only_if=_CODED
     )
     window: int = common.window(16, note="at least a block with a codebook")
     beta: float = argument(
-        0.05, "least share of its context that the last layer keeps", least=0, most=0.99
+        0.05,
+        "least share of its context that the last layer keeps",
+        least=0,
+        most=0.99,
+        only_if=_EVICTS,
     )
     score_norm: str = argument(
         "window",
         "window: votes as they are; age: divided by an entry's distance from the prompt's end, as "
         "printed, which favours recent ones",
         choices=("window", "age"),
+        only_if=_EVICTS,
     )
-    pooling: str = common.pooling("none")
-    kernel_size: int = common.kernel_size(7)
+    pooling: str = common.pooling("none", only_if=("kernel_size above 1", *_EVICTS))
+    kernel_size: int = common.kernel_size(7, only_if=("pooling avg or max", *_EVICTS))
     query_reduce: str = common.query_reduce()
 
     def for_model(self, num_layers: int, block_size: int) -> SpindleKV:

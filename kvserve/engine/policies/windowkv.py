@@ -79,6 +79,7 @@ class WindowKV(Policy):
         "p: entries by which a window counts (default: all for localization, half for aggregation)",
         least=1,
         at_most="chunk_size",
+        only_if=("chunk_size above 1",),
     )
     reuse_layers: int | None = argument(
         None,
@@ -96,6 +97,7 @@ class WindowKV(Policy):
         "the last group's mean, the window aside, is 1/lambda of the mean (equations), or "
         "gamma/lambda (released, flatter)",
         choices=("released", "equations"),
+        only_if=("reuse_layers above 1",),
     )
     query_reduce: str = common.query_reduce()
     remainder: str = common.remainder()
@@ -103,6 +105,8 @@ class WindowKV(Policy):
     def check(self) -> None:
         ok = self.budget is not None and self.budget > self.protected
         require(ok, "budget", self.budget, f"an integer above window ({self.protected})")
+        tells = self.task == "localization" or None in (self.window, self.best)
+        require(tells, "task", self.task, "left out where window and best are given")
 
     @property
     def protected(self) -> int:
@@ -115,6 +119,9 @@ class WindowKV(Policy):
         task = "localization" if self.task == "auto" else self.task
         policy = replace(self, task=task, reuse_layers=size)
         if size == num_layers:  # a pyramid of one group is flat
+            flat = self.pyramid in (type(self).pyramid, size) and self.rule == "released"
+            fewer = f"below the model's {num_layers} layers where pyramid or rule is given"
+            require(flat, "reuse_layers", size, fewer)
             return replace(policy, pyramid=float(size), rule="released")
         most = f"at most {2 * self.pyramid:g} (twice pyramid): the first group would keep nothing"
         require(policy.group_budgets(2)[0] >= 0, "reuse_layers", size, most)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -23,13 +19,12 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool, RankStart, message_for_ranks
-from kvserve.folders import temporary_folder
+from kvserve.folders import scratch_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput
 
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
-_COMMAND = "from kvserve.engine.runner.rank import FORGET_SCORES, main; main()"
 
 
 class Executor:
@@ -50,7 +45,7 @@ class Executor:
         self._dead = ""
         if size == 1:
             return
-        self._directory = tempfile.TemporaryDirectory(prefix="kvserve-", dir=temporary_folder())
+        self._directory = scratch_folder()
         self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
@@ -151,19 +146,13 @@ class Executor:
                 pipe.send_bytes(message)
 
     def _start(self, start: RankStart) -> None:
-        ours, theirs = Pipe()
-        # Not multiprocessing: it would run the user's main module again in each rank.
-        self._processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"},
-            )
-        )
-        theirs.close()
-        self._pipes.append(ours)
+        from kvserve.engine.device.child import start_child
+
+        process, pipe = start_child("kvserve.engine.runner.rank")
+        self._processes.append(process)
+        self._pipes.append(pipe)
         with suppress(OSError):
-            ours.send(start)
+            pipe.send(start)
 
     def _receive(self, rank: int) -> Any:
         try:

@@ -90,6 +90,19 @@ def check_pool(cache: CacheConfig, block_bytes: int, free: int, sharing: int = 1
         )
 
 
+def check_length(max_len: int, head_dim: int, max_num_seqs: int, free: int) -> None:
+    """``ConfigError`` if what is made for each place of a sequence of ``max_len`` tokens does not
+    fit ``free`` bytes: the tables of RoPE, in 32 bits while they are computed, and a list of tokens
+    for each row, of whose memory only what is written is taken."""
+    wanted = 16 * max_len * head_dim
+    if wanted > free or max_len * max_num_seqs > 2**40:
+        raise ConfigError(
+            f"--max-model-len: tables for sequences of {max_len} tokens do not fit into the "
+            f"{free / GIB:.1f} GiB of memory that are free; if it is not given, it is what "
+            "config.json says (max_position_embeddings)"
+        )
+
+
 def count_blocks(cache: CacheConfig, usable: int, block_bytes: int, usual: int) -> int:
     """Blocks of the pool, the null block included: what is asked for, else those of ``usual``
     bytes; never more than the ``usable`` ones that sequences could hold at once."""

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from kvserve.config import (
-    CacheConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
@@ -29,6 +28,7 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.runner.log_form import choose_log
 from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
@@ -93,9 +93,11 @@ class EnginePlan:
         """Bytes of one of a rank's blocks."""
         return block_bytes(self.layout, self.form)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Most blocks of a sequence of ``num_tokens``, logged queries aside."""
+    def blocks_for(self, num_tokens: int, *, logged: bool = False) -> int:
+        """Most blocks of a sequence of ``num_tokens``; if ``logged``, also those of all queries."""
         further = sum(group.blocks_for(self.layout, num_tokens) for group in self.groups)
+        if logged:
+            further += -(-num_tokens // self.log_block_tokens) * self.layout.groups
         return self.layout.blocks_for(num_tokens) + further
 
     @property
@@ -204,16 +206,21 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         code=config.model.trust_remote_code,
     )
     spec = choose_spec(directory, config.model)
-    layers, block_size = spec.layers, block_size_of(config.cache, device)
+    layers, part = spec.layers, spec.part(ranks)
     num_layers = len(layers.full) or spec.num_layers
+    dtype = _dtype_of(config.model, spec, device)
+    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
+    log, block_size = choose_log(
+        *(policy, part, form, dtype, device, config.cache.block_size),
+        has_fp8=device == "cuda" and _has_fp8(),
+        backend=config.attention_backend,
+    )
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)
-    dtype = _dtype_of(config.model, spec, device)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
     check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
     statistics = statistics_of(policy, spec, directory)
     policy = policy.with_statistics(None)  # read once, for requests too
-    part = spec.part(ranks)
     layout = KVLayout(
         num_layers,
         part.num_kv_heads,
@@ -222,13 +229,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         choose_granularity(policy, config.cache.kv_layout, ranks),
         holds_entries=bool(layers.full),
     )
-    form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
-    asked = policy.demands.query_reduction, policy.demands.logged_dtype
-    log = _log_form_of(*asked, part, dtype, device, config.attention_backend)
-    try:
-        log.block_tokens(layout, form, dtype.itemsize)
-    except ValueError as error:
-        raise ConfigError(f"--block-size: {error}") from None
     groups = wanted_groups(layout, block_bytes(layout, form))
     chunk = config.scheduler.max_num_batched_tokens
     if layers.windowed:
@@ -274,8 +274,7 @@ def _naming_flags() -> Iterator[None]:
     try:
         yield
     except PolicyError as error:
-        flag = f"--policy.{error.argument}" if error.argument != "name" else "--policy"
-        raise ConfigError(f"{flag}: {error}") from None
+        raise ConfigError(f"{error.flag}: {error}") from None
 
 
 def device_of(wanted: str) -> str:
@@ -286,11 +285,6 @@ def device_of(wanted: str) -> str:
     if wanted == "cuda" and not has_cuda:
         raise ConfigError("--device cuda: torch sees no CUDA device; --device cpu runs on the CPU")
     return wanted
-
-
-def block_size_of(cache: CacheConfig, device: str) -> int:
-    """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
-    return cache.block_size or (64 if device == "cuda" else 16)
 
 
 def _dtype_of(model: ModelConfig, spec: ModelSpec, device: str) -> torch.dtype:
@@ -335,35 +329,6 @@ def _entry_form_of(name: str, spec: ModelSpec, dtype: torch.dtype, device: str) 
             "many bytes"
         )
     return form
-
-
-def _log_form_of(
-    reduction: str | None,
-    logged: str,
-    part: ModelSpec,
-    dtype: torch.dtype,
-    device: str,
-    backend: str,
-) -> LogForm:
-    """How this engine logs queries, of what its policy asks for; the policies of requests share
-    this form.
-
-    If the server's policy logs none (``reduction``), the form is Kara's, unless an attention
-    backend is named that cannot log it.
-    """
-    has_it = device == "cuda" and _has_fp8()
-    if logged == "auto":
-        logged = "fp8" if has_it and dtype is not torch.float32 else "model"
-    elif logged == "fp8" and device == "cuda" and not has_it:
-        raise ConfigError(
-            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
-            "choose model or auto"
-        )
-    if reduction is None:
-        packages = {"flash-attn", "xformers"} & set(backend.split(","))
-        reduction, logged = ("group_mean", logged) if packages else ("heads", "int4")
-    heads = part.num_heads if reduction == "heads" else part.num_kv_heads
-    return LogForm(heads, logged, reduction)
 
 
 def _has_fp8() -> bool:

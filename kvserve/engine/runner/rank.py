@@ -198,10 +198,11 @@ FORGET_SCORES = "forget scores"
 
 
 def main() -> None:
-    """Main function of the process; its argument is the descriptor of its end of a pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the first rank says when to exit
-    connection = Connection(int(sys.argv[1]))
+    """Main function of the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
+    from kvserve.engine.device.child import parents_end
+
+    connection = parents_end()
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
     start: RankStart = inbox.get()

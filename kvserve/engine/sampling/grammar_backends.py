@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvserve.engine.sampling.exact_numbers import exact_grammar
+from kvserve.engine.sampling.gbnf import plain_gbnf
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
@@ -182,7 +184,9 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
     vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=list(eos))
 
     def lark(text: str) -> str:
-        return gbnf_to_lark(text) if "::=" in text and not is_lark_syntax(text) else text
+        if "::=" not in text or is_lark_syntax(text):
+            return text
+        return gbnf_to_lark(plain_gbnf(text))
 
     def grammar(wanted: StructuredOutput) -> str:
         if wanted.kind == COMPOSED:
@@ -190,9 +194,14 @@ def llguidance(backend: Any, vocab_size: int, eos: Sequence[int]) -> Compile:
             for each in composed["grammars"]:
                 if "grammar" in each:
                     each["lark_grammar"] = lark(each.pop("grammar"))
+                elif (exact := exact_grammar(each.get("json_schema"))) is not None:
+                    del each["json_schema"]
+                    each["lark_grammar"] = exact
             return json.dumps(composed)
         if wanted.kind in ("json", "json_object"):
             schema = wanted.value or '{"type": "object"}'
+            if (exact := exact_grammar(json.loads(schema))) is not None:
+                return str(LLMatcher.grammar_from_lark(exact))
             return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
         if wanted.kind == "regex":
             return str(LLMatcher.grammar_from_regex(wanted.value))

@@ -30,6 +30,7 @@ from kvserve.engine.sampling.grammar_backends import (
 )
 from kvserve.log import logger
 from kvserve.sampling_params import StructuredOutput
+from kvserve.signals import leave_to_parent
 
 _HELPER = "kvserve.engine.sampling.grammar_trial"
 _ROOT = str(Path(__file__).parents[3])
@@ -179,7 +180,7 @@ def _complaint_of(check: Callable[[], object]) -> str:
 def main(described: str) -> None:
     """Answer a line of standard input with why its grammar is refused, "" if it is not; until the
     input ends, which it does with the engine."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_to_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reply
     source = BackendSource(**json.loads(described))

@@ -91,7 +91,7 @@ class BlockManager:
         return sum(group.missing_blocks(rows, new, positions) for group in self.groups)
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
-        """Allocate the blocks that ``wanted`` counts."""
+        """Allocate the blocks that ``missing_blocks`` counts."""
         for group in self.groups:
             group.grow(rows, new, positions)
 

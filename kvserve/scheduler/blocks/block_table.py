@@ -116,7 +116,7 @@ class BlockTable(RowArrays):
         self.start(row, 0)
 
     def replace_shared(self, rows: IntArray, columns: IntArray, end: IntArray) -> IntArray:
-        """Replace each block that ``shared`` finds with a fresh one.
+        """Replace each block that ``is_shared`` finds with a fresh one.
 
         A block with more than one reference is read-only. Returns which of the n were replaced
         in some group. Contents do not move: the caller copies them.

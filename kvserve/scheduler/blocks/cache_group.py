@@ -75,7 +75,7 @@ class CacheGroup(RowArrays):
         return 0
 
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
-        """Allocate the blocks that ``wanted`` counts."""
+        """Allocate the blocks that ``missing_blocks`` counts."""
 
     def blocks_alone(self, num_tokens: int, log_from: int) -> int:
         """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""

@@ -7,12 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.server.openai.chat import ChatPlan
 from kvserve.server.openai.streaming import ChoiceWriter, named_event
-from kvserve.server.parsers.json_text import read_json, write_json
+from kvserve.server.parsers.json_text import read_object, write_json
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
@@ -117,13 +116,7 @@ class MessageWriter(ChoiceWriter):
 
 def _arguments(text: str) -> Any:
     """A call's arguments; what there is of them if the answer was cut."""
-    value = read_json(text)
-    if value is None and text:
-        try:
-            value = from_json(text, allow_partial="trailing-strings")
-        except ValueError:
-            value = None
-    value = value if isinstance(value, dict) else {}
+    value = read_object(text)
     try:
         orjson.dumps(value)
     except TypeError:  # a lone surrogate, an integer of more than 64 bits, or too many levels

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from kvserve.engine.frontend.content import HistoryReader
 from kvserve.log import RequestError
-from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.fields import UNSEEN, FirstFault, Strings
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest, Effort, parse_chat
+from kvserve.server.openai.fields import FirstFault, Strings
 
 OWN_NAMES: dict[Any, str] = {
     "max_completion_tokens": "max_tokens",
@@ -54,7 +54,9 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    type: Literal["enabled", "disabled", "adaptive"]
+    """Where it is neither on nor off, the template decides."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=1)
 
 
@@ -82,14 +84,14 @@ class MessagesRequest(BaseModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     stop_sequences: Strings | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
 
-    def as_chat(self, limits_thinking: bool) -> tuple[ChatCompletionRequest, list[str]]:
-        """The equivalent chat request, whose errors name the fields of this one; and what this
-        server does not do of what is asked for.
+    def as_chat(self, limits_thinking: bool) -> ChatCompletionRequest:
+        """The equivalent chat request, whose errors name the fields of this one.
 
         ``limits_thinking``: it is known where this model's reasoning ends. The client's token limit
         is left out: here it may exceed the context.
@@ -102,12 +104,17 @@ class MessagesRequest(BaseModel):
                 tools.append(_chat_tool(tool))
             else:
                 skipped.append(f"tools[{i}] ({tool.type})")
+        answered = any(message.role == "assistant" for message in self.messages)
+        history = HistoryReader("messages", answered)
         messages = [*self._system()]
         for i, message in enumerate(self.messages):
-            unseen: list[str] = []
-            messages += _messages(message, unseen)
-            skipped += [f"messages[{i}] ({kind})" for kind in unseen]
+            messages += _messages(message, history, i)
+        skipped += history.skipped
         skipped += [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
+        effort = None if config is None else config.effort
+        if effort is not None and effort not in get_args(Effort):
+            skipped.append(f"output_config (effort {effort:.20})")
+            effort = None
         given = {
             **extra,
             "model": self.model,
@@ -115,19 +122,18 @@ class MessagesRequest(BaseModel):
             "tools": tools or None,
             "tool_choice": None if choice is None else _tool_choice(choice),
             "stop": self.stop_sequences,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stream": self.stream,
+            "reasoning_effort": effort or extra.get("reasoning_effort"),
         }
         if choice is not None and choice.disable_parallel_tool_use:
             given["parallel_tool_calls"] = False
-        if thinking is not None and thinking.type != "adaptive":
-            on = thinking.type == "enabled"
-            template = extra.get("chat_template_kwargs") or {}
-            given["chat_template_kwargs"] = {"enable_thinking": on, **template}
-            if on and limits_thinking:
-                given["thinking_token_budget"] = thinking.budget_tokens
+        thinks = {"enabled": True, "disabled": False}.get(thinking.type if thinking else "")
+        if thinks and thinking and limits_thinking:
+            given["thinking_token_budget"] = thinking.budget_tokens
         if config is not None and config.format is not None:
             schema = {"name": "answer", "schema": config.format.get("schema")}
             given["response_format"] = {"type": config.format.get("type"), "json_schema": schema}
@@ -136,12 +142,11 @@ class MessagesRequest(BaseModel):
         called = any(block.get("type") == "tool_use" for block in blocks)
         if last is not None and last.role == "assistant" and not called:
             given |= {"continue_final_message": True, "add_generation_prompt": False}
-        return parse_chat(given, OWN_NAMES), skipped
+        return parse_chat(given, OWN_NAMES, skipped, thinks)
 
     def _system(self) -> Iterator[dict[str, Any]]:
-        blocks = self.system or ()
-        texts = [blocks] if isinstance(blocks, str) else [_text(b, "system") for b in blocks]
-        text = "\n".join(text for text in texts if not text.startswith(_BILLING))
+        reading = HistoryReader("system", False).read(self.system, 0, "user", "system")
+        text = "\n".join(text for text in reading.texts if not text.startswith(_BILLING))
         if text:
             yield {"role": "system", "content": text}
 
@@ -157,73 +162,40 @@ def _tool_choice(choice: ToolChoice) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _messages(message: MessageParam, unseen: list[str]) -> Iterator[dict[str, Any]]:
-    """The chat messages that one message stands for: results of tools are messages there. The types
-    of blocks that show no text are added to ``unseen``."""
+def _messages(message: MessageParam, history: HistoryReader, at: int) -> Iterator[dict[str, Any]]:
+    """The chat messages that one message stands for: results of tools are messages there."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
+    rest, calls = list[Any](), list[dict[str, Any]]()
     results = False
     for block in message.content:
         kind = block.get("type", "text")
         if kind == "tool_result" and message.role == "user":
             results = True
-            call_id = block.get("tool_use_id")
-            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, unseen)}
+            result = _result(block, history, at)
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         elif kind == "tool_use" and message.role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "thinking" and message.role == "assistant":
-            thoughts.append(str(block.get("thinking", "")))
-        elif kind != "redacted_thinking":
-            texts.append(_text(block, "messages"))
+        else:
+            rest.append(block)
+    reading = history.read(rest, at, message.role, "messages")
     # An answer's texts are one text that calls interrupted.
-    content = ("" if message.role == "assistant" else "\n").join(texts)
-    if content or calls or thoughts or not results:
-        more = {"reasoning": "".join(thoughts) or None, "tool_calls": calls or None}
+    content = ("" if message.role == "assistant" else "\n").join(reading.texts)
+    if content or calls or reading.thoughts or not results:
+        more = {"reasoning": reading.thought or None, "tool_calls": calls or None}
         given = {name: value for name, value in more.items() if value is not None}
         yield {"role": message.role, "content": content, **given}
 
 
-def _result(block: Mapping[str, Any], unseen: list[str]) -> str:
+def _result(block: dict[str, Any], history: HistoryReader, at: int) -> str:
     content = block.get("content") or ""
     if not isinstance(content, str | list):
         raise RequestError(
             "messages: the content of a tool_result must be a text or a list of blocks",
             param="messages",
         )
-    texts = [content] if isinstance(content, str) else []
-    for each in content if isinstance(content, list) else ():
-        kind = each.get("type") if isinstance(each, Mapping) else None
-        if kind in ("image", "document") and _text_of(each) is None:
-            # To refuse what a tool has shown would end the conversation: the agent sends it again.
-            unseen.append(kind)
-            texts.append(UNSEEN)
-        else:
-            texts.append(_text(each, "messages"))
-    text = "\n".join(texts)
+    text = "\n".join(history.read(content, at, "tool", "messages").texts)
     unsaid = block.get("is_error") and "error" not in text[:100].lower()
     return f"Error: {text}" if unsaid else text
-
-
-def _text(block: Any, field: str) -> str:
-    """The text of a block; ``RequestError`` if it is another one."""
-    text = _text_of(block)
-    if text is None:
-        kind = block.get("type", "text") if isinstance(block, Mapping) else type(block).__name__
-        raise RequestError(
-            f"{field}: blocks of type {json.dumps(kind)} are not supported here; only text is",
-            param=field,
-        )
-    return text
-
-
-def _text_of(block: Any) -> str | None:
-    if not isinstance(block, Mapping):
-        return None
-    kind, source = block.get("type", "text"), block.get("source")
-    text = block.get("text") if kind == "text" else None
-    if kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
-        text = source.get("data")
-    return text if isinstance(text, str) else None

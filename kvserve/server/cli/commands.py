@@ -7,6 +7,7 @@ it runs, so ``kvserve --help`` loads neither torch nor FastAPI.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -21,14 +22,17 @@ class Command(NamedTuple):
     help: str
     defaults: Mapping[str, Any] = {}
     """Of its flags, where a module is several commands."""
+    instead: Mapping[str, str] = {}
+    """What to do instead, by flags that it does not have."""
 
 
 _TERMINAL = "kvserve.server.cli.terminal"
 _THROUGHPUT = "kvserve.benchmarks.commands.throughput"
+_URL = dict.fromkeys(("--port", "--host", "--base-url"), "give --url http://HOST:PORT")
 COMMANDS = {
     "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
-    "chat": Command(_TERMINAL, "talk to a running server", {"chats": True}),
-    "complete": Command(_TERMINAL, "let a running server continue texts", {"chats": False}),
+    "chat": Command(_TERMINAL, "talk to a running server", {"chats": True}, _URL),
+    "complete": Command(_TERMINAL, "let a running server continue texts", {"chats": False}, _URL),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
@@ -60,7 +64,12 @@ COMMANDS = {
         "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"
     ),
     "inspect": Command(
-        "kvserve.benchmarks.commands.inspect", "show which positions a policy keeps"
+        "kvserve.benchmarks.commands.inspect",
+        "show which positions a policy keeps",
+        instead=dict.fromkeys(
+            ("--max-new-tokens", "--max-tokens"),
+            "give the tokens that follow the prompt as --continuation-ids",
+        ),
     ),
     "calibrate": Command(
         "kvserve.benchmarks.commands.calibrate", "measure where a model's queries point"
@@ -90,7 +99,20 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point: run a command and exit with its status."""
+    _open_standard_streams()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def _open_standard_streams() -> None:
+    """Give each stream that was closed at the start nothing to read, and nowhere to write: a socket
+    would get its number, and what a library prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def run(argv: Sequence[str]) -> int:
@@ -99,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0
-    if words[0] in ("-V", "--version"):
+    if words[0] in ("-V", "--version", "version"):
         sys.stdout.write(f"kvserve {__version__}\n")
         return 0
     name = "kvserve"
@@ -109,7 +131,7 @@ def run(argv: Sequence[str]) -> int:
         return importlib.import_module(COMMANDS[name].module).run(args) or 0
     except UsageError as exc:
         return _fail(name, exc, 2)
-    except (ConfigError, RequestError, EngineDeadError) as exc:
+    except (ConfigError, RequestError, EngineDeadError, OSError) as exc:  # OSError: of the system
         return _fail(name, exc, 1)
     except KeyboardInterrupt:
         return 130
@@ -126,14 +148,13 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
     if group:
         raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
-    if words[0] == "top":
-        raise UsageError("`kvserve top` is gone: a server shows the same at / in a browser")
     raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
 
 
 def parser_of(name: str) -> Parser:
     """The parser of one command; imports the command."""
     parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
+    parser.instead = COMMANDS[name].instead
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
     parser.set_defaults(**COMMANDS[name].defaults)
     return parser

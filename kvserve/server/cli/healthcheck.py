@@ -1,11 +1,12 @@
 """``python -m kvserve.server.cli.healthcheck``: the image's health check.
 
 Asks the server that runs as process 1 for ``/health``, at the port and under the scheme that its
-flags, the environment or its file name.
+flags, the environment or its file name, and reads the whole answer.
 """
 
 from __future__ import annotations
 
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,18 +30,28 @@ def main(pid: str = "1") -> int:
         print(error)
         return 1
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    scheme = "http" if settings.ssl_certfile is None or settings.uds is not None else "https"
+    scheme = "http" if settings.ssl_certfile is None else "https"
     url = httpx.URL(
         scheme=scheme, host=host, port=settings.port, path=f"{settings.root_path}/health"
     )
-    # The certificate is for the names that clients use, not for this address.
-    transport = httpx.HTTPTransport(uds=settings.uds, verify=False)
     try:
+        transport = httpx.HTTPTransport(uds=settings.uds, verify=_tls(settings))
         with httpx.Client(transport=transport, timeout=_SECONDS) as client:
-            return int(client.get(url).status_code != 200)
-    except httpx.HTTPError as error:
+            answer = client.get(url)
+            return int(answer.status_code != 200 or answer.json() != {"status": "ok"})
+    except (httpx.HTTPError, OSError, ValueError) as error:
         print(f"{settings.uds or settings.port}: {error}")
         return 1
+
+
+def _tls(settings: ServeSettings) -> ssl.SSLContext:
+    """Believes any certificate, since it is for the names that clients use, not for this address.
+    Shows the server's own where it asks clients for theirs."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if settings.ssl_certfile is not None and settings.ssl_ca_certs is not None:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    return context
 
 
 def settings_of(words: Sequence[str]) -> ServeSettings:

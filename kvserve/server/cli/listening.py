@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 from kvserve.log import ConfigError, logger
 from kvserve.server.settings.serve_settings import ServeSettings
 
+_BACKLOG = 2048
+
 
 @contextmanager
 def listen(settings: ServeSettings) -> Iterator[socket.socket]:
-    """A bound socket, or ``ConfigError``. The file of a Unix socket goes with it."""
+    """A listening socket, or ``ConfigError``. The file of a Unix socket goes with it."""
     host, port = settings.host, settings.port
     address: Any = (host, port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -26,19 +30,39 @@ def listen(settings: ServeSettings) -> Iterator[socket.socket]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-    except OSError as exc:
+        # Only who listens has the port: several may bind it.
+        listener.listen(_BACKLOG)
+    except (OSError, ValueError, TypeError) as exc:  # the latter for what cannot be a host's name
         listener.close()
-        raise ConfigError(f"cannot listen on {where}: {exc.strerror}; change {flags}") from None
+        why = (isinstance(exc, OSError) and exc.strerror) or exc
+        raise ConfigError(f"cannot listen on {where}: {why}; change {flags}") from None
+    made = None if settings.uds is None else _identity(settings.uds)
     with listener:
         try:
             yield listener
         finally:
-            if settings.uds is not None:
+            if settings.uds is not None and _identity(settings.uds) == made:
                 Path(settings.uds).unlink(missing_ok=True)
 
 
+def _identity(path: str) -> tuple[int, int] | None:
+    """Which file has this name."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _remove_stale(path: str) -> None:
-    """Remove a socket that a dead server left behind; one that answers stays."""
+    """Remove a socket that a dead server left behind. One that answers stays, and what is no socket
+    is refused: it may be somebody's data."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return  # it is not there, or ``bind`` says why it cannot be
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"--uds: {path} is there and is no socket; name another file")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

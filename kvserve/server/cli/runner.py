@@ -1,7 +1,7 @@
 """Starts and runs the server.
 
 The socket already answers health checks while the engine loads. Then a table says what is on, what
-is off and why. On SIGTERM or Ctrl-C running requests get time to finish.
+is off and why. On SIGTERM, Ctrl-C or a terminal's end running requests get time to finish.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.engine_protocol import Engine
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 from kvserve.server.state.tracing import Tracer
+from kvserve.signals import AT_ONCE, heeded
 from kvserve.stats import EngineStats
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CLOSE_TIMEOUT = 5
 """Seconds to send the rest of the answers once every request has ended."""
 
@@ -42,6 +42,7 @@ _LOG_INTERVAL = 10.0
 _WIDEST_STATE = 40
 _OTHER_FILES = 128
 """Open files that are not connections: weights, sockets to the engine, logs."""
+_LEAST_FILES = 64
 _PROBES = ("/health", "/ping", "/metrics")
 
 Row = tuple[str, str, str]
@@ -64,8 +65,12 @@ def make_engine(config: EngineConfig) -> Engine:
 
 def serve(config: EngineConfig, settings: ServeSettings) -> int:
     """Serve until a signal; the exit status is 0. Raises ``ConfigError`` if it cannot start."""
-    check_request_policies(config.compression.request_policies)
-    _check_certificate(settings)
+    protocol = LimitedHttpProtocol.limited(
+        settings.read_timeout,
+        settings.write_timeout,
+        _connections_that_fit(settings.max_connections),
+        tls_context(settings),
+    )
     # Bind first: a port in use shows before minutes of loading, and health checks get a 503.
     with listen(settings) as listener:
         warn_if_open(settings)
@@ -75,16 +80,18 @@ def serve(config: EngineConfig, settings: ServeSettings) -> int:
         try:
             import uvloop
         except ImportError:
-            asyncio.run(_serve(state, listener))
+            asyncio.run(_serve(state, listener, protocol))
         else:
-            uvloop.run(_serve(state, listener))
+            uvloop.run(_serve(state, listener, protocol))
     if state.tracer is not None:
         state.tracer.shutdown()
     return 0
 
 
-async def _serve(state: ServerState, listener: socket.socket) -> None:
-    server = DrainingServer(state)
+async def _serve(
+    state: ServerState, listener: socket.socket, protocol: type[LimitedHttpProtocol]
+) -> None:
+    server = DrainingServer(state, protocol)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     loading = asyncio.create_task(state.engine.start())
     background: list[asyncio.Task[None]] = []
@@ -115,24 +122,18 @@ async def _serve(state: ServerState, listener: socket.socket) -> None:
 class DrainingServer(uvicorn.Server):
     """uvicorn, but signals let running requests finish first, and the exit status is 0."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, protocol: type[LimitedHttpProtocol]) -> None:
         settings = state.settings
         _share_log(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log)
         super().__init__(
             uvicorn.Config(
                 create_app(state),
-                http=LimitedHttpProtocol.limited(
-                    settings.read_timeout,
-                    settings.write_timeout,
-                    _connections_that_fit(settings.max_connections),
-                ),
+                http=protocol,
+                ws="none",  # a library of WebSockets would take connections out of these limits
                 lifespan="off",
                 log_config=None,
                 access_log=not settings.disable_uvicorn_access_log,
                 timeout_graceful_shutdown=_CLOSE_TIMEOUT,
-                ssl_keyfile=settings.ssl_keyfile,
-                ssl_certfile=settings.ssl_certfile,
-                ssl_ca_certs=settings.ssl_ca_certs,
             )
         )
         self._state = state
@@ -142,19 +143,20 @@ class DrainingServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+        numbers = heeded()
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._draining is None:
             self._state.draining = True
             self._draining = asyncio.create_task(self._drain())
-        else:
+        elif number in AT_ONCE:
             logger.warning("stopping at once")
             self._draining.cancel()
             self._end_requests()
@@ -199,7 +201,8 @@ async def _tell_while_loading(
 
 
 def _connections_that_fit(wanted: int) -> int:
-    """``wanted``, or fewer if the limit of open files is lower. Raises that limit if it may."""
+    """``wanted``, or fewer if the limit of open files is lower. Raises that limit if it may;
+    ``ConfigError`` if nothing could start under it."""
     try:
         import resource
     except ImportError:
@@ -210,6 +213,10 @@ def _connections_that_fit(wanted: int) -> int:
             most = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
             soft = max(soft, most)
+    if soft < _LEAST_FILES:
+        raise ConfigError(
+            f"the system allows {soft} open files (ulimit -n), and a server needs {_LEAST_FILES}"
+        )
     if wanted <= soft - _OTHER_FILES:
         return wanted
     most = max(soft - _OTHER_FILES, 1)
@@ -227,16 +234,19 @@ async def _watch(state: ServerState, server: DrainingServer) -> None:
     server.should_exit = True
 
 
-def _check_certificate(settings: ServeSettings) -> None:
+def tls_context(settings: ServeSettings) -> ssl.SSLContext | None:
+    """What HTTPS is served with, if it is. ``ConfigError`` if its files cannot be read."""
     if settings.ssl_certfile is None:
-        return
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
         if settings.ssl_ca_certs is not None:
             context.load_verify_locations(settings.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
     except OSError as exc:  # SSLError is an OSError
         raise ConfigError(f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: {exc}") from None
+    return context
 
 
 def _share_log(level: str, access: bool) -> None:

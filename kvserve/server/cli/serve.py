@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from kvserve import __version__
 from kvserve.log import configure_logging, logger
-from kvserve.server.settings.reading import GROUPS, read_settings
+from kvserve.server.settings.reading import GROUPS, check_policies, read_settings
 
 EXAMPLE = """\
 examples:
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if "VLLM_API_KEY" in os.environ and not (settings.api_key or settings.api_key_file):
         logger.warning("VLLM_API_KEY is not read: anybody may ask; set KVSERVE_API_KEY")
     signal.signal(signal.SIGTERM, _leave)
+    check_policies(config.compression)
     from kvserve.server.cli.runner import serve
 
     return serve(config, settings)

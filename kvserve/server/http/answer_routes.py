@@ -64,9 +64,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     prompts = [truncate(state, body, ids) for ids in prompts]
     echoes = await beside(lambda: _echoes(state, body, prompts))
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(
-        state, prompts, params, request_id, request.headers, body.token_limit_field
-    )
+    own = {"max_tokens": body.token_limit_field}
+    generation = Generation(state, prompts, params, request_id, request.headers, own)
     writer = CompletionWriter(body, request_id, model, fingerprint, len(prompts), echoes=echoes)
     return await _respond(generation, writer, body.stream, request)
 
@@ -76,17 +75,16 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answer a conversation."""
     state, model, request_id, plan = await _plan(body, request, "chatcmpl", {})
     fingerprint = state.fingerprint(body.kv_policy)
-    generation = Generation(
-        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
-    )
+    own = {"max_tokens": body.token_limit_field, "prompt": "messages"}
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
     writer = ChatWriter(body, request_id, model, fingerprint, plan=plan)
-    return await _respond(generation, writer, body.stream, request)
+    return await _respond(generation, writer, body.stream, request, body.skipped)
 
 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
-    chat, skipped = await beside(body.as_chat)
+    chat = await beside(body.as_chat)
     if (chat.n or 1) > 1:
         raise RequestError("n must be 1", param="n")
     if chat.kv_trace:
@@ -96,18 +94,25 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
             code="unsupported_field",
         )
     state, model, request_id, plan = await _plan(chat, request, "resp", OWN_NAMES)
-    generation = Generation(
-        state, [plan.prompt], plan.params, request_id, request.headers, body.token_limit_field
-    )
+    own = {"max_tokens": body.token_limit_field, "prompt": "input"}
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
     writer = ResponseWriter(body, request_id, model, plan)
+    skipped = [OWN_NAMES.get(name, name) for name in chat.skipped]
     return await _respond(generation, writer, body.stream, request, skipped)
+
+
+@router.post("/responses/input_tokens", responses=answers(TokenCount))
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """How many tokens the input has under the chat template."""
+    count = await _count(await beside(body.as_chat), request, OWN_NAMES)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 @anthropic.post("/messages", responses=streamed(Message))
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request."""
     reasons = request.app.state.server.chat.reasoning is not None
-    chat, skipped = await beside(lambda: body.as_chat(reasons))
+    chat = await beside(lambda: body.as_chat(reasons))
     if (chat.n or 1) > 1 or chat.kv_trace:
         name = "kv_trace" if chat.kv_trace else "n"
         raise RequestError(f"{name} goes with /v1/chat/completions", param=name)
@@ -116,23 +121,18 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     room = state.engine.info.max_model_len - len(plan.prompt)
     if body.max_tokens is not None and body.max_tokens <= room:
         plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers)
+    own = {"prompt": "messages"}
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
     writer = MessageWriter(request_id, model, plan, body.max_tokens)
+    skipped = [NAMES_OF_MESSAGES.get(name, name) for name in chat.skipped]
     return await _respond(generation, writer, body.stream, request, skipped)
 
 
 @anthropic.post("/messages/count_tokens", responses=answers(TokenCount))
 async def count_tokens(body: MessagesRequest, request: Request) -> Response:
     """How many tokens a conversation has under the chat template."""
-    state: ServerState = request.app.state.server
-    state.check_ready()
-    chat, _ = await beside(lambda: body.as_chat(False))
-    state.check_model(chat.model)
-    try:
-        ids = await encode_chat(state, chat)
-    except RequestError as error:
-        raise error.renamed(NAMES_OF_MESSAGES) from None
-    return json_response({"input_tokens": len(ids)})
+    chat = await beside(lambda: body.as_chat(False))
+    return json_response({"input_tokens": await _count(chat, request, NAMES_OF_MESSAGES)})
 
 
 @router.get("/models", responses=answers(ModelList))
@@ -183,6 +183,18 @@ async def _plan(
     request_id = _name(chat, request, prefix)
     try:
         return state, model, request_id, await plan_chat(state, chat)
+    except RequestError as error:
+        raise error.renamed(own_names) from None
+
+
+async def _count(
+    chat: ChatCompletionRequest, request: Request, own_names: Mapping[Any, str]
+) -> int:
+    state: ServerState = request.app.state.server
+    state.check_ready()
+    state.check_model(chat.model)
+    try:
+        return len(await encode_chat(state, chat))
     except RequestError as error:
         raise error.renamed(own_names) from None
 

@@ -64,7 +64,7 @@ def create_app(state: ServerState) -> FastAPI:
             allow_credentials=settings.allow_credentials,
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Request-Id", "X-Kvserve-Skipped"],
         )
     app.add_middleware(TurnstileMiddleware)
     app.add_middleware(MetricsMiddleware, metrics=state.metrics)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from http import HTTPStatus
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvserve.log import logger
+from kvserve.server.http.tls import TlsTransport
 from kvserve.server.state.errors import ApiError
 
 MAX_HEAD = 64 * 2**10
@@ -33,18 +35,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     write_timeout: ClassVar[float] = 30.0
     """Seconds that a client may go without reading while there is something to read."""
     max_connections: ClassVar[int] = 4096
+    tls: ClassVar[ssl.SSLContext | None] = None
+    """``None`` serves plain HTTP."""
     unsent: ClassVar[dict[LimitedHttpProtocol, int]] = {}
     """Bytes that wait for clients which do not read, the one that stopped first first."""
 
     @classmethod
     def limited(
-        cls, read_timeout: float, write_timeout: float, max_connections: int
+        cls,
+        read_timeout: float,
+        write_timeout: float,
+        max_connections: int,
+        tls: ssl.SSLContext | None = None,
     ) -> type[LimitedHttpProtocol]:
-        """This protocol with other limits; time-outs are in seconds."""
+        """This protocol with other limits, or over TLS; time-outs are in seconds."""
         limits: dict[str, Any] = {
             "read_timeout": read_timeout,
             "write_timeout": write_timeout,
             "max_connections": max_connections,
+            "tls": tls,
             "unsent": {},
         }
         return type("LimitedHttpProtocol", (cls,), limits)
@@ -60,6 +69,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Runs while the client has to read."""
 
     def connection_made(self, transport: Any) -> None:
+        if self.tls is not None:
+            transport = TlsTransport(transport, self.tls)
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # so that any byte left over pauses the writer
         connection = transport.get_extra_info("socket")
@@ -114,6 +125,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
+        if self.tls is not None:
+            data = self._opened(data)
+            if not data:
+                return
         super().data_received(data)
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect("head")  # empty lines do not begin a request
@@ -122,6 +137,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
             self._refuse(ApiError(431, f"the headers are larger than {MAX_HEAD} bytes"))
+
+    def _opened(self, data: bytes) -> bytes:
+        """What a client says over TLS; one that does not speak TLS is closed."""
+        transport: Any = self.transport
+        try:
+            opened: bytes = transport.opened(data)
+            return opened
+        except ssl.SSLError as error:
+            if error.reason == "HTTP_REQUEST":
+                self.transport = transport.wire  # it reads the refusal as it wrote: plainly
+                self._refuse(ApiError(400, "this port serves HTTPS", code="https_required"))
+            transport.close()
+            return b""
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is not HTTP/1.1", code="invalid_request"))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,6 +36,14 @@ _PROBES = frozenset(
     }
 )
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def route_path(scope: Scope) -> str:
+    """What the router matches: the path without the prefix (``--root-path``) of a proxy."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    inside = path == prefix or path.startswith(f"{prefix}/")
+    return path[len(prefix) :] if prefix and inside else path
 
 
 class RequestIdMiddleware:
@@ -65,6 +72,8 @@ class RequestIdMiddleware:
                 started = True
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = state["request_id"]
+                if "/v1/messages" in scope["path"]:  # the name that Anthropic's clients read
+                    headers["Request-Id"] = state["request_id"]
                 if self._state.draining:
                     headers["Connection"] = "close"
             await send(message)
@@ -86,7 +95,7 @@ class MetricsMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or get_route_path(scope) in _PROBES:
+        if scope["type"] != "http" or route_path(scope) in _PROBES:
             await self.app(scope, receive, send)
             return
         started, status = time.monotonic(), 500
@@ -153,7 +162,7 @@ class ApiKeyMiddleware:
 
     def _allowed(self, scope: Scope) -> bool:
         # The router matches the same path, so no protected route can pass for an open one.
-        if get_route_path(scope) in self._open_paths:
+        if route_path(scope) in self._open_paths:
             return True
         headers = Headers(scope=scope)
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -197,7 +206,7 @@ class OriginMiddleware:
     def _fault(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if get_route_path(scope) not in self._open_paths and not self._knows(host):
+        if route_path(scope) not in self._open_paths and not self._knows(host):
             return ApiError(
                 403,
                 f"this server has no key and is not called {host[:100]!r}; start it with "

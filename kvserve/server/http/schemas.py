@@ -131,7 +131,7 @@ class Message(_Open):
     usage: dict[str, Any]
 
 
-class TokenCount(BaseModel):
+class TokenCount(_Open):
     input_tokens: int
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from kvserve.log import RequestError
 from kvserve.outputs import CompletionOutput, RequestOutput
 from kvserve.sampling_params import SamplingParams, StructuredOutput
-from kvserve.server.openai.chat_protocol import ChatCompletionRequest, NamedTool
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest
 from kvserve.server.openai.logprobs import TokenBytes
 from kvserve.server.openai.prompts import decode, encode_chat
 from kvserve.server.openai.structured import answer_or_calls, one_call, some_calls
+from kvserve.server.openai.tool_choice import NamedTool
 from kvserve.server.parsers.chat_format import DeltaParser
 from kvserve.server.parsers.harmony import HarmonyParser, count_reasoning
 from kvserve.server.parsers.message_parser import MessageParser, NamedCall, WithoutReasoning
@@ -43,8 +44,8 @@ class ChatPlan:
 
 async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan:
     """Plan a chat request. Raises ``RequestError``, which names the field that cannot work."""
+    prompt = await encode_chat(state, body)  # refuses templates that are not trusted
     _check_tools(state, body)
-    prompt = await encode_chat(state, body)
     form, reasoning = state.chat, state.chat.reasoning
     more: dict[str, Any] = {"thinking_token_budget": body.thinking_token_budget}
     inside = None
@@ -72,15 +73,21 @@ async def plan_chat(state: ServerState, body: ChatCompletionRequest) -> ChatPlan
     def count(choice: CompletionOutput) -> int:
         if form.harmony:
             return count_reasoning(choice.token_ids, lambda ids: decode(state, ids, "messages"))
-        return 0 if reasoning is None else reasoning.count_tokens(choice, inside)
+        marks = form.tools.opens if form.tools is not None and body.calls_tools else ()
+        calls = [form.tokens[mark][0] for mark in marks if mark in form.tokens]
+        return 0 if reasoning is None else reasoning.count_tokens(choice, inside, calls)
 
     return ChatPlan(prompt, params, parser, count, state.require_tokenizer("messages").token_bytes)
 
 
 def _check_tools(state: ServerState, body: ChatCompletionRequest) -> None:
-    """Refuse calls whose format is not known; those that a grammar forces have ours."""
-    known = state.chat.harmony or state.chat.tools is not None
-    if body.calls_tools and not (body.forces_calls or known):
+    """Refuse calls whose format is not known; those that a grammar forces have ours. Tools that the
+    template does not write are skipped: the model sees none."""
+    if not body.calls_tools or body.forces_calls or state.engine.tokenizer is None:
+        return
+    if not state.engine.tokenizer.forms(body.chat_template or state.chat_template).shows_tools:
+        body.skipped.append("tools")
+    elif not (state.chat.harmony or state.chat.tools is not None):
         raise RequestError(
             'tools with tool_choice "auto": it is not known how this model writes calls (its chat '
             "template does not show it in a form that is known); name the format with "
@@ -95,7 +102,7 @@ def _structured(state: ServerState, body: ChatCompletionRequest) -> StructuredOu
     form, answer, functions = state.chat, body.answer_form, body.functions
     parallel = body.parallel_tool_calls is not False
     if isinstance(body.tool_choice, NamedTool):
-        functions = [f for f in functions if f["name"] == body.tool_choice.function.name]
+        functions = [f for f in functions if f["name"] == body.tool_choice.name]
     if form.harmony and (body.forces_calls or answer is not None):
         functions = functions if body.calls_tools else []
         return answer_or_calls(form, answer, functions, must_call=body.forces_calls)
@@ -118,7 +125,8 @@ def _parser(state: ServerState, body: ChatCompletionRequest, inside: bool | None
     if not tools:
         return MessageParser(split, None)
     if isinstance(body.tool_choice, NamedTool):
-        return MessageParser(split, NamedCall(body.tool_choice.function.name))
+        return MessageParser(split, NamedCall(body.tool_choice.name))
     parallel = body.parallel_tool_calls is not False
     syntax = REQUIRED if body.forces_calls or form.tools is None else form.tools
-    return MessageParser(split, ToolSplit(syntax, tools, parallel))
+    begins = False if split is None else inside
+    return MessageParser(split, ToolSplit(syntax, tools, parallel, begins))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from kvserve.engine.frontend.content import HistoryReader
 from kvserve.log import RequestError, shown
 from kvserve.sampling_params import MAX_LOGPROBS
 from kvserve.server.openai.fields import Content, FirstFault
 from kvserve.server.openai.protocol import GenerationRequest, parse
 from kvserve.server.openai.structured import GUIDED
+from kvserve.server.openai.tool_choice import AllowedTools, NamedTool, ToolChoice
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _fields_of(model: BaseModel, **changes: Any) -> dict[str, Any]:
@@ -30,13 +34,26 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call that an earlier answer made."""
+    """A call that an earlier answer made, maybe another server's: of a freeform tool it is one with
+    the argument ``input``."""
 
     model_config = ConfigDict(extra="allow")
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_freeform(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: each for name, each in value.items() if each is not None}
+        own = given.pop("custom", None)
+        if isinstance(own, dict):
+            function = {"name": own.get("name"), "arguments": {"input": own.get("input")}}
+            given |= {"type": "function", "function": function}
+        return given
 
 
 class Function(BaseModel):
@@ -64,19 +81,16 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    type: Literal["function"]
-    function: Function
+    """A function; tools of other types are skipped."""
 
+    type: str
+    function: Function | None = None
 
-class FunctionName(BaseModel):
-    name: str
-
-
-class NamedTool(BaseModel):
-    """A ``tool_choice`` that names one function."""
-
-    type: Literal["function"] = "function"
-    function: FunctionName
+    @model_validator(mode="after")
+    def _check_function(self) -> Tool:
+        if self.type == "function" and self.function is None:
+            raise RequestError("function is required", param="function", code="missing_field")
+        return self
 
 
 class ChatMessage(BaseModel):
@@ -108,19 +122,44 @@ class ChatPrompt(BaseModel):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     tools: Annotated[list[Tool], FirstFault()] | None = None
+    _skipped: list[str] = PrivateAttr(default_factory=list)
+    _thinks: bool | None = PrivateAttr(default=None)
+
+    @property
+    def skipped(self) -> list[str]:
+        """What of the request is not done here, or does not show; it grows until the answer."""
+        return self._skipped
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether another API's request turns the reasoning on or off."""
+        return self._thinks
+
+    @cached_property
+    def functions(self) -> list[dict[str, Any]]:
+        return [tool.function.fields() for tool in self.tools or () if tool.function is not None]
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        tools = [
-            {"type": tool.type, "function": tool.function.fields()} for tool in self.tools or ()
-        ]
-        return tools or None
+        return [{"type": "function", "function": function} for function in self.functions] or None
 
     @model_validator(mode="after")
-    def _check_messages(self) -> ChatPrompt:
+    def _read(self) -> ChatPrompt:
         if not self.messages:
             raise RequestError("messages must not be empty", param="messages", code="empty_prompt")
+        roles = {message.role for message in self.messages}
+        history = HistoryReader("messages", bool(roles & {"assistant", "tool", "function"}))
+        for at, message in enumerate(self.messages):
+            read = history.read(message.content, at, message.role, f"messages[{at}].content")
+            message.content = "\n".join(read.texts)
+            if read.thought and not (message.reasoning or message.reasoning_content):
+                message.reasoning = read.thought
+        self._skipped += history.skipped
+        for at, tool in enumerate(self.tools or ()):
+            if tool.type != "function":
+                self._skipped.append(f"tools[{at}] ({tool.type})")
+        self.tools = [tool for tool in self.tools or () if tool.type == "function"] or None
         return self
 
 
@@ -129,7 +168,7 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
 
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
@@ -138,20 +177,33 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-        names = [tool.function.name for tool in self.tools or ()]
-        choice = self.tool_choice
-        if choice not in (None, "none", "auto") and not names:
-            raise RequestError("tool_choice needs tools", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise RequestError(
-                f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
-            )
+        self._choose_tools()
         guided = [
             name for name in ("structured_outputs", *GUIDED) if getattr(self, name) is not None
         ]
         if self.forces_calls and guided:
             raise RequestError(f"tool_choice does not go with {guided[0]}", param="tool_choice")
         return self
+
+    def _choose_tools(self) -> None:
+        """Read ``tool_choice``; of ``allowed_tools`` only those are left."""
+        names = [function["name"] for function in self.functions]
+        choice = self.tool_choice
+        asked = choice.names if isinstance(choice, AllowedTools) else ()
+        asked = (choice.name,) if isinstance(choice, NamedTool) else asked
+        if choice not in (None, "none", "auto") and not names:
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        for name in asked:
+            if name not in names:
+                raise RequestError(f"tool_choice: there is no tool {name!r}", param="tool_choice")
+        if isinstance(choice, AllowedTools):
+            kept = [
+                tool for tool in self.tools or () if tool.function and tool.function.name in asked
+            ]
+            if choice.mode == "required" and not kept:
+                raise RequestError("tool_choice needs tools", param="tool_choice")
+            self.tools, self.tool_choice = kept or None, choice.mode
+            self.__dict__.pop("functions", None)
 
     @property
     def calls_tools(self) -> bool:
@@ -164,19 +216,23 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
     def forces_calls(self) -> bool:
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    @cached_property
-    def functions(self) -> list[dict[str, Any]]:
-        return [tool.function.fields() for tool in self.tools or ()]
-
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse_chat(given: dict[str, Any], own_names: Mapping[Any, str]) -> ChatCompletionRequest:
+def parse_chat(
+    given: dict[str, Any],
+    own_names: Mapping[Any, str],
+    skipped: Sequence[str],
+    thinks: bool | None = None,
+) -> ChatCompletionRequest:
     """The chat request that another API's request stands for; fields that are ``None`` are left
-    out. Errors name the other API's fields (``own_names``)."""
+    out, and ``skipped`` is what was besides. Errors name the other API's fields (``own_names``)."""
     try:
-        return parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+        made = parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+        made._skipped[:0] = skipped
+        made._thinks = thinks
+        return made
     except RequestValidationError as exc:
         first, *_ = exc.errors()
         cause = first.get("ctx", {}).get("error")

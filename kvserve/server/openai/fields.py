@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, FailFast, PlainValidator
 
-from kvserve.engine.frontend.chat_template import join_text
 from kvserve.log import RequestError, shown
 
 _MOST_VALUES = {
@@ -20,8 +19,6 @@ _MOST_VALUES = {
 }
 """Fields that may be long, and how many values (texts, numbers, lists, ...) they may hold."""
 _MOST_LISTS = {"prompt": 2**13}
-UNSEEN = "(an image or a file, which this model cannot read)"
-"""Stands for what a tool has shown to a model of texts."""
 _FEW_VALUES, _FEW_LISTS, _FEW_BYTES = 128, 2**15, 2**16
 
 
@@ -139,8 +136,9 @@ Stop = Annotated[
 ]
 Content = Annotated[
     str,
-    PlainValidator(join_text, json_schema_input_type=str | list[dict[str, Any]] | None),
+    PlainValidator(lambda value: value, json_schema_input_type=str | list[dict[str, Any]] | None),
 ]
+"""A text, or parts that ``ChatPrompt`` reads: what they may be depends on the others."""
 KVPolicy = Annotated[
     str | dict[str, Any] | None,
     PlainValidator(_parse_kv_policy, json_schema_input_type=str | dict[str, Any] | None),

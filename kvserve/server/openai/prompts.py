@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvserve.engine.frontend.chat_template import template_arguments
-from kvserve.log import RequestError
+from kvserve.engine.frontend.efforts import SCALE
+from kvserve.log import RequestError, log_once, too_long
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.parsers.json_text import whole_text
@@ -20,6 +21,8 @@ _FIRST_LOOK = 4
 _MOST_WHOLE = 2**20
 _SEAM = 64
 """Tokens that the whole text may have fewer than its beginning, where that was cut off."""
+_HARMONY_EFFORTS = ("low", "medium", "high")
+"""Its template writes any word, and its models know these."""
 _FEW = 16
 """The most texts that are tokenized, or messages that a template gets, on the event loop."""
 
@@ -64,12 +67,8 @@ def _encode_text(
             # If the beginning alone exceeds the context, the rest need not be tokenized.
             seen = len(tokenizer.encode(text[:look], add_special_tokens=special))
             if seen > context + _SEAM:
-                raise RequestError(
-                    f"{param}: the first {look} of {len(text)} characters are {seen} tokens, more "
-                    f"than this model's context",
-                    param=param,
-                    code="context_length_exceeded",
-                )
+                said = f"{param}: so many have the first {look} of {len(text)} characters"
+                raise too_long(seen, context, said, param)
         return tokenizer.encode(text, add_special_tokens=special)
     except RequestError:
         raise
@@ -83,15 +82,12 @@ def check_characters(state: ServerState, count: int, param: str, *, whole: bool)
     A ``whole`` text, to be truncated or counted, may always have ``_MOST_WHOLE`` characters.
     """
     context = state.engine.info.max_model_len
-    most = context * state.require_tokenizer(param).longest_token
+    longest = state.require_tokenizer(param).longest_token
+    most = context * longest
     most = max(most, _MOST_WHOLE) if whole else most
     if count > most:
-        raise RequestError(
-            f"{param} has {count} characters; no text of more than {most} fits this model's "
-            f"context of {context} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+        said = f"{param} has {count} characters; none of more than {most} fits this context"
+        raise too_long(-(-count // longest), context, said, param)
 
 
 async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
@@ -99,11 +95,8 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     tokenizer = state.require_tokenizer("messages")
     context, size = state.engine.info.max_model_len, len(request.messages)
     if size > context:
-        raise RequestError(
-            f"messages: {size} messages do not fit this model's context of {context} tokens",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        said = f"{size} messages do not fit this model's context"
+        raise too_long(size, context, said, "messages")
     characters = sum(len(message.content) for message in request.messages)
     whole = getattr(request, "truncate_prompt_tokens", None) is not None
     check_characters(state, characters, "messages", whole=whole)
@@ -116,7 +109,14 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
         )
 
     def apply() -> list[int]:
-        more = _effort(state, request)
+        more = _reasoning(state, request)
+        forms = tokenizer.forms(request.chat_template or state.chat_template)
+        if not forms.shows_calls and any(message.tool_calls for message in request.messages):
+            request.skipped.append("tool_calls (as text)")
+            log_once(
+                "the chat template does not write tool calls: those of a history are text; "
+                "--chat-template takes one that does (hermes comes with kvserve)"
+            )
         if tools := request.tools_for_template():
             more["tools"] = tools
         arguments = template_arguments(
@@ -148,22 +148,24 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     return truncate(state, request, ids) if isinstance(request, GenerationRequest) else ids
 
 
-def _effort(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
-    """``reasoning_effort`` if the template has it, else ``enable_thinking``, which is on or off."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    template = request.chat_template or state.chat_template
-    template = template or str(state.require_tokenizer("messages").describe()["chat_template"])
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"}
-    raise RequestError(
-        "this model's chat template does not know reasoning_effort; leave it out",
-        param="reasoning_effort",
-        code="unsupported_field",
-    )
+def _reasoning(state: ServerState, request: ChatPrompt) -> dict[str, Any]:
+    """Arguments of the template that say how much to reason: the nearest that it takes to what is
+    asked for. What it does not know is skipped: agents ask for it in every request."""
+    tokenizer = state.require_tokenizer("messages")
+    reasons = tokenizer.forms(request.chat_template or state.chat_template).reasons
+    more: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        known = _HARMONY_EFFORTS if state.chat.harmony else SCALE
+        more = reasons.arguments(request.reasoning_effort, known)
+        if not more:
+            request.skipped.append("reasoning_effort")
+    reasons_anyway = state.chat.harmony or state.chat.reasoning is not None
+    if request.thinks is not None and reasons.switch:
+        more[reasons.switch] = request.thinks
+    elif request.thinks is not None and not (request.thinks and reasons_anyway):
+        request.skipped.append("thinking")
+    own = request.chat_template_kwargs or {}
+    return {name: value for name, value in more.items() if name not in own}
 
 
 def truncate(state: ServerState, request: GenerationRequest, ids: list[int]) -> list[int]:

@@ -10,13 +10,18 @@ import orjson
 
 from kvserve.outputs import RequestOutput
 from kvserve.server.openai.chat import ChatPlan
+from kvserve.server.openai.client_tools import ClientTool, freeform_input
 from kvserve.server.openai.responses import usage
 from kvserve.server.openai.responses_protocol import ResponsesRequest
 from kvserve.server.openai.streaming import ChoiceWriter, named_event
+from kvserve.server.parsers.json_text import read_object
 from kvserve.server.parsers.tool_parsers import Json
 from kvserve.server.state.errors import as_api_error
 
-_ITEM_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ITEM_IDS = {
+    **{"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"},
+    "tool_search_call": "tsc",
+}
 
 
 class ResponseWriter(ChoiceWriter):
@@ -36,7 +41,7 @@ class ResponseWriter(ChoiceWriter):
             "incomplete_details": None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
+            "metadata": (request.model_extra or {}).get("metadata") or {},
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
@@ -44,11 +49,16 @@ class ResponseWriter(ChoiceWriter):
             "temperature": request.temperature,
             "text": {"format": (text and text.format) or {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            "tools": [
+                tool.model_dump(exclude_none=True)
+                for tool in request.tools or ()
+                if tool.type == "function"
+            ],
             "top_p": request.top_p,
             "truncation": "disabled",
         }
         """What every state of a response has, most of it copied from its request."""
+        self._tools = request.client_tools.by_name
         self._output: list[Json] = []
         self._open: str | None = None
         self._sequence = 0
@@ -120,6 +130,11 @@ class ResponseWriter(ChoiceWriter):
             arguments = item["arguments"]
             done = {"type": "response.function_call_arguments.done", "arguments": arguments}
             return [{**done, **where}, self._item_event("done")]
+        if kind == "custom_tool_call":
+            return self._end_freeform()
+        if kind == "tool_search_call":
+            item["arguments"] = read_object(item["arguments"])
+            return [self._item_event("done")]
         part = item["content"][0]
         where["content_index"] = 0
         name = "output_text" if kind == "message" else "reasoning_text"
@@ -150,13 +165,25 @@ class ResponseWriter(ChoiceWriter):
     def _call(self, call: Json) -> list[Json]:
         events, function = [], call["function"]
         if "id" in call:
-            item = {"type": "function_call", "call_id": call["id"], "name": function["name"]}
-            events = self._start("function_call", {**item, "arguments": ""})
-        if not function["arguments"]:
-            return events
+            own = self._tools.get(function["name"]) or ClientTool(function["name"])
+            item = {**own.item(), "call_id": call["id"]}
+            events = self._start(item["type"], {**item, "arguments": ""})
         self._output[-1]["arguments"] += function["arguments"]
+        if not function["arguments"] or self._open != "function_call":
+            return events
         kind = "response.function_call_arguments.delta"
         return [*events, {"type": kind, "delta": function["arguments"], **self._where()}]
+
+    def _end_freeform(self) -> list[Json]:
+        """Its text is within JSON until then."""
+        item = self._output[-1]
+        item["input"] = freeform_input(item.pop("arguments"))
+        kind, where = "response.custom_tool_call_input", self._where()
+        return [
+            {"type": f"{kind}.delta", "delta": item["input"], **where},
+            {"type": f"{kind}.done", "input": item["input"], **where},
+            self._item_event("done"),
+        ]
 
     def _start(self, kind: str, item: Json) -> list[Json]:
         events = self._close()
@@ -167,8 +194,12 @@ class ResponseWriter(ChoiceWriter):
 
     def _item_event(self, what: str) -> Json:
         item = orjson.loads(orjson.dumps(self._output[-1]))  # a copy: the item goes on growing
-        if what == "added" and item["type"] != "function_call":
+        if what == "added" and "content" in item:
             item["content"] = []
+        if what == "added" and item["type"] == "custom_tool_call":
+            item["input"] = item.pop("arguments")
+        if what == "added" and item["type"] == "tool_search_call":
+            item["arguments"] = {}
         where = {"output_index": len(self._output) - 1}
         return {"type": f"response.output_item.{what}", "item": item, **where}
 

@@ -5,18 +5,21 @@ Nothing is stored, so a request carries the whole history.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from kvserve import absent
+from kvserve.engine.frontend.content import HistoryReader, thought_text
 from kvserve.log import RequestError
 from kvserve.sampling_params import refused
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
-from kvserve.server.openai.fields import UNSEEN, FirstFault
+from kvserve.server.openai.client_tools import BRINGS_TOOLS, CALLS, INPUT, ClientTools, loaded
+from kvserve.server.openai.fields import FirstFault
 
 _LOGPROBS = "message.output_text.logprobs"
-IGNORED = ("include", "max_tool_calls", "truncation")
+IGNORED = ("max_tool_calls", "truncation")
 """They are about stored answers or OpenAI's own tools, or what is done when the context is too
 short: here that is an error."""
 
@@ -27,20 +30,8 @@ OWN_NAMES: dict[Any, str] = {
     "reasoning_effort": "reasoning",
 }
 """Fields of a chat request -> their names here."""
-_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Parts of a message -> where their text is."""
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_NOT_SEEN = ("input_image", "input_file", "input_audio", "input_video")
-_SKIPPED_ITEMS = frozenset(
-    (
-        *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
-        *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
-        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
-        *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
-        *("tool_search_call", "tool_search_output", "compaction"),
-    )
-)
-"""What OpenAI's own tools and its storage leave in a history."""
+_CALLS = tuple(CALLS.values())
+_OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
 
 
 def _parse_input(value: Any) -> str | list[dict[str, Any]]:
@@ -57,7 +48,7 @@ Input = Annotated[
 
 
 class ResponseTool(BaseModel):
-    """A function. Tools of other types, as OpenAI runs or knows them, are skipped."""
+    """A tool of the client (``ClientTools``), or one that OpenAI runs, which is skipped."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -98,40 +89,39 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
+    include: Annotated[list[Any], FirstFault()] | None = None
     stream: bool | None = None
 
-    def as_chat(self) -> tuple[ChatCompletionRequest, list[str]]:
-        """The equivalent chat request, whose errors name the fields of this one; and what it leaves
-        out: tools that this server does not have, and what is left of them in the history."""
+    @cached_property
+    def client_tools(self) -> ClientTools:
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return ClientTools.of(tools, self._items)
+
+    @property
+    def _items(self) -> list[dict[str, Any]]:
+        return [] if isinstance(self.input, str) else self.input
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """The equivalent chat request, whose errors name the fields of this one."""
         extra = dict(self.model_extra or {})
-        include = extra.get("include") or []
-        if not isinstance(include, list):
-            raise RequestError("include must be a list", param="include")
-        logprobs = _LOGPROBS in include
+        logprobs = _LOGPROBS in (self.include or ())
         for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": logprobs}.items():
             if asked:
                 why = "log-probabilities go with /v1/chat/completions"
                 raise refused(absent.refusal(name, why), name)
         extra = {name: value for name, value in extra.items() if name not in IGNORED}
-        tools, skipped = list[dict[str, Any]](), list[str]()
-        for i, tool in enumerate(self.tools or ()):
-            if tool.type == "function":
-                function = tool.model_dump(exclude_none=True, exclude={"type"})
-                tools.append({"type": "function", "function": function})
-            else:
-                skipped.append(f"tools[{i}] ({tool.type})")
-        choice: Any = self.tool_choice
-        if isinstance(choice, dict):
-            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        tools = self.client_tools
+        answered = any(each.get("role") == "assistant" or _called(each) for each in self._items)
+        history = HistoryReader("input", answered)
         form = self.text.format if self.text is not None else None
         if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
         given = {
             **extra,
             "model": self.model,
-            "messages": self._messages(skipped),
-            "tools": tools or None,
-            "tool_choice": choice,
+            "messages": self._messages(history),
+            "tools": tools.functions or None,
+            "tool_choice": tools.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -140,14 +130,13 @@ class ResponsesRequest(BaseModel):
             "response_format": form,
             "stream": self.stream,
         }
-        return parse_chat(given, OWN_NAMES), skipped
+        return parse_chat(given, OWN_NAMES, [*tools.skipped, *history.skipped])
 
     @property
     def token_limit_field(self) -> str:
         return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
 
-    def _messages(self, skipped: list[str]) -> list[dict[str, Any]]:
-        """The messages; what is left out of the history is added to ``skipped``."""
+    def _messages(self, history: HistoryReader) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -159,65 +148,53 @@ class ResponsesRequest(BaseModel):
         for i, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "reasoning":
-                thought = _thought(item.get("content"))
-            elif kind == "function_call":
-                _append_call(messages, item, item.get("arguments", ""))
-            elif kind == "custom_tool_call":
-                _append_call(messages, item, {"input": item.get("input")})
+                thought = thought_text(item)
+            elif kind in _CALLS:
+                function = {"name": self.client_tools.name_of(item), "arguments": _arguments(item)}
+                _append_call(messages, item, function)
             elif kind in _OUTPUTS:
-                output = _content(item, i, "output", skipped)
+                output = item.get("output", _told(item))
+                text = "\n".join(history.read(output, i, "tool", "input").texts)
                 call_id = item.get("call_id")
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-            elif kind == "message":
-                messages.append({"role": item.get("role"), "content": _content(item, i)})
-            elif isinstance(kind, str) and kind in _SKIPPED_ITEMS:
-                skipped.append(f"input[{i}] ({kind})")
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            elif kind == "message" or (kind == "agent_message" and item.get("content")):
+                role = item.get("role") if kind == "message" else "user"
+                read = history.read(item.get("content"), i, str(role), "input")
+                messages.append({"role": role, "content": "\n".join(read.texts)})
+                thought = thought or read.thought
+            elif isinstance(kind, str) and kind != "item_reference":
+                if kind not in BRINGS_TOOLS:
+                    history.skip(i, kind)
             else:
                 raise RequestError(
-                    f"input[{i}]: items of type {kind!r} are not supported", param="input"
+                    f"input[{i}]: items of type {kind!r} are not supported: nothing is stored here",
+                    param="input",
                 )
             if thought and messages and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning"], thought = thought, None
         return messages
 
 
-def _append_call(messages: list[dict[str, Any]], item: dict[str, Any], arguments: Any) -> None:
+def _called(item: dict[str, Any]) -> bool:
+    return item.get("type") in (*_CALLS, *_OUTPUTS)
+
+
+def _told(item: dict[str, Any]) -> str | None:
+    """What the model is told of a search for tools."""
+    names = ", ".join(str(tool.get("name")) for tool in loaded(item))
+    return f"Loaded: {names or 'none'}" if item.get("type") == "tool_search_output" else None
+
+
+def _arguments(item: dict[str, Any]) -> Any:
+    freeform = item["type"] == "custom_tool_call"
+    return {INPUT: item.get("input")} if freeform else item.get("arguments", "")
+
+
+def _append_call(
+    messages: list[dict[str, Any]], item: dict[str, Any], function: dict[str, Any]
+) -> None:
     """Add a call. Calls in a row belong to one message of the assistant."""
-    call = {
-        "id": item.get("call_id"),
-        "type": "function",
-        "function": {"name": item.get("name"), "arguments": arguments},
-    }
     if not (messages and messages[-1]["role"] == "assistant"):
         messages.append({"role": "assistant", "content": None})
+    call = {"id": item.get("call_id"), "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _thought(content: Any) -> str:
-    """The text of a reasoning item, whatever its parts are called."""
-    parts = content if isinstance(content, list) else ()
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-
-
-def _content(
-    item: dict[str, Any], index: int, name: str = "content", skipped: list[str] | None = None
-) -> Any:
-    """A text, or its parts. What a tool has shown is ``skipped``, where that is given."""
-    content = item.get(name)
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if skipped is not None and kind in _NOT_SEEN:
-            skipped.append(f"input[{index}] ({kind})")
-            # To refuse what a tool has shown would end the conversation: the agent sends it again.
-            texts.append(UNSEEN)
-            continue
-        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            raise RequestError(
-                f"input[{index}].{name}: parts of type {kind!r} are not supported; only text is",
-                param="input",
-            )
-        texts.append(part.get(_TEXT_PARTS[kind]))
-    return [{"type": "text", "text": text} for text in texts]

@@ -120,6 +120,8 @@ class ChoicesWriter:
                 cursor.traced = len(choice.kv_trace)
             for part in parts:
                 counts = self._usage([output]) if self._continuous_usage else None
+                if counts is not None and "role" in part.get("delta", ()):  # nothing is said yet
+                    counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
                 written.append(self._event([part], counts))
         return written
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from kvserve.engine.frontend.chat_template import KEY, TOOL, VALUE, Forms, written_calls
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import KEY, TOOL, VALUE, written_calls
 from kvserve.log import ConfigError, logger
 from kvserve.server.parsers.harmony import MARKS, HarmonyParser
 from kvserve.server.parsers.json_text import ValueEnd
@@ -124,7 +125,10 @@ def find_format(
             one,
         )
     if not tokenizer.forms(template).shows_tools and tools is not None:
-        logger.warning("the chat template does not write tools: the model sees none")
+        logger.warning(
+            "the chat template does not write tools: the model sees none; --chat-template takes "
+            "one that does (hermes comes with kvserve, for models of ChatML)"
+        )
     return ChatFormat(tools, writing, reasoning, tokens=tokens)
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
+from typing import Any
+
+from pydantic_core import from_json
 
 _MARKS = {
     '"': re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL),
@@ -112,6 +116,15 @@ def read_json(text: str) -> object:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """A JSON object; what there is of it if the text was cut."""
+    value = read_json(text)
+    if value is None and text:
+        with suppress(ValueError):
+            value = from_json(text, allow_partial="trailing-strings")
+    return value if isinstance(value, dict) else {}
 
 
 def write_json(value: object) -> str:

@@ -25,7 +25,10 @@ class NamedCall:
 
 
 class MessageParser:
-    """Makes deltas of one choice's message; ``push`` takes new text, the last with ``final``."""
+    """Makes deltas of one choice's message; ``push`` takes new text, the last with ``final``.
+
+    Calls are looked for in the reasoning, too: the first one ends it.
+    """
 
     def __init__(
         self, reasoning: ReasoningSplit | None, tools: ToolSplit | NamedCall | None
@@ -34,20 +37,39 @@ class MessageParser:
         self._tools = tools
 
     def push(self, text: str, final: bool) -> list[Json]:
+        if not isinstance(self._tools, ToolSplit):
+            thought, text = self._split(text, final)
+            named = () if self._tools is None else self._tools.push(text, final)
+            return [*_thought(thought), *(_content(text) if self._tools is None else named)]
         deltas: list[Json] = []
-        if self._reasoning is not None:
-            thought, text = self._reasoning.push(text, final)
-            if thought:
-                # Some clients read one name, some the other.
-                deltas.append({"reasoning": thought, "reasoning_content": thought})
-        if self._tools is not None:
-            return deltas + self._tools.push(text, final)
-        return [*deltas, {"content": text}] if text else deltas
+        for delta in self._tools.push(text, final):
+            if "content" in delta:
+                thought, content = self._split(delta["content"], False)
+            else:
+                thought, content = self._split("", False, called=True)
+            deltas += [*_thought(thought), *_content(content)]
+            deltas += [] if "content" in delta else [delta]
+        if final:
+            thought, content = self._split("", True)
+            deltas += [*_thought(thought), *_content(content)]
+        return deltas
+
+    def _split(self, text: str, final: bool, called: bool = False) -> tuple[str, str]:
+        return ("", text) if self._reasoning is None else self._reasoning.push(text, final, called)
 
     def finish_reason(self, reason: str | None) -> str | None:
         """``tool_calls`` if a choice stopped by itself after a call; named calls keep ``stop``."""
         called = isinstance(self._tools, ToolSplit) and self._tools.num_calls > 0
         return "tool_calls" if called and reason == "stop" else reason
+
+
+def _thought(text: str) -> list[Json]:
+    """Some clients read one name, some the other."""
+    return [{"reasoning": text, "reasoning_content": text}] if text else []
+
+
+def _content(text: str) -> list[Json]:
+    return [{"content": text}] if text else []
 
 
 class WithoutReasoning:

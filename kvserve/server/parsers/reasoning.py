@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvserve.log import ConfigError
@@ -49,13 +49,18 @@ class ReasoningParser:
             return False
         return True if tail.endswith(OPEN) or self.name == "deepseek_r1" else None
 
-    def count_tokens(self, choice: CompletionOutput, inside: bool | None) -> int:
-        """Reasoning tokens of a choice; ``inside`` is what ``begins_inside`` returned."""
+    def count_tokens(
+        self, choice: CompletionOutput, inside: bool | None, calls: Collection[int] = ()
+    ) -> int:
+        """Reasoning tokens of a choice; ``inside`` is what ``begins_inside`` returned. The tokens
+        ``calls`` begin calls, which end it, too."""
         opened = choice.text.lstrip().startswith(OPEN) if inside is None else inside
         if not opened:
             return 0
         ids = choice.token_ids
-        return ids.index(self.end_id) if self.end_id in ids else len(ids)
+        if self.end_id in ids:
+            return ids.index(self.end_id)
+        return next((at for at, token in enumerate(ids) if token in calls), len(ids))
 
 
 class ReasoningSplit:
@@ -68,24 +73,49 @@ class ReasoningSplit:
         """Whether it is known if the text opens with ``<think>``."""
         self._begun = False
         """Whether the current part has any text yet."""
+        self._called = self._left_open = False
 
-    def push(self, text: str, final: bool) -> tuple[str, str]:
-        """New text -> new (reasoning, content)."""
+    def push(self, text: str, final: bool, called: bool = False) -> tuple[str, str]:
+        """New text -> new (reasoning, content). A call behind it (``called``) ends the former."""
         self._held += text
+        if called and not self._called:
+            return self._end()
         if not self._opened and not self._open(final):
             return "", ""
         if not self._inside:
-            return "", self._take(len(self._held))
+            return "", self._content(final)
+        reasoning, closed = self._to_close(final)
+        self._inside = not closed
+        return reasoning, self._take(len(self._held)) if closed else ""
+
+    def _to_close(self, final: bool) -> tuple[str, bool]:
+        """The text up to the mark, and whether that has come."""
         at = self._held.find(CLOSE)
         if at < 0:
             shown = len(self._held)
             if not final:
                 shown = len(self._held[: shown - opening(self._held, CLOSE)].rstrip("\n"))
-            return self._take(shown), ""
-        reasoning = self._take(at).rstrip("\n")
-        self._held = self._held[len(CLOSE) :]
-        self._inside, self._begun = False, False
-        return reasoning, self._take(len(self._held))
+            return self._take(shown), False
+        before = self._take(at).rstrip("\n")
+        self._held, self._begun = self._held[len(CLOSE) :], False
+        return before, True
+
+    def _end(self) -> tuple[str, str]:
+        """What is held before the first call."""
+        inside, self._called = self._inside, True
+        self._left_open = bool(inside)
+        self._opened, self._inside = True, False
+        held = self._take(len(self._held))
+        self._begun = not inside
+        return (held.rstrip("\n"), "") if inside else ("", held)
+
+    def _content(self, final: bool) -> str:
+        """Behind a call that has ended the reasoning its own end may still come."""
+        if not self._left_open:
+            return self._take(len(self._held))
+        before, closed = self._to_close(final)
+        self._left_open = not closed
+        return before + self._take(len(self._held)) if closed else before
 
     def _open(self, final: bool) -> bool:
         stripped = self._held.lstrip()

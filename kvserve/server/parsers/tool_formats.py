@@ -14,8 +14,9 @@ class ToolFormat:
 
     ``calls`` are the ways in which one call may be written (``tool_parsers`` reads them). With
     ``at_start``, calls may also begin without a mark, where the text begins with one of these
-    characters. ``between`` and ``marks`` may stand between calls. ``named``: what comes before the
-    arguments where calls are a name and its JSON object.
+    characters. ``heads`` begin a call where the model has forgotten the mark before it. ``between``
+    and ``marks`` may stand between calls. ``named``: what comes before the arguments where calls
+    are a name and its JSON object.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ToolFormat:
     at_start: str = ""
     between: str = " \n\r\t"
     marks: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     named: re.Pattern[str] | None = None
     id_length: int = 24
 
@@ -40,7 +42,13 @@ _LIST = " \n\r\t[],"
 FORMATS = {
     each.name: each
     for each in (
-        ToolFormat("hermes", ("<tool_call>",), ("</tool_call>",), ("object", "function", "keys")),
+        ToolFormat(
+            "hermes",
+            ("<tool_call>",),
+            ("</tool_call>",),
+            ("object", "function", "keys"),
+            heads=("<function=",),
+        ),
         ToolFormat(
             "llama3_json",
             ("<|python_tag|>", "<|python_start|>"),
@@ -64,6 +72,7 @@ FORMATS = {
             calls=("named",),
             between=" \n\r\t`",
             marks=("<｜tool▁call▁end｜>",),
+            heads=("<｜tool▁call▁begin｜>",),
             named=re.compile(
                 r"<｜tool▁call▁begin｜>(?:\s*function\s*<｜tool▁sep｜>)?\s*"
                 + _NAME
@@ -76,6 +85,7 @@ FORMATS = {
             _KIMI[1:],
             calls=("named",),
             marks=("<|tool_call_end|>",),
+            heads=("<|tool_call_begin|>",),
             named=re.compile(
                 r"<\|tool_call_begin\|>\s*(?:functions\.)?"
                 + _NAME

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import re
 import secrets
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+from kvserve.server.parsers.argument_types import ArgumentTypes
 from kvserve.server.parsers.json_text import (
     StrictText,
     ValueEnd,
@@ -21,8 +22,9 @@ from kvserve.server.parsers.json_text import (
     whole_text,
     write_json,
 )
-from kvserve.server.parsers.reasoning import opening
+from kvserve.server.parsers.reasoning import CLOSE, opening
 from kvserve.server.parsers.tool_formats import ToolFormat
+from kvserve.server.parsers.xml_calls import FUNCTION, KEYS, XmlCall, XmlForm
 
 Json = dict[str, Any]
 _Deltas = Generator[Json | None, None, None]
@@ -40,15 +42,6 @@ _NAMED = re.compile(_BEFORE + r'"(?:tool_)?name"\s*:\s*' + _STRING.format("name"
 _HEAD = re.compile(_NAMED.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _FIRST_KEY = re.compile(r"\{\s*(?:" + _STRING.format("key") + r'|(?P<other>[^"\s}]))')
 _KEYS = {*_ARGUMENTS, "name", "tool_name", "type", "id", "index", "function", "tool_call_id"}
-_FUNCTION = re.compile(r"<function=([\w.-]{1,128})>")
-_PARAMETER = re.compile(
-    r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|(?=</function>)|\Z)",
-    re.DOTALL,
-)
-_KEYED = re.compile(r"([\w.-]{1,128})\s*(?=<arg_key>|</tool_call>)")
-_BEGUN_NAME = re.compile(r"(?:<[a-z_]{0,8}=?)?[\w.-]{0,128}\s*<?[a-z_/]{0,10}>?")
-"""What may still become the beginning of a call in XML."""
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _PYTHON_LIST = re.compile(r"\[\s*(?:[A-Za-z_]|\Z)")
 
 
@@ -56,7 +49,9 @@ class ToolSplit:
     """Splits one choice's text into content and deltas of ``tool_calls``.
 
     ``tools`` are the schemas of the parameters of the tools that may be called, by name; ``None``:
-    any name is a tool's. Only the first call is passed on unless ``parallel``.
+    any name is a tool's. Only the first call is passed on unless ``parallel``. ``inside``: the text
+    begins as reasoning, up to ``CLOSE``, or (``None``) does so if it opens itself. A mark opens a
+    call there, too; calls without a mark begin behind it.
     """
 
     def __init__(
@@ -64,6 +59,7 @@ class ToolSplit:
         syntax: ToolFormat,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         parallel: bool = True,
+        inside: bool | None = False,
     ) -> None:
         self.num_calls = 0
         self._syntax = syntax
@@ -72,8 +68,9 @@ class ToolSplit:
         self._text = ""
         """What has not been given out."""
         self._final = False
-        self._begun = False
+        self._begun = inside is True
         """Whether there was content since the beginning, or since the last calls."""
+        self._close = "" if inside is False else CLOSE
         self._wrong = 0
         self._deltas = self._read()
 
@@ -103,14 +100,20 @@ class ToolSplit:
                 if not first and not self._final:
                     yield None
                     continue
-            opens = syntax.opens if self._wrong < _MOST_WRONG else ()
-            found = [(at, mark) for mark in opens if (at := text.find(mark)) >= 0]
-            end = min(found)[0] if found else len(text)
+            heads = () if self._tools is None else syntax.heads
+            opens = (*syntax.opens, *heads) if self._wrong < _MOST_WRONG else ()
+            marks = (*opens, self._close) if self._close else opens
+            found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+            end, mark = min(found, default=(len(text), ""))
             if not found and not self._final:
-                end -= max((opening(text, mark) for mark in opens), default=0)
+                end -= max((opening(text, mark) for mark in marks), default=0)
+            if mark and mark == self._close:
+                yield from self._give(end + len(mark))
+                self._close, self._begun = "", False
+                continue
             yield from self._give(end)
             if found:
-                return len(min(found)[1])
+                return 0 if mark in heads else len(mark)
             yield None
 
     def _calls(self, at: int) -> _Deltas:
@@ -256,31 +259,28 @@ class ToolSplit:
                 return False
             yield None
 
-    def _element(self, at: int, head: re.Pattern[str], close: str, pair: re.Pattern[str]) -> _Found:
-        """A call in XML, all of it at once: its arguments must become JSON.
-
-        ``<function=name>`` around ``<parameter=key>``, or a name before ``<arg_key>``.
-        """
-        seen, found = at, None
+    def _element(self, at: int, form: XmlForm) -> _Found:
+        """A call in XML, all of it at once: its arguments must become JSON."""
+        call, end = XmlCall(form, at), None
+        types = ArgumentTypes({})
         while True:
-            text = self._text
-            found = found or head.match(text, at)
-            possible = found or _BEGUN_NAME.fullmatch(text, at)
-            if not possible or (found is not None and not self._is_tool(found[1])):
-                return False
-            end = text.find(close, seen)
-            if found is not None and end >= 0:
+            if not call.name:
+                begun = call.find_name(self._text)
+                if begun is False or (begun and not self._is_tool(call.name)):
+                    return False
+                types = ArgumentTypes((self._tools or {}).get(call.name, {}))
+            if call.name:
+                end = call.find_end(self._text, self._final, types.names)
+            if end is not None:
                 break
             if self._final:
                 return False
-            seen = max(len(text) - len(close), at)
             yield None
-        schema = (self._tools or {}).get(found[1], {}).get("properties")
-        types = schema if isinstance(schema, Mapping) else {}
-        body = self._text[found.end() : end]
-        arguments = {key: _typed(text, types.get(key)) for key, text in pair.findall(body)}
-        self._take(end + (0 if close in self._syntax.closes else len(close)))
-        yield from self._whole(found[1], write_json(arguments))
+        if end < 0:
+            return False
+        arguments = {key: types.read(key, text) for key, text in call.pairs.items()}
+        self._take(end)
+        yield from self._whole(call.name, write_json(arguments))
         return True
 
     def _python(self, at: int) -> _Found:
@@ -338,8 +338,8 @@ class ToolSplit:
 _READERS: dict[str, Callable[[ToolSplit, int], _Found]] = {
     "object": ToolSplit._object,
     "named": ToolSplit._name_first,
-    "function": lambda self, at: self._element(at, _FUNCTION, "</function>", _PARAMETER),
-    "keys": lambda self, at: self._element(at, _KEYED, "</tool_call>", _PAIR),
+    "function": lambda self, at: self._element(at, FUNCTION),
+    "keys": lambda self, at: self._element(at, KEYS),
     "python": ToolSplit._python,
 }
 
@@ -358,19 +358,6 @@ def call_delta(index: int, arguments: str) -> Json:
     return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value that is written as plain text: a string if its schema says so, else JSON if it is."""
-    kinds: Any = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = kinds if isinstance(kinds, Collection) and not isinstance(kinds, str) else [kinds]
-    if "string" in kinds:
-        return text
-    stripped = text.strip()
-    if "boolean" in kinds and stripped.lower() in ("true", "false"):
-        return stripped.lower() == "true"
-    value = read_json(stripped)
-    return text if value is None and stripped != "null" else value
-
-
 def _python_calls(text: str) -> list[tuple[str, str]]:
     """Calls in a list of Python's; none if it is not one of calls with literal arguments."""
     try:
@@ -379,7 +366,10 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
         for call in found.elts if isinstance(found, ast.List) else ():
             if not isinstance(call, ast.Call) or call.args:
                 return []
-            values = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            values: dict[str, Any] = {}
+            for each in call.keywords:
+                value = ast.literal_eval(each.value)
+                values |= value if each.arg is None else {each.arg: value}  # None: of **{...}
             calls.append((ast.unparse(call.func), write_json(values)))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):

@@ -66,16 +66,13 @@ class EngineReplica:
         return self._engine.info
 
     async def generate(self, ticket: Ticket) -> AsyncGenerator[RequestOutput, None]:
-        writer, finished = OutputWriter(_rank()), True
+        writer = OutputWriter(_rank())
         outputs = self._engine.generate(ticket.token_ids, ticket.params, ticket.request_id)
         try:
             async for output in outputs:
-                finished = output.finished
                 yield writer.take_new(output)
-                if not finished:
+                if not output.finished:
                     await asyncio.sleep(_PIECE_S)
-            if not finished:  # it ended during the sleep; the engine yields no more
-                yield writer.take_new(output)
         finally:
             await outputs.aclose()
 

@@ -33,11 +33,11 @@ from kvserve.server.http.app import create_app
 from kvserve.server.replicas.engine_replica import DEPLOYMENT, MANY, Ticket, engines
 from kvserve.server.replicas.replica_stream import OutputReader, held_tokens, total
 from kvserve.server.replicas.routing import HeldTokenRouter
-from kvserve.server.settings.reading import settings_from
+from kvserve.server.settings.reading import check_policies, settings_from
 from kvserve.server.settings.serve_settings import ServeSettings
 from kvserve.server.state.errors import unavailable
 from kvserve.server.state.heap import freeze_heap
-from kvserve.server.state.server_state import ServerState, check_request_policies
+from kvserve.server.state.server_state import ServerState
 from kvserve.stats import EngineStats
 
 _APP = "kvserve"
@@ -99,7 +99,7 @@ class ReplicatedEngine:
         return found
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams, request_id: str
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         """As ``AsyncEngine.generate``. A 503 if the replica that has the request is lost."""
         if self._reset is not None:
@@ -107,7 +107,7 @@ class ReplicatedEngine:
         _, token_ids = tokenize(self.tokenizer, prompt)
         reader = OutputReader(token_ids)
         self._router.add(request_id, token_ids)
-        ticket = Ticket(request_id, token_ids, params, self._router)
+        ticket = Ticket(request_id, token_ids, sampling_params, self._router)
         pieces = self._handle.options(stream=True).generate.remote(ticket)
         try:
             async for piece in pieces:
@@ -134,8 +134,18 @@ class ReplicatedEngine:
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache of every replica. Later requests wait until that is done."""
         self._router.forget_prefixes()
-        done = self._handle.broadcast("reset_prefix_cache").results_async(return_exceptions=True)
-        self._reset = asyncio.ensure_future(done)
+        self._reset = asyncio.create_task(self._reset_all())
+
+    async def _reset_all(self) -> None:
+        """A replica that cannot be told keeps its cache: later requests go on without it."""
+        try:
+            sent = self._handle.broadcast("reset_prefix_cache")
+            told = await sent.results_async(return_exceptions=True)
+        except Exception as error:  # any of Ray's: no request may end by it
+            told = [error]
+        for answer in told:
+            if isinstance(answer, BaseException):
+                logger.warning("a prefix cache was not reset: %s", _first_line(answer))
 
     async def shutdown(self) -> None:
         for task in (self._watcher, self._reset):
@@ -263,7 +273,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def _ingress(config: EngineConfig, settings: ServeSettings) -> FastAPI:
     """The application. It admits requests once a replica has answered."""
     configure_logging(settings.log_level)
-    check_request_policies(config.compression.request_policies)
+    check_policies(config.compression)
     engine = ReplicatedEngine(config)
     state = ServerState(engine, config, settings)
     app = create_app(state)

@@ -13,10 +13,6 @@ from kvserve import absent
 from kvserve.fields import did_you_mean, read_any, read_object
 from kvserve.log import ConfigError
 
-REMOVED = {
-    "--gate": "each event runs when it is due; a longer --policy.period has fewer",
-}
-"""Flags that this server had, and what to do instead."""
 _POLICY_ARGS = "policy_args"
 
 
@@ -26,6 +22,9 @@ class UsageError(ConfigError):
 
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, without the usage of all flags."""
+
+    instead: Mapping[str, str] = {}
+    """What to do instead, by flags that somebody may look for in this command."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
@@ -37,8 +36,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """``parse_args`` that suggests a similar flag for an unknown one. Of commands with
-        ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping."""
-        words, policy_args = list(argv), dict[str, Any]()
+        ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping. Flags of vLLM
+        that ask for nothing are accepted, and flags may have underscores."""
+        words, policy_args = self._asking(argv), dict[str, Any]()
         if any(action.dest == _POLICY_ARGS for action in self._actions):
             words, policy_args = _split(words)
         namespace, unknown = self.parse_known_args(words)
@@ -50,12 +50,44 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        if word in REMOVED:
-            raise UsageError(f"{word} was removed: {REMOVED[word]}")
-        name = absent.FLAGS.get(word, word.removeprefix("--").replace("-", "_"))
+        if word in self.instead:
+            raise UsageError(f"unknown flag {word}; {self.instead[word]}")
+        name, _ = _absent_name(word)
         if why := absent.why_absent(name, absent.SETTINGS):
             raise UsageError(absent.refusal(word, why))
         raise UsageError(f"unknown flag {word}{did_you_mean(word, known)}")
+
+    def _asking(self, argv: Sequence[str]) -> list[str]:
+        """The words without absent flags that ask for nothing, under the flags' own names."""
+        known, words = self._option_string_actions, list(argv)
+        asking: list[str] = []
+        while words:
+            word = words.pop(0)
+            flag, equals, text = word.partition("=")
+            if word == "--":
+                return [*asking, word, *words]
+            if flag.replace("_", "-") in known:
+                asking.append(flag.replace("_", "-") + equals + text)
+                continue
+            name, value = _absent_name(flag)
+            takes = value and not (equals or absent.is_switch(name))
+            if takes and words and not words[0].startswith("-"):
+                text, equals = words[0], "="
+            if not absent.why_absent(name, absent.SETTINGS) or not absent.means_off(
+                name, read_any(text) if equals else value
+            ):
+                asking.append(word)
+            elif takes and equals:
+                words.pop(0)
+        return asking
+
+
+def _absent_name(flag: str) -> tuple[str, bool]:
+    """The setting that a flag would be of, and what it says of one that is on or off."""
+    name = absent.FLAGS.get(flag.partition(".")[0]) or absent.FLAGS.get(flag[:2])
+    if name is None:
+        name = flag.removeprefix("--").replace("-", "_")
+    return name.removeprefix("no_"), not name.startswith("no_")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

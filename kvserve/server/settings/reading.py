@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserve import absent
-from kvserve.config import SECTIONS, SETTINGS, EngineConfig, ModelConfig
+from kvserve.config import SECTIONS, SETTINGS, CompressionConfig, EngineConfig, ModelConfig
 from kvserve.fields import Setting, read_any, settings_of
 from kvserve.log import ConfigError
 from kvserve.server.settings.args import UsageError, add_fields
@@ -65,6 +65,23 @@ def settings_from(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSetting
     if keys is not None:
         given.setdefault("api_key", [key.strip() for key in keys.split(",")])
     return _build(given)
+
+
+def check_policies(config: CompressionConfig) -> None:
+    """Raises ``ConfigError`` if ``--policy`` cannot be made, or a name in ``--request-policies`` is
+    not a policy: before an engine starts, which takes seconds."""
+    if config == CompressionConfig():
+        return  # torch need not be loaded for it
+    from kvserve.engine.policies.base import PolicyError
+    from kvserve.engine.policies.registry import make_policy, policy_names
+
+    try:
+        make_policy({"name": config.policy, **config.policy_args})
+    except PolicyError as error:
+        raise ConfigError(f"{error.flag}: {error}") from None
+    if unknown := sorted(set(config.request_policies) - set(policy_names())):
+        names = ", ".join(policy_names())
+        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
 
 
 def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:

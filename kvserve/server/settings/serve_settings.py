@@ -13,6 +13,11 @@ TOOL_PARSERS = (
     *("cohere", "deepseek_v3", "granite", "hermes", "internlm", "jamba", "kimi_k2"),
     *("llama3_json", "mistral", "nemotron", "openai", "pythonic"),
 )
+TOOL_PARSER_SYNONYMS = {
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "glm45"), "hermes"),
+    **{"deepseek_v31": "deepseek_v3", "llama4_pythonic": "pythonic"},
+}
+"""vLLM's names of what one of these reads."""
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -29,15 +34,19 @@ class ServeSettings:
         (), "names clients may use, the first in answers (default: --model)"
     )
     api_key: tuple[str, ...] = setting(
-        (), "keys clients must send as 'Authorization: Bearer KEY' (default: none needed)"
+        (),
+        "keys clients must send as 'Authorization: Bearer KEY' (default: none needed); all users "
+        "of this machine can read a command line: better --api-key-file or KVSERVE_API_KEY",
     )
     api_key_file: str | None = setting(
-        None, "file with more keys, one a line; read again when it changes"
+        None, "file with more keys, one a line (# begins a comment); read again when it changes"
     )
     open_metrics: bool = setting(False, "serve /metrics without a key")
     vllm_metrics: bool = setting(True, "repeat the common metrics under vllm's names")
     chat_template: str | None = setting(
-        None, "file with a Jinja chat template, instead of the tokenizer's"
+        None,
+        "file with a Jinja chat template, instead of the tokenizer's; 'hermes' comes with kvserve: "
+        "tools for models of ChatML whose own writes none",
     )
     trust_request_chat_template: bool = setting(
         False, "let requests send a chat_template; it is a program and may run for any time"
@@ -51,6 +60,7 @@ class ServeSettings:
         None,
         "how the model writes tool calls (default: as its chat template writes them)",
         choices=TOOL_PARSERS,
+        synonyms=TOOL_PARSER_SYNONYMS,
     )
     enable_auto_tool_choice: bool = setting(
         False, "do not start if it is not known how the model writes tool calls"
@@ -61,7 +71,9 @@ class ServeSettings:
     uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port")
     ssl_keyfile: str | None = setting(None, "private key, to serve HTTPS")
     ssl_certfile: str | None = setting(None, "certificate, to serve HTTPS")
-    ssl_ca_certs: str | None = setting(None, "certificates of the authorities that sign clients'")
+    ssl_ca_certs: str | None = setting(
+        None, "certificates of authorities; clients must show one that these have signed"
+    )
     shutdown_timeout: float = setting(
         25.0, "seconds that running requests get to finish after SIGTERM or Ctrl-C", least=0
     )
@@ -119,6 +131,10 @@ class ServeSettings:
         check_limits(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-ca-certs goes with --ssl-certfile and --ssl-keyfile")
+        if self.uds is not None and (not self.uds or "\0" in self.uds):
+            raise ConfigError(f"--uds must be the name of a file, not {self.uds!r}")
         if not all(self.api_key):
             raise ConfigError("--api-key must not be empty")
         object.__setattr__(self, "root_path", self.root_path.rstrip("/"))

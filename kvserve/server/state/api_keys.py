@@ -18,9 +18,10 @@ from kvserve.log import ConfigError, logger
 class ApiKeys:
     """Keys by digest. A client is a number that its key keeps, whatever keys come and go.
 
-    ``file`` has a key per line, or several with commas between them. Every request looks at its
-    inode, time and size: a Kubernetes secret is replaced without a signal. A file that is gone,
-    unreadable or empty changes nothing but the log. ``ConfigError`` if it is so at the start.
+    ``file`` has a key per line; empty lines and those that begin with ``#`` are none. Every request
+    looks at its inode, time and size: a Kubernetes secret is replaced without a signal. A file that
+    is gone, unreadable or empty changes nothing but the log. ``ConfigError`` if it is so at the
+    start.
     """
 
     def __init__(self, given: Sequence[str], file: str | None) -> None:
@@ -64,8 +65,8 @@ class ApiKeys:
         stamp = state.st_ino, state.st_mtime_ns, state.st_size
         if stamp == self._stamp:
             return False
-        parts = Path(file).read_text().replace("\n", ",").split(",")
-        keys = [part.strip() for part in parts if part.strip()]
+        lines = map(str.strip, Path(file).read_text("utf-8-sig").splitlines())
+        keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ValueError(f"{file} has no key")
         self._take([_digest(key.encode()) for key in keys])

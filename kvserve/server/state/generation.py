@@ -10,14 +10,15 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from kvserve.log import RequestError, logger
+from kvserve.log import RequestError, logger, shown
 from kvserve.outputs import RequestOutput
-from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams
+from kvserve.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutput
 from kvserve.server.state.engine_protocol import OpenRequest
 from kvserve.server.state.errors import too_many
 from kvserve.server.state.metrics import Metrics
@@ -27,7 +28,10 @@ _T = TypeVar("_T")
 
 
 class Generation:
-    """Starts when created. ``close`` may be called from anywhere; it aborts unfinished prompts."""
+    """Starts when created. ``close`` may be called from anywhere; it aborts unfinished prompts.
+
+    Errors name the fields ``max_tokens`` and ``prompt`` by their ``own_names``.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Generation:
         params: SamplingParams,
         request_id: str,
         headers: Mapping[str, str] | None = None,
-        token_limit_field: str = "max_tokens",
+        own_names: Mapping[Any, str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
@@ -52,11 +56,11 @@ class Generation:
         self._failure: Exception | None = None
         self._unfinished = len(prompts)
         self._headers = headers or {}
-        self._own_names = {"max_tokens": token_limit_field}
+        self._own_names = own_names or {}
         state.generations.add(self)
         if state.settings.enable_log_requests:
             lengths = [len(prompt) for prompt in prompts]
-            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, params)
+            logger.info("%s: prompts of %s tokens, %s", request_id, lengths, _sizes(params))
         self._tasks = [
             asyncio.create_task(self._follow(index, prompt, f"{request_id}-{index}"))
             for index, prompt in enumerate(prompts)
@@ -286,3 +290,21 @@ class RequestWatch:
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics.observe(name, value, self._engine)
+
+
+def _sizes(params: SamplingParams) -> str:
+    """The settings that are not the defaults, for the log: numbers, and the sizes of what else was
+    sent. Salts, stop strings and grammars are the client's."""
+    said = []
+    for item in fields(params):
+        value = getattr(params, item.name)
+        if value == item.default or value is None:
+            continue
+        if item.name == "kv_policy":
+            value = shown(value if isinstance(value, str) else value.get("name"))
+        elif isinstance(value, StructuredOutput):
+            value = f"{value.kind} of {len(value.value)}"
+        elif not isinstance(value, int | float) and item.name != "client":
+            value = f"({len(value)})"
+        said.append(f"{item.name}={value}")
+    return " ".join(said)

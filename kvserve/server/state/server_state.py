@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,9 @@ from kvserve.server.state.metrics import Metrics, Phase
 
 if TYPE_CHECKING:
     from kvserve.server.state.tracing import Tracer
+
+TEMPLATE_SECONDS = 20.0
+"""For all that is tried of a chat template at the start, which takes a fraction of a second."""
 
 
 @dataclass
@@ -64,11 +69,13 @@ class ServerState:
     def check_tokenizer(self) -> None:
         """Raises ``ConfigError`` if the tokenizer lacks what a flag needs."""
         settings = self.settings
-        self.chat = find_format(
-            self.engine.tokenizer,
-            self.chat_template,
-            settings.tool_call_parser,
-            settings.reasoning_parser,
+        self.chat = _in_time(
+            lambda: find_format(
+                self.engine.tokenizer,
+                self.chat_template,
+                settings.tool_call_parser,
+                settings.reasoning_parser,
+            )
         )
         known = self.chat.harmony or self.chat.tools is not None
         if settings.enable_auto_tool_choice and not known:
@@ -170,20 +177,32 @@ class ServerState:
         return self.engine.tokenizer
 
 
-def check_request_policies(policies: Sequence[str]) -> None:
-    """Raises ``ConfigError`` if a name in ``--request-policies`` is not a policy."""
-    if not policies:
-        return
-    from kvserve.engine.policies.registry import policy_names
+def _in_time(find: Callable[[], ChatFormat]) -> ChatFormat:
+    """What ``find`` finds by trying the chat template; ``ConfigError`` if that does not end."""
+    found: Future[ChatFormat] = Future()
 
-    if unknown := sorted(set(policies) - set(policy_names())):
-        names = ", ".join(policy_names())
-        raise ConfigError(f"--request-policies: unknown policy {unknown[0]!r}; there are {names}")
+    def run() -> None:
+        try:
+            found.set_result(find())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # nothing else can leave it behind
+    try:
+        return found.result(TEMPLATE_SECONDS)
+    except TimeoutError:
+        raise ConfigError(
+            f"--chat-template: the model's does not end within {TEMPLATE_SECONDS:g} s; give another"
+        ) from None
 
 
 def _read_template(path: str | None) -> str | None:
+    """A file's, or one that comes with the package, by its name."""
+    if path is None:
+        return None
+    own = Path(kvserve.__file__).parent / "data" / "templates" / f"{path}.jinja"
     try:
-        return None if path is None else Path(path).read_text()
+        return (Path(path) if Path(path).exists() or not own.is_file() else own).read_text()
     except OSError as exc:
         raise ConfigError(f"--chat-template: cannot read {path}: {exc.strerror}") from None
 

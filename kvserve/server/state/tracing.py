@@ -40,6 +40,7 @@ class Tracer:
             "gen_ai.request.id": request_id,
             "gen_ai.request.model": self._model,
             "gen_ai.request.n": params.n,
+            "gen_ai.request.choice.count": params.n,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
         }
@@ -64,8 +65,11 @@ class Tracer:
             times, details = output.metrics, output.kv_cache_details
             reasons = [choice.finish_reason or "abort" for choice in output.outputs]
             tokens = sum(len(choice.token_ids) for choice in output.outputs)
-            span.set_attribute("gen_ai.usage.prompt_tokens", len(output.prompt_token_ids))
-            span.set_attribute("gen_ai.usage.completion_tokens", tokens)
+            # The names before and since the semantic conventions of 2025.
+            for name in ("prompt_tokens", "input_tokens"):
+                span.set_attribute(f"gen_ai.usage.{name}", len(output.prompt_token_ids))
+            for name in ("completion_tokens", "output_tokens"):
+                span.set_attribute(f"gen_ai.usage.{name}", tokens)
             span.set_attribute("gen_ai.response.finish_reasons", reasons)
             span.set_attribute("gen_ai.latency.time_in_queue", times.queued_seconds)
             span.set_attribute("gen_ai.latency.e2e", time.time() - times.arrival_time)

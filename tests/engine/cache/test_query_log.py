@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,19 @@ def test_how_many_tokens_a_block_logs() -> None:
         (LogForm(8, "int4"), auto, 8),  # 512 bytes a layer, and 4 + 4 a vector
         (LogForm(6, "int4"), auto, 10),  # some bytes are left over
         (LogForm(8, "int4"), int8, 2),
+        (LogForm(3), auto, 5),  # 512 bytes a layer: 32 are left over
+        (LogForm(3, "fp8"), auto, 21),
+        (LogForm(5), auto, 3),
     ):
         assert log.block_tokens(LAYOUT, form, 4) == tokens
-    for log, form in ((LogForm(32), auto), (LogForm(128, "int4"), auto), (LogForm(8), int8)):
-        with pytest.raises(ValueError, match=f"whole queries of {log.heads} heads"):
-            log.block_tokens(LAYOUT, form, 4)
+        assert log.least_block(LAYOUT, form, 4) <= 4
+    for log, form, least in (
+        (LogForm(32), auto, 8),  # 1024 bytes a token, of entries 128
+        (LogForm(128, "int4"), auto, 8),
+        (LogForm(8), int8, 7),  # 256, of entries 40
+    ):
+        assert log.block_tokens(LAYOUT, form, 4) == 0
+        assert log.least_block(LAYOUT, form, 4) == least
 
 
 @pytest.mark.parametrize(
@@ -85,3 +94,17 @@ def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
     # At the event, beside 7 blocks of keys and values: 104 positions in blocks of 32, or of 128.
     assert peaks == {"model": 7 + 4, "fp8": 7 + 1}
     assert tokens["model"][:100] == tokens["fp8"][:100]
+
+
+def test_the_start_up_table_says_when_a_log_weighs_what_events_free(llama_dir: Path) -> None:
+    """Of 96 older tokens of a window 29 stay, so 67 go, in 4.2 blocks; 128 are logged, in 3.1
+    blocks of 42 tokens or, of fewer bits, in 12.8 of 10. The fourth event is at 128 + 3 x 96."""
+    kara = {"name": "kara", "window": 128, "buffer": 32}
+
+    def row(**settings: Any) -> str:
+        summary = make(llama_dir, policy=kara, **settings).engine.core.info.summary
+        return next(why for name, _, why in summary if name == "query log")
+
+    assert "times what its event frees" not in row(block_size=16)
+    said = row(kv_cache_dtype="k8v4", block_size=16)
+    assert "3.1 times what its event frees" in said and "from token 416 of its answer on" in said

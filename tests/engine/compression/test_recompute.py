@@ -16,13 +16,14 @@ from tests.checkpoints import random_prompts
 from tests.engine.models.decoding import make
 
 KARA = {"name": "kara", "window": 20, "buffer": 4, "chunk_budget": 3, "max_chunk": 4, "period": 5}
-KARA |= {"query_dtype": "model"}  # recomputed queries are not rounded
+LOGGED = {"query_source": "log", "query_dtype": "model"}  # recomputed queries are not rounded
+RECOMPUTED = {"query_source": "recompute"}
 (PROMPT,) = random_prompts([11], seed=3)
 
 
 def running(directory: Path, tokens: int, **fields: Any) -> LLM:
     """An engine in the midst of a sequence, with ``tokens`` of them computed."""
-    llm = make(directory, policy={**KARA, **fields})
+    llm = make(directory, policy={**KARA, **LOGGED, **fields})
     params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     llm.engine.add_request("a", PROMPT, params)
     while llm.engine.core.scheduler.rows.num_computed[0] < tokens:
@@ -71,11 +72,11 @@ def test_the_first_event_keeps_what_logged_queries_would(
     """Later ones need not: the recomputed queries then see the compacted cache."""
     prompt, continuation = random_prompts([14, 36], seed=8)
     found = []
-    for source in ("log", "recompute"):
-        policy = {**KARA, "window": 20, "ratio": 0.4, "query_source": source, **fields}
+    for source in (LOGGED, RECOMPUTED):
+        policy = {**KARA, "window": 20, "ratio": 0.4, **source, **fields}
         llm = make(llama_dir, policy=policy)
         found.append(inspect(llm, prompt, continuation))
-        assert (llm.engine.core.scheduler.blocks.log.blocks.any()) == (source == "log")
+        assert (llm.engine.core.scheduler.blocks.log.blocks.any()) == (source is LOGGED)
     log, recompute = (inspection.events[0] for inspection in found)
     assert log.seen == recompute.seen == (34 if fields != {"protect_prompt": False} else 24)
     assert np.array_equal(log.held, recompute.held)
@@ -85,7 +86,7 @@ def test_stride_and_buffer_choose_other_tokens(llama_dir: Path) -> None:
     prompt, continuation = random_prompts([14, 60], seed=8)
     kept = []
     for fields in ({}, {"query_stride": 2}, {"queries": "buffer"}, {"query_reduce": "group_mean"}):
-        policy = {**KARA, "window": 32, "ratio": 0.4, "query_source": "recompute", **fields}
+        policy = {**KARA, "window": 32, "ratio": 0.4, **RECOMPUTED, **fields}
         found = inspect(make(llama_dir, policy=policy), prompt, continuation)
         kept.append(found.held.tobytes())
     assert len(set(kept)) == len(kept)
@@ -93,7 +94,7 @@ def test_stride_and_buffer_choose_other_tokens(llama_dir: Path) -> None:
 
 def test_an_unprotected_prompt_is_compressed_at_its_end(llama_dir: Path) -> None:
     """Four windows at once; the log serves them as well as chunks of any size."""
-    policy = {**KARA, "ratio": 0.25, "protect_prompt": False}
+    policy = {**KARA, **LOGGED, "ratio": 0.25, "protect_prompt": False}
     (prompt,) = random_prompts([75], seed=4)
     held = []
     for settings in ({}, {"max_num_batched_tokens": 9, "max_num_seqs": 1}, {"block_size": 4}):

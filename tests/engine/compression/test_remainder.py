@@ -44,8 +44,8 @@ CASES = [
     Case(
         "kara",
         {
-            **{**_KARA, "buffer": 0, "chunk_budget": 0, "max_chunk": 3},
-            **{"query_source": "recompute", "remainder": "mean"},
+            **{**_KARA, "buffer": 0, "chunk_budget": 0},
+            **{"query_source": "recompute", "query_reduce": "heads", "remainder": "mean"},
         },
         [],
     ),

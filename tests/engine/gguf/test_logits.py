@@ -169,6 +169,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "experts": (lambda w: w.add_expert_count(4), "has 4 experts"),
     "part": (lambda w: w.add_uint16("split.count", 3), "is one of several parts"),
     "key": (lambda w: w.add_logit_scale(2.0), "sets llama.logit_scale to 2.0"),
+    "causal": (lambda w: w.add_causal_attention(False), "llama.attention.causal to False"),
+    "sections": (
+        lambda w: w.add_rope_dimension_sections([4, 4, 0, 0]),
+        "sets llama.rope.dimension_sections to",
+    ),
     "scaling": (
         lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
         "asks for RoPE type 'longrope'",
@@ -192,6 +197,23 @@ def test_what_is_not_read_is_named(case: str, tmp_path: Path) -> None:
     file = write_gguf(directory, tmp_path / "model.gguf", "llama", facts=facts)
     with pytest.raises(ConfigError, match=message):
         choose_spec(file, ModelConfig(model=str(file)))
+
+
+def test_keys_that_change_nothing_are_read(tmp_path: Path) -> None:
+    def facts(writer: gguf.GGUFWriter) -> None:
+        writer.add_causal_attention(True)
+        writer.add_logit_scale(1.0)
+        writer.add_residual_scale(0.0)
+        writer.add_rope_scaling_attn_factors(1.0)
+        writer.add_expert_shared_count(0)
+        writer.add_clamp_kqv(0.0)
+
+    directory = write_checkpoint("llama", tmp_path / "model")
+    found = [
+        read_spec(write_gguf(directory, tmp_path / "model.gguf", "llama", facts=each))
+        for each in (facts, lambda _: None)
+    ]
+    assert found[0] == found[1]
 
 
 def test_an_architecture_or_a_form_that_is_not_read(tmp_path: Path) -> None:

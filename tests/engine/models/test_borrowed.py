@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import edit_config, write_checkpoint
+from tests.checkpoints import edit_config, edited_tensors, write_checkpoint
 from tests.engine.models import decoding
 from tests.engine.models.decoding import GQA, PROMPTS, SHAPE, make, tokens
 
@@ -57,6 +58,22 @@ def test_the_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None
     assert isinstance(llm.engine.core.runner.model, Borrowed)
     assert tokens(llm) == wanted
     assert tokens(make(tmp_path, **how)) == wanted
+
+
+def test_files_are_read_as_for_native_layers(tmp_path: Path) -> None:
+    """Shards without an index, and a head of the file's own under a config that ties it."""
+    write("glm4", tmp_path, tie_word_embeddings=True)
+    tied = tokens(make(tmp_path))
+    with edited_tensors(tmp_path) as stored:
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"].roll(1, 0)
+    wanted = decoding.expected(AutoModelForCausalLM, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = list(load_file(file).items())
+    file.unlink()
+    for place in (0, 1):
+        shard = tmp_path / f"model-0000{place + 1}-of-00002.safetensors"
+        save_file(dict(tensors[place::2]), shard, {"format": "pt"})
+    assert tokens(make(tmp_path)) == wanted != tied
 
 
 def test_a_policy_keeps_what_it_keeps_on_native_layers(tmp_path: Path) -> None:

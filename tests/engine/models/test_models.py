@@ -199,11 +199,18 @@ def test_dynamic_rope_shares_only_what_any_prompt_would_compute(tmp_path: Path) 
 def test_dynamic_rope_under_recomputed_queries(tmp_path: Path) -> None:
     """Kara's queries come from a second forward: it rotates them as the first one did."""
     directory = with_rope(tmp_path, "dynamic")
-    kara = {"name": "kara", "window": 40, "buffer": 4, "chunk_budget": 2, "protect_prompt": False}
-    kara |= {"query_dtype": "model"}  # recomputed queries are not rounded
+    kara = {
+        "name": "kara",
+        "window": 40,
+        "buffer": 4,
+        "chunk_budget": 2,
+        "max_chunk": 4,
+        "protect_prompt": False,
+    }
+    logged = {"query_dtype": "model"}  # recomputed queries are not rounded
     found = []
-    for source in ("log", "recompute"):
-        llm = make(directory, policy={**kara, "query_source": source})
+    for source in (logged, {"query_source": "recompute"}):
+        llm = make(directory, policy={**kara, **source})
         found.append(tokens(llm, PROMPTS, 20))
         assert llm.stats().compactions_total > 0
     assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,13 @@ from tests.quantized_checkpoints import (
     AWQ,
     GROUP,
     MXFP4,
+    auto_round,
     fp8_config,
     gptq,
     int8,
+    mixed,
+    modelopt,
+    nvfp4,
     pack,
     quantize,
 )
@@ -71,6 +76,47 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "pack, zeros, ordered": ("llama", pack(symmetric=False, actorder="group"), {}, "4 bits"),
     "pack, 8 bits": ("llama", pack(8, strategy="channel", group_size=None), {}, "8 bits"),
     "mxfp4": ("gpt-oss", MXFP4, {}, "float32"),
+    "mixed, 4 and 8 bits": (
+        "llama",
+        mixed(("mlp", pack()), ("[ov]_proj", pack(8)), ("", pack(symmetric=False))),
+        {},
+        "4 bits and 8 bits, else float32",
+    ),
+    "mixed, FP8 and groups of several sizes": (
+        "llama",
+        mixed(("down", fp8_config()), ("o_proj", pack(group_size=32)), ("", pack(8))),
+        {},
+        "4 bits and 8 bits and FP8",
+    ),
+    "mixed, FP8 and FP4": ("llama", mixed(("mlp", nvfp4()), ("", fp8_config())), {}, "FP8"),
+    "nvfp4": ("llama", nvfp4(), {}, "float32"),
+    "modelopt, nvfp4": ("qwen2", modelopt(), {}, "float32"),
+    "modelopt, fp8": ("llama", modelopt("FP8"), {}, "FP8"),
+    "modelopt, mixed": (
+        "llama",
+        modelopt(
+            "MIXED_PRECISION",
+            quantized_layers={"mlp": {"quant_algo": "NVFP4"}, "self_attn": {"quant_algo": "FP8"}},
+        ),
+        {},
+        "FP8",
+    ),
+    "gptq that skips": ("llama", gptq(dynamic={"-:.*k_proj": {}, "-:.*down": {}}), {}, "4 bits"),
+    "gptq, some in 8 bits": (
+        "llama",
+        gptq(dynamic={"+:.*mlp": {"bits": 8, "sym": False}, "-:.*o_proj": {}}),
+        {},
+        "4 bits and 8 bits",
+    ),
+    "auto-round": ("llama", auto_round("auto_round:auto_gptq"), {}, "4 bits"),
+    "auto-round, its own": ("qwen2", auto_round("auto_round", sym=False), {}, "4 bits"),
+    "auto-round, awq": ("llama", auto_round("auto_round:auto_awq"), {}, "4 bits"),
+    "auto-round, some in 8 bits": (
+        "llama",
+        auto_round("auto_round:auto_gptq", extra_config={"o_proj": {"bits": 8}}),
+        {},
+        "4 bits and 8 bits",
+    ),
 }
 
 WIDENED = {"fp8", "awq", "gptq, desc_act, experts", "pack, zeros, ordered"}
@@ -88,9 +134,8 @@ def test_answers_are_those_of_the_dequantised_weights(
     expected = generate(plain, PROMPTS, TOKENS)
     row = check(tmp_path, expected)
     assert row[1].startswith(held_as)
-    assert row[2].startswith("as stored" if form != "mxfp4" else "widened when read"), row
-    if config is MXFP4:
-        return
+    widened = "widened when read" if config is MXFP4 else "12 matrices are widened: there is no"
+    assert row[2].startswith("as stored" if held_as != "float32" else widened), row
     if form not in WIDENED:
         return
     # Where nothing multiplies levels, the weights are widened, and it is said.
@@ -100,9 +145,38 @@ def test_answers_are_those_of_the_dequantised_weights(
 
 
 @pytest.mark.compiler
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_gptq_without_orders(tmp_path: Path, *, desc_act: bool) -> None:
+    """Where inputs are in order, a file may leave it out; else that is what is missing."""
+    config = gptq(desc_act=desc_act)
+    plain = quantize("llama", tmp_path, config)
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            del tensors[name]
+    if not desc_act:
+        check(tmp_path, generate(plain, PROMPTS, TOKENS))
+        return
+    with pytest.raises(ConfigError, match=r"no tensor .*\.g_idx \("):
+        make(tmp_path)
+
+
+def test_modelopt_beside_config(tmp_path: Path) -> None:
+    """As it was written first: in a file of its own."""
+    plain = quantize("llama", tmp_path, modelopt())
+    edit_config(tmp_path, quantization_config=None)
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    check(tmp_path, generate(plain, PROMPTS, TOKENS))
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize(
     "form",
-    ["awq, experts", *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd")],
+    [
+        "awq, experts",
+        "mixed, FP8 and FP4",
+        *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd"),
+    ],
 )
 def test_ranks_hold_their_parts(form: str, tmp_path: Path) -> None:
     kind, config, changes, held_as = FORMS[form]
@@ -281,7 +355,12 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
     [
         (gptq(3), None, "gptq with bits 3; kvserve reads"),
         (gptq(checkpoint_format="marlin"), None, "checkpoint_format marlin"),
-        (gptq(dynamic={"-:.*": {}}), None, "gptq with dynamic"),
+        (gptq(dynamic={"+:.*mlp": {"bits": 3}}), None, "gptq with bits 3"),
+        (auto_round("auto_round:llm_compressor"), None, "packing_format auto_round:llm_compressor"),
+        (auto_round("auto_round", act_bits=8), None, "activations in 8 bits"),
+        (modelopt("NVFP4_AWQ"), None, "modelopt with quant_algo .*NVFP4_AWQ"),
+        (nvfp4(), put("weight_scale", torch.ones(96, 4)), "a scale of 8 bits for each 16"),
+        (nvfp4(), put("weight_global_scale", None), "no tensor .*up_proj.weight_global_scale"),
         ({"quant_method": "bitsandbytes"}, None, "'bitsandbytes'"),
         ({"quant_method": "fp8"}, None, "'fp8'"),
         ({**AWQ, "version": "gemv"}, None, "version gemv"),
@@ -297,7 +376,7 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
         (fp8_config(), put("weight_scale", None), "up_proj.weight in .*no scale for it"),
         (fp8_config(), put("weight_scale", torch.ones(3)), r"weight_scale in .* shape \(3,\)"),
         (fp8_config(), put("weight_scale", torch.tensor([torch.nan])), "up_proj.weight in .*NaN"),
-        (AWQ, put("qzeros", None), "no tensor .*up_proj.weight"),
+        (AWQ, put("qzeros", None), "no tensor .*up_proj.qzeros"),
         (
             gptq(),
             put("qzeros", torch.zeros(4, 12, dtype=torch.int32)),

@@ -16,6 +16,7 @@ from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.log import ConfigError
+from tests.checkpoints import edited_tensors
 from tests.engine.models import decoding
 from tests.engine.models.decoding import GQA, make, tokens
 
@@ -56,10 +57,34 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         **UNTIED,
     },
 }
+BORROWED: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        **WRAPPERS["mistral3"],
+        "text_config": {
+            **{**GQA, "model_type": "ministral3", "head_dim": 16},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0},
+                **{"beta_slow": 1.0, "original_max_position_embeddings": 16, "mscale": 1.0},
+                **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+            },
+        },
+    },
+    "cohere2_vision": {
+        "text_config": {**GQA, "model_type": "cohere2", "sliding_window": 20},
+        "vision_config": {**SIGHT, "model_type": "siglip_vision_model"},
+        "tie_word_embeddings": True,
+    },
+    "exaone4_5": {
+        "text_config": {**GQA, "model_type": "exaone4", "sliding_window": 20},
+        "vision_config": QWEN,
+        **UNTIED,
+    },
+}
+"""Whose decoders run on transformers' modules."""
 
 
-def write(kind: str, directory: Path) -> Path:
-    config = AutoConfig.for_model(kind, **WRAPPERS[kind])
+def write(kind: str, directory: Path, kinds: dict[str, dict[str, Any]] = WRAPPERS) -> Path:
+    config = AutoConfig.for_model(kind, **kinds[kind])
     return decoding.write(AutoModelForImageTextToText, config, directory)
 
 
@@ -69,6 +94,21 @@ def test_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     llm = make(tmp_path)
     assert not isinstance(llm.engine.core.runner.model, Borrowed)
     assert tokens(llm) == wanted
+
+
+@pytest.mark.parametrize("kind", BORROWED)
+def test_decoders_on_the_modules_of_transformers(kind: str, tmp_path: Path) -> None:
+    wanted = decoding.expected(AutoModelForImageTextToText, write(kind, tmp_path, BORROWED))
+    llm = make(tmp_path, max_num_batched_tokens=16, max_num_seqs=4)
+    model = llm.engine.core.runner.model
+    assert isinstance(model, Borrowed) and "ForCausalLM" in model.spec.architecture
+    assert tokens(llm) == wanted
+    assert spec_of(tmp_path, raw_of(tmp_path), hf_overrides={"rms_norm_eps": 1e-3}).wrapper
+
+
+def raw_of(directory: Path) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return raw
 
 
 def test_names_as_each_time_wrote_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,13 +192,13 @@ def test_overrides_are_of_the_text_part_too(tmp_path: Path) -> None:
     ("kind", "changes", "message"),
     [
         ("gemma3", {"architectures": ["PaliGemmaForConditionalGeneration"]}, "PaliGemma"),
-        ("mistral3", {"text_config": {"model_type": "ministral3"}}, "ministral3"),
-        ("mistral3", {"text_config": {"model_type": "bloom"}}, "bloom"),
+        ("mistral3", {"text_config": {"model_type": "bloom"}}, "BloomForCausalLM with ALiBi"),
+        ("mistral3", {"text_config": {"model_type": "mamba"}}, "MambaForCausalLM"),
         ("mistral3", {"text_config": {"model_type": "nothing"}}, "nothing"),
         ("mistral3", {"text_config": [1]}, "text_config"),
         ("mistral3", {"text_config": {**GQA, "model_type": "mistral", "hidden_size": "x"}}, "hid"),
         ("mistral3", {"vision_config": "none"}, "vision_config"),
-        ("llava", {"text_config": {**GQA, "model_type": "gpt2"}}, "gpt2"),
+        ("llava", {"text_config": {"model_type": "qwen3_vl_moe_text"}}, "qwen3_vl_moe_text"),
     ],
 )
 def test_what_cannot_be_served_is_a_line(
@@ -170,8 +210,13 @@ def test_what_cannot_be_served_is_a_line(
     assert str(error.value).startswith("--model: ")
 
 
-def test_transformers_modules_do_not_invent_weights(tmp_path: Path) -> None:
-    """A wrapper's names are none of its decoder's there; what was missing was drawn at random."""
+def test_transformers_modules_run_wrappers_of_ours_too(tmp_path: Path) -> None:
+    """By the decoder's names, and with no tensor that is not in the file."""
     write("mistral3", tmp_path)
-    with pytest.raises(ConfigError, match=r"--model: .* missing"):
+    llm = make(tmp_path, model_impl="transformers")
+    assert isinstance(llm.engine.core.runner.model, Borrowed)
+    assert tokens(llm) == tokens(make(tmp_path))
+    with edited_tensors(tmp_path) as stored:
+        del stored[next(name for name in stored if "layers.1.mlp.up_proj" in name)]
+    with pytest.raises(ConfigError, match=r"--model: .*up_proj.weight \(1 missing"):
         make(tmp_path, model_impl="transformers")

@@ -34,7 +34,15 @@ from tests.thinning import thinned
 pytestmark = [pytest.mark.device, pytest.mark.compiler]  # steps of compiled kernels are recorded
 SIZES = (3, 17, 40)
 TOKENS = 40
-KARA = {"name": "kara", "window": 20, "buffer": 4, "ratio": 0.3, "chunk_budget": 2, "period": 1}
+KARA = {
+    "name": "kara",
+    "window": 20,
+    "buffer": 4,
+    "ratio": 0.3,
+    "chunk_budget": 2,
+    "max_chunk": 4,
+    "period": 1,
+}
 EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvserve.config import CacheConfig
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
-from kvserve.engine.runner.plan import block_size_of
+from kvserve.engine.runner.log_form import BLOCK_SIZES
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint
@@ -137,5 +136,4 @@ def test_host_memory_is_not_pinned_as_a_whole() -> None:
 
 
 def test_blocks_are_as_large_as_tiles_on_a_gpu() -> None:
-    assert [block_size_of(CacheConfig(), device) for device in ("cpu", "cuda")] == [16, 64]
-    assert block_size_of(CacheConfig(block_size=32), "cuda") == 32
+    assert BLOCK_SIZES == {"cpu": 16, "cuda": 64}

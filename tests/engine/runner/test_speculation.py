@@ -93,7 +93,7 @@ def test_draws_rules_and_stops(llama_dir: Path, guesses: bool) -> None:
             assert one.outputs == other.outputs and one.prompt_logprobs == other.prompt_logprobs
     assert {c.finish_reason for output in found for c in output.outputs} == {"stop", "length"}
     if guesses:
-        assert oracle.guessed > oracle.confirmed > 100
+        assert oracle.guessed > oracle.confirmed > 80
         refused = [output.speculation and output.speculation.refused for output in found]
         assert refused == [None] * 5 + ["frequency_penalty", "repetition_penalty", None]
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import RequestError
+from tests.grammars import takes
 
 KEYS = ("name", "age", "tags", "a b", "größe", 'q"')
 
@@ -85,3 +86,30 @@ def test_what_the_backend_cannot_hold_to_is_refused(schema: dict[str, Any]) -> N
     with pytest.raises(RequestError) as refused:
         llm.generate("a", SamplingParams(structured_outputs={"json": schema}), use_tqdm=False)
     assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        # xgrammar 0.2.8 passes over a keyword without type, and over one beside $ref.
+        ({"minimum": 5}, "5", "4"),
+        ({"minLength": 2}, '"ab"', '"a"'),
+        ({"required": ["a"]}, '{"a": 1}', "{}"),
+        ({"$ref": "#/$defs/n", "minimum": 5, "$defs": {"n": {"type": "integer"}}}, "5", "4"),
+        # It writes 0.1 in 17 digits, and refuses 1e-7 as decimals.
+        ({"const": 0.1}, "0.1", "0.10000000000000001"),
+        ({"type": "number", "minimum": 1e-7}, "0.0000001", "0.00000009"),
+        # outlines-core 0.2.14 makes ("a|b") of this pattern, and drops one beside a length.
+        ({"type": "string", "pattern": "^a|b$"}, '"a"', '"a'),
+        ({"type": "string", "pattern": "^a*$", "minLength": 2}, '"aa"', '"xy"'),
+        ({"type": "integer", "minimum": 5, "multipleOf": 2}, "6", "7"),
+        # jsonschema 4.26.0 says that this is no multiple.
+        ({"type": "number", "multipleOf": 0.01}, "19.99", "19.999"),
+        ({"const": [1, {"a": 2}]}, '[1, {"a": 2}]', '[1,{"a":2}]'),
+    ],
+)
+def test_what_other_libraries_pass_over_is_kept(
+    schema: dict[str, Any], right: str, wrong: str
+) -> None:
+    assert takes(schema, right)
+    assert not takes(schema, wrong)

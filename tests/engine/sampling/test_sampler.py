@@ -80,6 +80,21 @@ def test_filters(changes: dict[str, Any], allowed: set[int]) -> None:
     assert set(tokens.tolist()) == allowed
 
 
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}])
+def test_filters_that_leave_one_token_are_greedy_where_several_are_equal(
+    changes: dict[str, Any],
+) -> None:
+    """transformers 5.23.0 leaves both tokens under top_k=1, and the last one under top_p=0."""
+    logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
+    assert set(draw(replace(BASE, **changes), logits, 100).tolist()) == {int(logits.argmax())}
+
+
+def test_of_equal_tokens_the_first_are_kept() -> None:
+    for changes in ({"top_k": 2}, {"top_p": 0.5}):
+        tokens = draw(replace(BASE, **changes), torch.zeros(4), 200)
+        assert set(tokens.tolist()) == {0, 1}, changes
+
+
 def test_a_row_without_limits_loses_nothing_to_rounding() -> None:
     """Beside a row that filters, as alone: probabilities may add to 1 before the last."""
     one, none = torch.ones(50), torch.zeros(50)

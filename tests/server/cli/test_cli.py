@@ -60,6 +60,18 @@ KARA = {"window": 32, "ratio": "1/3", "align": "block", "protect_prompt": True, 
         ),
         (
             (
+                *("--disable-log-requests", "m", "--disable-log-stats", "--max_num_seqs=3"),
+                *("--max-seq-len-to-capture", "8192", "--no-enable-lora", "--task", "generate"),
+                *("--api-server-count=1", "--kv-cache-dtype", "fp8_e4m3", "--max_model_len", "64"),
+                *("--cpu_offload_gb", "0", "--no_enable_prefix_caching"),
+                *("--tool-call-parser", "qwen3_coder"),
+            ),
+            {"model": "m", "max_num_seqs": 3, "kv_cache_dtype": "fp8", "max_model_len": 64}
+            | {"enable_prefix_caching": False},
+            {"tool_call_parser": "hermes"},
+        ),
+        (
+            (
                 *("--policy", "kara", "--policy.window", "32", "--policy.ratio=1/3"),
                 *("--policy.align", "block", "--policy.protect-prompt", "true"),
                 *("--policy-args", '{"buffer": 8}'),
@@ -196,6 +208,13 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["--max-num-seq", "3"], "unknown flag --max-num-seq; did you mean --max-num-seqs?"),
         (["--frobnicate"], "unknown flag --frobnicate"),
+        (["--max_num_seq", "3"], "unknown flag --max_num_seq; did you mean --max-num-seqs?"),
+        (["-O3"], "-O3 is not supported: see --cudagraph-capture-sizes and --enforce-eager"),
+        (["-cc.mode=3", "m"], "-cc.mode is not supported: see --cudagraph-capture-sizes"),
+        (["--enable-reasoning"], "--enable-reasoning is not supported: see --reasoning-parser"),
+        (["--enable-lora", "m"], "--enable-lora is not supported: LoRA adapters are not built"),
+        (["--no-disable-log-requests"], "is not supported: requests are logged only with --enable"),
+        (["--max-seq-len-to-capture", "4096"], "is not supported: graphs hold any length"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
         (["--port", "99999"], "--port: '99999' is not an integer of at most 65535"),
         (["--dtype", "int4"], "--dtype: 'int4' is not one of auto, float32"),
@@ -255,11 +274,26 @@ def test_a_wrong_file(tmp_path: Path, content: str, expected: str) -> None:
 
 
 def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    for argv, status in ((["--version"], 0), (["frobnicate"], 2)):
+    for argv, status in ((["--version"], 0), (["version"], 0), (["frobnicate"], 2)):
         monkeypatch.setattr(sys, "argv", ["kvserve", *argv])
         with pytest.raises(SystemExit) as caught:
             cli.main()
         assert caught.value.code == status
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["chat", "--port", "8300"], "unknown flag --port; give --url http://HOST:PORT"),
+        (["complete", "--base-url=http://a"], "unknown flag --base-url; give --url http://HOST"),
+        (["inspect", "--prompt", "a", "--max-new-tokens", "9"], "follow the prompt as --contin"),
+    ],
+)
+def test_a_flag_of_another_command_has_a_hint(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(argv) == 2
+    assert expected in capsys.readouterr().err
 
 
 def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,14 @@ def test_no_package_index_is_said_in_one_line(
     assert line.endswith("is there a package index? PIP_INDEX_URL names another")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("smolm2", "smollm2"), ("kvserve/tny", "kvserve/tiny")]
+)
+def test_a_misspelt_name_is_looked_for_nowhere(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"{wrong} is neither .*; did you mean {right}[?]$"):
+        find_model(wrong)
+
+
 def test_make_run_fetches_what_it_serves() -> None:
     def says(*words: str) -> list[str]:
         done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)

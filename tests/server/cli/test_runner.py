@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import resource
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +23,8 @@ from kvserve.server.cli import runner
 from kvserve.server.cli.commands import run as run_command
 from kvserve.server.http.http_protocol import MAX_HEAD
 from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state import server_state
+from kvserve.signals import AT_ONCE, ENDING, heeded
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.real_server import Server
 from tests.waiting import WAIT, wait_until
@@ -115,6 +121,88 @@ def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
     assert status == 0 and "Traceback" not in said
 
 
+@pytest.mark.parametrize("number", ENDING)
+def test_whatever_ends_it_ends_it_in_order(serve: Serve, number: signal.Signals) -> None:
+    """All but two ended it at once: streams were cut, and a folder was left. A terminal that closes
+    says so twice."""
+
+    def client(url: str) -> str:
+        until_healthy(url, 200)
+        stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(complete, url, stream)
+            until_running(url, 1)
+            for _ in range(1 + (number not in AT_ONCE)):
+                os.kill(os.getpid(), number)
+        return asked.result().text
+
+    status, text, said = serve(client, "--shutdown-timeout", "0.1")
+    assert '"code":"draining"' in text and text.endswith("[DONE]\n\n")
+    assert status == 0 and "Traceback" not in said and "stopping" not in said
+
+
+def test_what_it_was_told_to_ignore_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    assert signal.SIGHUP not in heeded() and signal.SIGTERM in heeded()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert signal.SIGHUP in heeded()
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_too_few_files(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of 20 the first that was not there ended in a traceback."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    monkeypatch.setattr(runner, "make_engine", lambda config: NeverStarted())
+    assert run_command(["serve", "--model", "m", "--port", "0"]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert "20 open files (ulimit -n), and a server needs 64" in error
+
+
+def test_an_error_of_the_system_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(config: object) -> None:
+        raise OSError(24, "Too many open files", "/a/file")
+
+    monkeypatch.setattr(runner, "make_engine", full)
+    assert run_command(["serve", "--model", "m", "--port", "0"]) == 1
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == "kvserve serve: error: [Errno 24] Too many open files: '/a/file'"
+
+
+@pytest.mark.parametrize("closed", [(1, 2), (0, 1, 2), (2,), (0,)])
+def test_streams_that_are_closed_at_the_start(closed: tuple[int, ...], tmp_path: Path) -> None:
+    """A socket got the number of stderr, and at the end Python aborted."""
+    path = tmp_path / "socket"
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, "--model", "m", "--uds", str(path)],
+        preexec_fn=lambda: [*map(os.close, closed)] and None,
+        text=True,
+    )
+    try:
+        wait_until(path.exists, process)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=WAIT) as http:
+            wait_until(lambda: http.get("http://localhost/health").status_code == 200)
+            for number in closed:
+                assert os.readlink(f"/proc/{process.pid}/fd/{number}") == os.devnull
+        process.terminate()
+        assert process.wait(WAIT) == 0
+    finally:
+        process.kill()
+
+
+def test_a_template_that_never_ends(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "still loading" for ever."""
+    over = threading.Event()
+    monkeypatch.setattr(server_state, "TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr(FakeTokenizer, "forms", lambda *_: over.wait(WAIT))
+    status, _, said = serve(lambda url: None, start_delay=3600.0)
+    over.set()
+    assert status == 1 and said.splitlines()[-1] == (
+        "kvserve serve: error: --chat-template: the model's does not end within 0.1 s; give another"
+    )
+
+
 def test_a_second_signal_stops_at_once(serve: Serve) -> None:
     def client(url: str) -> httpx.Response:
         until_healthy(url, 200)
@@ -180,6 +268,10 @@ class NeverStarted(FakeEngine):
         (("--port", "taken"), "cannot listen on 127.0.0.1"),
         (("--ssl-keyfile", "/none", "--ssl-certfile", "/none"), "error: --ssl-certfile"),
         (("--allow-request-policy", "listed", "--request-policies", "kara", "no"), "'no'"),
+        (("--policy", "kara", "--policy.windw", "9"), "--policy.windw: policy kara has no"),
+        (("--policy", "karra"), "--policy: unknown policy 'karra'"),
+        (("--policy", "snapkv"), "--policy.budget: policy snapkv: budget must be"),
+        (("--policy", "kara", "--policy.max-chunk", "6"), "--policy.max_chunk: policy kara: max_"),
         (("--read-timeout", "0"), "--read-timeout"),
         (("--max-connections", "0"), "--max-connections"),
         (("--chat-template", "/nowhere/at/all"), "--chat-template"),

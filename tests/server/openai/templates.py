@@ -108,3 +108,145 @@ PARTS = """{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.tex
 
 UNKNOWN = QWEN.replace("<tool_call>", "<<call").replace("</tool_call>", "call>>")
 """Calls in a form that no parser knows."""
+
+STRICT = """{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+{% endif %}{{ tools | tojson }}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}
+{%- if not loop.first %}{{ raise_exception('a system turn has to be the first') }}{% endif %}
+{%- elif m.role == 'user' %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{{ m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>
+<function={{ c.function.name }}>
+{% for k, v in c.function.arguments|items %}<parameter={{ k }}>
+{{ v if v is string else v | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}{{ raise_exception('an unknown role') }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Refuses a system turn that is not the first, as Qwen 3.5 does; calls in XML."""
+
+GEMMA = """
+{%- set first, rest = '', messages %}
+{%- if messages[0].role == 'system' %}
+{%- set first, rest = messages[0].content + ' // ', messages[1:] %}
+{%- endif %}
+{%- for m in rest %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}
+{%- set role = 'model' if m.role == 'assistant' else m.role %}<start_of_turn>{{ role }}
+{{ (first if loop.first else '') + (m.content | trim) }}<end_of_turn>
+{% endfor %}
+{%- if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+"""As Gemma 3: the first system turn is part of the user's, a later one would be an unknown role."""
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + GEMMA
+)
+"""As Gemma 2."""
+
+LLAMA31 = """
+{%- set sys = '' %}
+{%- if messages[0].role == 'system' %}
+{%- set sys, messages = messages[0].content, messages[1:] %}
+{%- endif %}<|start_header_id|>system<|end_header_id|>
+
+A preamble. {{ tools | tojson if tools else '' }}{{ sys }}<|eot_id|>
+{%- for m in messages %}
+{%- if 'tool_calls' in m %}
+{%- if m.tool_calls | length != 1 %}{{ raise_exception('only one call') }}{% endif %}
+{%- set f = m.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>
+
+{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}<|eot_id|>
+{%- else %}
+{%- set role = 'ipython' if m.role == 'tool' else m.role -%}
+<|start_header_id|>{{ role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+"""The first system turn has a preamble; any role has a turn."""
+
+COLLECTS = """
+{%- for m in messages if m.role == 'system' %}{{ m.content }}
+
+{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<User>{{ m.content }}
+{%- elif m.role == 'assistant' %}<Assistant>{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments }}{% endfor %}
+{%- elif m.role == 'tool' %}<Result>{{ m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<Assistant>{% endif %}"""
+"""As DeepSeek V3: all system turns come first."""
+
+CHATML = """
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+ALTERNATES = """
+{%- set rest = messages %}
+{%- if messages[0].role == 'system' %}
+{%- set sys, rest = messages[0].content, messages[1:] %}
+{%- endif %}
+{%- set ns = namespace(i=0) %}
+{%- for m in rest if not (m.tool_calls or m.role == 'tool') %}
+{%- if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}
+{%- set ns.i = ns.i + 1 %}
+{%- endfor %}
+{%- for m in rest %}
+{%- if m.role == 'user' %}[INST]
+{%- if loop.last and sys is defined %}{{ sys + ' // ' }}{% endif %}{{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS][
+{%- for c in m.tool_calls %}
+{{- '{"name": "' + c.function.name + '", "arguments": ' }}{{ c.function.arguments | tojson }}}
+{%- if not loop.last %}, {% endif %}
+{%- endfor %}]</s>
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ raise_exception('only user and assistant') }}
+{%- endif %}
+{%- endfor %}"""
+"""As Mistral 7B v0.3: roles alternate, the system turn is beside a user's that is the last."""
+
+IN_PLACE = """
+{%- for m in messages %}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}[/SYSTEM_PROMPT]
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>
+{%- else %}{{ raise_exception('only user, system and assistant') }}
+{%- endif %}
+{%- endfor %}"""
+"""As Mistral Small 3."""
+
+REPLACES = """
+{%- set ns = namespace(sys='') %}
+{%- for m in messages if m.role == 'system' %}{% set ns.sys = m.content %}{% endfor %}{{ ns.sys }}
+{%- for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}<reply>"""
+"""As DeepSeek R1's distillates: the last system turn instead of the first."""
+
+NO_TOOLS = CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+"""What is asked beside tools is none the less found."""
+
+ANY_ROLE = GEMMA.replace("raise_exception('alternate')", "''")
+"""The first system turn is part of the user's, a later one an unknown role, and none is refused."""

@@ -9,6 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.efforts import SCALE, Reasons
 from kvserve.log import ConfigError
 from tests.server.conftest import MODEL, RunningServer, StartServer, payloads
 from tests.server.fake_engine import END, FakeEngine, FakeTokenizer
@@ -176,17 +178,37 @@ def test_a_budget_and_a_template_without_reasoning(thinking: RunningServer) -> N
 def test_reasoning_effort_goes_to_templates_that_know_it(start_server: StartServer) -> None:
     tokenizer = FakeTokenizer()
     server = start_server(FakeEngine(tokenizer=tokenizer))
-    for template, effort, expected in (
-        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
-        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
-        ("{{ enable_thinking }}", "high", {"enable_thinking": True}),
+    for reasons, effort, expected in (
+        (Reasons(SCALE), "max", {"reasoning_effort": "max"}),
+        (Reasons(("low", "high")), "none", {"reasoning_effort": "low"}),
+        (Reasons(switch="enable_thinking"), "none", {"enable_thinking": False}),
+        (Reasons(switch="thinking"), "high", {"thinking": True}),
     ):
-        tokenizer.template = template
+        tokenizer.wanted = Forms(reasons=reasons)
         assert server.chat("a", max_tokens=1, reasoning_effort=effort).status_code == 200
         assert tokenizer.seen[1] == expected
         body = {"input": "a", "max_output_tokens": 16, "reasoning": {"effort": effort}}
         assert server.post("/v1/responses", **body).json()["reasoning"]["effort"] == effort
         assert tokenizer.seen[1] == expected
+
+
+def test_a_template_that_is_not_trusted_is_not_tried(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a program: what it wants of conversations, tools and efforts is found by running it."""
+    tokenizer, tried = FakeTokenizer(), list[str | None]()
+
+    def forms(template: str | None = None) -> Forms:
+        tried.append(template)
+        return Forms()
+
+    monkeypatch.setattr(tokenizer, "forms", forms)
+    server = start_server(FakeEngine(tokenizer=tokenizer))
+    more = {"tools": [TOOL], "reasoning_effort": "high", "chat_template": "{{ x }}"}
+    assert server.chat("a", **more).status_code == 400
+    assert server.post("/v1/responses", input="a", chat_template="{{ x }}").status_code == 400
+    assert server.post("/v1/messages", messages=[HISTORY[0]], chat_template="{{ x }}").is_error
+    assert set(tried) == {None}
 
 
 def test_templates_of_requests_want_a_flag(start_server: StartServer, tmp_path: Path) -> None:

@@ -258,6 +258,8 @@ def test_nothing_of_a_text_is_lost(name: str) -> None:
         ("pythonic", '[f(a="\\ud83d", b=10**2)]', None),
         ("pythonic", '[f(a="\\ud83d")]', '{"a": "\\ud83d"}'),
         ("pythonic", "[f(a=1e999)]", None),
+        ("pythonic", "[f(a=1, **{'b': 2})]", '{"a": 1, "b": 2}'),
+        ("pythonic", "[f(**[1])]", None),
         ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}'
          "]<|END_ACTION|>", "{}"),
     ],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from kvserve.engine.frontend.chat_template import Forms, find_forms
+from kvserve.engine.frontend.chat_template import Forms
+from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import CallWriting, find_format
 from tests.server.conftest import RunningServer, StartServer, payloads
@@ -66,8 +68,13 @@ USER: Any = {"role": "user", "content": "w?"}
 CALLING = ["QWEN", "LLAMA", "DEEPSEEK", "MISTRAL", "HARMONY"]
 
 
+@cache
+def tokenizer_of(name: str) -> TemplateTokenizer:
+    return TemplateTokenizer(getattr(templates, name))
+
+
 def prompt(name: str, *messages: Any, **more: Any) -> str:
-    return TemplateTokenizer(getattr(templates, name)).render_chat(messages, **more)
+    return tokenizer_of(name).render_chat(messages, **more)
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -156,12 +163,25 @@ def test_system_messages_are_not_lost() -> None:
     assert "be brief\n\nbe kind" in text
 
 
-def test_what_cannot_show_is_refused() -> None:
-    with pytest.raises(RequestError, match="does not write tool calls") as error:
-        prompt("PLAIN", USER, {"role": "assistant", "content": None, "tool_calls": [call()]})
-    assert error.value.param == "messages"
-    with pytest.raises(RequestError, match="only user, assistant and tool"):
-        prompt("MISTRAL", {"role": "system", "content": "x"}, USER)
+@pytest.mark.parametrize(
+    "name", ["PLAIN", "PARTS", "CHATML", "GEMMA", "NO_SYSTEM", "IN_PLACE", "REPLACES"]
+)
+def test_calls_that_a_template_does_not_write_are_text(
+    name: str, start_server: StartServer
+) -> None:
+    """Kind: the turn behind a call that a grammar has forced: an agent cannot leave it out."""
+    calls = [call(), call(call_id="call_b")]
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    history = [{"role": "system", "content": "be"}, USER, turn, result(), result("sun", "call_b")]
+    text = prompt(name, *history)
+    for words in ("I look.", '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"'):
+        assert words in text
+    assert text.index("rain") < text.index("sun") and "be" in text
+    assert "the next" in prompt(name, *history, {"role": "user", "content": "the next"})
+    server = start_server(FakeEngine(2000, tokenizer=tokenizer_of(name)))
+    answer = server.post("/v1/chat/completions", messages=history)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Kvserve-Skipped"] == "tool_calls (as text)"
 
 
 def test_arguments_that_are_no_object_stay_as_they_are() -> None:
@@ -250,3 +270,29 @@ def test_an_unknown_format_is_said(start_server: StartServer) -> None:
     server = start_server(named, enable_auto_tool_choice=True, tool_call_parser="hermes")
     says = f'<tool_call>{{"name": "weather", "arguments": {CITY}}}</tool_call>'
     assert spoken(server, says, True, tools=[TOOL])["calls"] == [["weather", CITY]]
+
+
+def test_the_template_that_comes_along_writes_tools(start_server: StartServer) -> None:
+    """Kind: a remedy that nobody has: agents on a model whose own template writes no tools."""
+    server = start_server(FakeEngine(tokenizer=TemplateTokenizer(templates.CHATML)))
+    assert server.chat("a", tools=[TOOL]).headers["X-Kvserve-Skipped"] == "tools"
+    state = start_server(FakeEngine(), chat_template="hermes").state
+    assert state.chat_template is not None
+    tokenizer = TemplateTokenizer(state.chat_template)
+    forms, found = tokenizer.forms(), find_format(tokenizer, None, None, None)
+    assert forms.shows_tools and forms.shows_calls and not (forms.one_call or forms.split)
+    assert found.tools is not None and found.tools.name == "hermes" and found.writing is not None
+    system, calls = {"role": "system", "content": "be"}, [call(), call(call_id="call_b")]
+    turn = {"role": "assistant", "content": "I look.", "tool_calls": calls}
+    history = [system, USER, turn, result(), result("sun", "call_b"), USER, system]
+    text = tokenizer.render_chat(history, tools=[TOOL])
+    for words in (
+        "<|im_start|>system\nbe\n\nYou may call",
+        '\n<tools>\n{"type": "function", "function": {"name": "weather"',
+        '<|im_start|>assistant\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": ',
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n",
+        "<|im_start|>user\nw?<|im_end|>\n<|im_start|>system\nbe<|im_end|>\n<|im_start|>assistant\n",
+    ):
+        assert words in text, words
+    plain = TemplateTokenizer(templates.CHATML).render_chat([system, USER])
+    assert tokenizer.render_chat([system, USER]) == plain

@@ -43,7 +43,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.server = Server(*KARA, "--tensor-parallel-size", "2")
-        self.engine = child(self.server.process.pid, "spawn_main")
+        self.engine = child(self.server.process.pid, "core_process")
         self.rank = child(self.engine, "kvserve.engine.runner.rank")
 
     def gone(self) -> bool:
@@ -83,7 +83,9 @@ def test_a_dead_rank_is_503_and_an_error_to_open_requests() -> None:
         ranks.server.stop()
 
 
-@pytest.mark.parametrize("case", ["SIGTERM", "Ctrl-C", "first rank", "idle rank", "server"])
+@pytest.mark.parametrize(
+    "case", ["SIGTERM", "terminal", "Ctrl-C", "first rank", "idle rank", "server"]
+)
 def test_no_process_is_left(case: str) -> None:
     ranks = Ranks()
     process = ranks.server.process
@@ -92,6 +94,12 @@ def test_no_process_is_left(case: str) -> None:
             end = ranks.stream(200)
             for pid in (ranks.rank, ranks.engine, process.pid):
                 os.kill(pid, signal.SIGTERM)
+            assert end().endswith("data: [DONE]\n\n")
+            assert process.wait(WAIT) == 0
+        elif case == "terminal":  # that is closed tells all of them, often twice
+            end = ranks.stream(200)
+            for pid in (ranks.rank, ranks.engine, process.pid, process.pid):
+                os.kill(pid, signal.SIGHUP)
             assert end().endswith("data: [DONE]\n\n")
             assert process.wait(WAIT) == 0
         elif case == "Ctrl-C":

@@ -6,13 +6,16 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
 
+from kvserve import EngineConfig, RequestOutput, SamplingParams
 from tests.server.real_server import MODEL, Server, start
 from tests.waiting import WAIT, wait_until
 
@@ -95,6 +98,37 @@ class Stream(Thread):
                 self.chunks += 1
         except openai.APIError as error:
             self.error = error
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="needs Ray")
+async def test_a_reset_that_fails_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    """Without replicas: only what the server does with Ray's answers."""
+    from kvserve.server.replicas.replicated_engine import ReplicatedEngine
+
+    class Handle:
+        def broadcast(self, method: str) -> Any:
+            raise RuntimeError("no replica is there")
+
+        def options(self, stream: bool) -> Any:
+            return SimpleNamespace(generate=SimpleNamespace(remote=Pieces))
+
+    class Pieces:
+        def __init__(self, ticket: Any) -> None:
+            self._pieces = [RequestOutput(ticket.request_id, None, [], [], finished=True)]
+
+        async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+            for piece in self._pieces:
+                yield piece
+
+        def cancel(self) -> None: ...
+
+    engine = ReplicatedEngine(EngineConfig.from_flat(model=MODEL))
+    engine._handle = Handle()
+    engine.reset_prefix_cache()
+    for name in "ab":
+        outputs = [out async for out in engine.generate([5], SamplingParams(), name)]
+        assert outputs[-1].finished
+    assert "not reset: RuntimeError: no replica is there" in caplog.text
 
 
 @pytest.mark.ray

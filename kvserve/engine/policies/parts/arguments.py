@@ -31,6 +31,11 @@ class PolicyError(ValueError):
         super().__init__(message)
         self.argument = argument
 
+    @property
+    def flag(self) -> str:
+        """The command line's flag of the argument."""
+        return f"--policy.{self.argument}" if self.argument != "name" else "--policy"
+
 
 # ---- declaring ----------------------------------------------------------------------------------
 
@@ -47,6 +52,7 @@ def argument(
     above: str | None = None,
     below: str | None = None,
     at_most: str | None = None,
+    only_if: tuple[str, ...] = (),
     note: str = "",
     hashed: bool = True,
 ) -> Any:
@@ -55,12 +61,14 @@ def argument(
     A number lies in ``[least, most]``; an integer without a ``most`` counts tokens or entries, and
     may not exceed the context (``Policy.check_bounds``). ``odd`` numbers are pooling kernels, a
     ``fraction`` is an exact part of 1. ``above``, ``below`` and ``at_most`` name another field, or
-    a property, that it is compared with if both are given; ``note`` words other conditions. A
-    value that may be a mapping is not ``hashed``.
+    a property, that it is compared with if both are given. It counts ``only_if`` other fields have
+    such values, as in ``("pooling avg or max", "alpha below 1")``: elsewhere it may not be given
+    (``check_counts``). ``note`` words other conditions. A value that may be a mapping is not
+    ``hashed``.
     """
     facts = {"help": help, "choices": choices, "least": least, "most": most, "odd": odd}
     facts |= {"above": above, "below": below, "at_most": at_most}
-    facts |= {"fraction": fraction, "note": note}
+    facts |= {"fraction": fraction, "only_if": only_if, "note": note}
     return field(default=default, hash=hashed, metadata=facts)
 
 
@@ -111,6 +119,36 @@ def check_arguments(policy: Any) -> None:
                 kind = "an integer " if "int" in types_of(f) else ""
                 allowed = f"{kind}{relation.replace('_', ' ')} {other} ({bound})"
                 require(holds(value, bound), f.name, value, allowed)
+
+
+def check_counts(policy: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raise ``PolicyError`` for a given argument that can change nothing beside the others.
+
+    Values that it would have anyway, which are ``usual`` or its default, may be given.
+    """
+    for f in fields(policy):
+        if f.name not in given or given[f.name] == usual.get(f.name, f.default):
+            continue
+        for condition in f.metadata.get("only_if", ()):
+            other, _, values = condition.partition(" ")
+            value = getattr(policy, other)
+            if not _holds(value, values):
+                raise PolicyError(
+                    f"{f.name} counts only with {condition}, and {other} is {_as_typed(value)}",
+                    f.name,
+                )
+
+
+def _holds(value: Any, condition: str) -> bool:
+    """Whether a value is one of those that a condition names; ``None`` is the policy's choice."""
+    relation, _, bound = condition.partition(" ")
+    if value is None or relation not in _RELATIONS:
+        return value is None or _as_typed(value) in condition.split(" or ")
+    return _RELATIONS[relation](Fraction(str(value)), Fraction(bound))
+
+
+def _as_typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _check_value(f: Field[Any], value: Any) -> None:

@@ -30,9 +30,10 @@ def kept_ratio(default: float | None, help: str) -> Any:
     return argument(default, help, fraction=True, note="above 0, at most 1")
 
 
-def threshold(help: str) -> Any:
+def threshold(help: str, **facts: Any) -> Any:
     """``threshold``: entries held when an event is due."""
-    return argument(None, f"{help} (default budget + {DEFAULT_GAP})", least=1, above="budget")
+    help = f"{help} (default budget + {DEFAULT_GAP})"
+    return argument(None, help, least=1, above="budget", **facts)
 
 
 def limit(budget: int, threshold: int | None) -> int:
@@ -46,15 +47,24 @@ def window(default: int, role: str = "vote", **facts: Any) -> Any:
     return argument(default, help, least=1, **facts)
 
 
-def kernel_size(default: int, what: str = "votes are") -> Any:
+def kernel_size(
+    default: int, what: str = "votes are", only_if: tuple[str, ...] = ("pooling avg or max",)
+) -> Any:
     """``kernel_size``: neighbours over which scores are pooled."""
     help = f"entries over which {what} pooled"
-    return argument(default, help, least=1, most=MOST_POOLED, odd=True)
+    return argument(default, help, least=1, most=MOST_POOLED, odd=True, only_if=only_if)
 
 
-def pooling(default: str, help: str = "how votes are pooled") -> Any:
+def pooling(default: str, help: str = "how votes are pooled", **facts: Any) -> Any:
     """``pooling``: how neighbours' scores are combined."""
-    return argument(default, help, choices=POOLINGS)
+    known = {"choices": POOLINGS, "only_if": ("kernel_size above 1",)}
+    return argument(default, help, **{**known, **facts})
+
+
+def gqa_reduce(default: str | None, choices: tuple[str, ...], more: str = "") -> Any:
+    """``gqa_reduce``: how the votes of a KV head's query heads become one."""
+    help = "over the query heads of a KV head" + more
+    return argument(default, help, choices=choices, only_if=("query_reduce heads",))
 
 
 def query_reduce(help: str = "which queries are logged") -> Any:
@@ -63,14 +73,14 @@ def query_reduce(help: str = "which queries are logged") -> Any:
     return argument("heads", help, choices=("heads", "group_mean"))
 
 
-def query_dtype(auto: str = "") -> Any:
+def query_dtype(auto: str = "", only_if: tuple[str, ...] = ()) -> Any:
     """``query_dtype``: how a logged number is held; ``auto`` adds to the help on that choice."""
     help = (
         "how queries are logged: in the model's dtype, as fp8 (e4m3, a byte a number), or in 4 "
         "bits with a scale each and what absolute attention needs (int4, all heads); auto is "
         f"{auto}fp8 on a GPU that has it unless the model runs in float32, else the model's dtype"
     )
-    return argument("auto", help, choices=LOGGED)
+    return argument("auto", help, choices=LOGGED, only_if=only_if)
 
 
 def attention(default: str | None, window: str, more: str = "") -> Any:

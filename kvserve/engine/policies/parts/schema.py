@@ -92,4 +92,5 @@ def _range(facts: Mapping[str, Any]) -> str:
     if facts.get("odd"):
         words.append("odd")
     notes = [*relations(facts), *filter(None, [facts.get("note")])]
+    notes += [f"only with {condition}" for condition in facts.get("only_if", ())]
     return "; ".join([*words, ", ".join(notes)] if notes else words)

@@ -1,0 +1,59 @@
+"""How queries are logged, and how many tokens a block has: decided of configs alone."""
+
+from __future__ import annotations
+
+import torch
+
+from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.policies.base import Policy
+from kvserve.entry_format import EntryFormat
+from kvserve.log import ConfigError
+from kvserve.scheduler.layout import KVLayout
+
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
+
+
+def choose_log(
+    policy: Policy,
+    part: ModelSpec,
+    form: EntryFormat,
+    dtype: torch.dtype,
+    device: str,
+    block_size: int | None,
+    *,
+    has_fp8: bool,
+    backend: str = "auto",
+) -> tuple[LogForm, int]:
+    """The log of an engine on ``part`` of a model, of what its policy asks for, and the tokens of a
+    block; the policies of requests share this log.
+
+    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
+    cannot log it, or a block is too small for it. A block that has no size yet is made to hold a
+    token's queries.
+    """
+    reduction, logged = policy.query_reduction, policy.logged_dtype  # for no model yet
+    if logged == "auto":
+        logged = "fp8" if has_fp8 and dtype is not torch.float32 else "model"
+    elif logged == "fp8" and device == "cuda" and not has_fp8:
+        raise ConfigError(
+            "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
+            "choose model or auto"
+        )
+    size = block_size or BLOCK_SIZES[device]
+    layout = KVLayout(part.num_layers, part.num_kv_heads, part.head_dim, size)
+    means = LogForm(part.num_kv_heads, logged, "group_mean")
+    logs = [means if reduction == "group_mean" else LogForm(part.num_heads, logged)]
+    if reduction is None:
+        packages = {"flash-attn", "xformers"} & set(backend.split(","))
+        logs = [means] if packages else [LogForm(part.num_heads, "int4"), means]
+    least = [log.least_block(layout, form, dtype.itemsize) for log in logs]
+    at = next((at for at, tokens in enumerate(least) if tokens <= size), -1)
+    if least[at] > size and block_size is not None:
+        raise ConfigError(
+            f"--block-size: the queries that a token logs ({logs[at].heads} heads, "
+            f"{logs[at].dtype}) are larger than a block of {size} tokens ({form.name}); take "
+            f"{least[at]} or more, or leave it out"
+        )
+    return logs[at], -(-least[at] // size) * size
