@@ -1,4 +1,4 @@
-"""Kara: sliding-window compression of generated text (arXiv 2607.01237); defaults are our own.
+"""Kara: sliding-window compression of generated text, with our own defaults (arXiv 2607.01237).
 
 Every full window of generated tokens is scored by the window's own queries, without a causal mask
 (Eq. 4); single tokens and the text between them are kept (Eqs. 5-8); the rest is evicted and the
