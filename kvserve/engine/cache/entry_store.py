@@ -7,15 +7,18 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import Entries
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 
 class RawEntries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,11 +21,12 @@ from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.storage import StorageKernels, by_device
+from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
+_quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
@@ -79,11 +81,11 @@ class KVCache:
         )
         self.entries: EntryStore = RawEntries(self.kv, kernels)
         if self.form.quantized:
-            blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
+            blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
-        blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
-        self.query_log = QueryLog(blocks_of_queries, log, kernels)
+        view = partial(log.read_as_log, self.kv, layout, tokens, dtype)
+        self.query_log = QueryLog(view, tokens, log, kernels)
         self.logs_shares = log.dtype == "int4"
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""

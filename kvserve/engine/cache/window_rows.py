@@ -21,6 +21,7 @@ class WindowRows(RowGroup):
     """Blocks of the newest tokens, in the columns of their logical positions."""
 
     spec_type = WindowSpec
+    shown = "windows"
     spec: WindowSpec
 
     def over(self, batch: ForwardBatch, rows: Tensor, columns: IntArray) -> ForwardBatch:
@@ -84,6 +85,7 @@ class NewestRows(RowGroup):
     """
 
     spec_type = NewestSpec
+    shown = "newest"
     spec: NewestSpec
     writes = True
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import Entries, check_attention
-from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
+from kvserve.late import Late
+
+if TYPE_CHECKING:
+    from kvserve.kernels.attention.paged_attention import Newest
+    from kvserve.kernels.coded_entries import Codes
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 _COMPILED = Compiled("paged_attention")
+_check_newest = Late("kernels.attention.paged_attention:check_newest")
 MAX_GROUPS = 8
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
@@ -68,8 +73,8 @@ def paged_attention_cpu(
     vector that is not there; no sequence holds block 0.
     """
     attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
-    check_newest(newest, shares)
     if newest is not None:
+        _check_newest(newest, shares)
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
         if shares is not None and newest.recent is not None:
             own = Shares(torch.empty_like(shares.out), newest.recent)

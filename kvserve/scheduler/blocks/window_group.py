@@ -98,6 +98,7 @@ class WindowSpec(GroupSpec):
     """``num_layers`` layers of ``window`` tokens. As many of them share a table, and a block, as
     layers of the other kind do; blocks of the last table may have room for more."""
 
+    rows = "kvserve.engine.cache.window_rows"
     makes: ClassVar[type[WindowGroup]] = WindowGroup
     num_layers: int
     window: int
