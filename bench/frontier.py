@@ -1,4 +1,4 @@
-"""`kvserve bench frontier` with rows of llama.cpp and vLLM: the README's figure and table.
+"""`kvserve bench frontier` with rows of llama.cpp and vLLM, as docs/benchmarks.md has them.
 
     python -m bench.peers.install llama_cpp vllm     # once
     python -m bench.frontier --save-result bench/results/DATE-frontier-smollm2.json \

@@ -2,6 +2,7 @@
 
     python -m bench.walks            # the three journeys
     python -m bench.walks --list     # and which functions, by file, with their callers
+    python -m bench.walks --imports  # files and lines that one short answer imports (--list: which)
 
 - *step*: a decoding step of one row that does nothing else.
 - *event*: what the step of an eviction enters besides.
@@ -10,11 +11,15 @@
 
 Counted by ``sys.setprofile``: Python functions of kvserve, properties included, comprehensions and
 what dataclasses generate aside. A jump is a call into another file.
+
+What an answer imports is counted in a fresh process on the CPU, by ``sys.modules``:
+``tests/import_budget.json`` bounds it.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -36,6 +41,16 @@ ARGV = (
     *(f"--policy.{FIELD}", "6", "--kv-cache-memory", "64MiB"),
 )
 PROMPT, ANSWER = 40, 700
+IMPORTING = ("none", "kara")
+"""Policies behind which imports are counted."""
+_ANSWER = """
+import sys
+from kvserve import LLM, SamplingParams
+llm = LLM("kvserve/tiny", policy=sys.argv[1], device="cpu")
+llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)
+files = {getattr(module, "__file__", None) for module in sys.modules.values()}
+print(*sorted(file for file in files if file and file.startswith(sys.argv[2])), sep="\\n")
+"""
 
 
 class Walk:
@@ -121,10 +136,35 @@ def walk_from_argv() -> tuple[EngineConfig, Walk]:
     return config, walk
 
 
+def imported_lines(policy: str) -> dict[str, int]:
+    """The package's files that one short answer under ``policy`` imports, and their lines."""
+    command = [sys.executable, "-c", _ANSWER, policy, ROOT + "/"]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    return {
+        file.removeprefix(ROOT + "/"): len(Path(file).read_text().splitlines()) for file in found
+    }
+
+
+def say_imports(*, each: bool) -> None:
+    for policy in IMPORTING:
+        lines = imported_lines(policy)
+        say(f"{policy}: {len(lines)} files, {sum(lines.values())} lines\n")
+        for file, count in lines.items() if each else ():
+            say(f"  {count:4} {file}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--list", action="store_true", help="print every function")
-    each = parser.parse_args().list
+    parser.add_argument("--list", action="store_true", help="print every function, or file")
+    parser.add_argument("--imports", action="store_true", help="count what an answer imports")
+    args = parser.parse_args()
+    if args.imports:
+        say_imports(each=args.list)
+    else:
+        say_walks(each=args.list)
+
+
+def say_walks(*, each: bool) -> None:
     from kvserve.engine.frontend.llm_engine import LLMEngine
 
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)

@@ -6,7 +6,7 @@ Python, the command line and HTTP refuse them with the same words; docs/from-vll
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvserve.fields import did_you_mean
 
@@ -330,16 +330,3 @@ def take_known(
         if not means_off(name, value):
             raise error(refusal(name, why), name)
     return {name: value for name, value in given.items() if name in known}
-
-
-class SaysWhatIsAbsent:
-    """Names vLLM's attributes that are not here in the ``AttributeError``."""
-
-    __slots__ = ()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in ATTRIBUTES:
-                raise AttributeError(refusal(name, ATTRIBUTES[name]))
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

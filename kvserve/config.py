@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve import absent
 from kvserve.entry_format import FORMATS
 from kvserve.fields import (
     Setting,
@@ -366,6 +365,8 @@ class EngineConfig:
         """
         known = {*SETTINGS, *_ALIASES}
         if not settings.keys() <= known:
+            from kvserve import absent
+
             settings = absent.take_known(
                 settings, known, absent.SETTINGS, lambda text, _: ConfigError(text)
             )

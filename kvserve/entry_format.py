@@ -179,3 +179,8 @@ def entry_format(name: str, itemsize: int) -> EntryFormat:
     """The format called ``name``; ``auto``: numbers of ``itemsize`` bytes, as they are computed."""
     raw = VectorForm(8 * itemsize)
     return FORMATS[name] if name in FORMATS else EntryFormat("auto", raw, raw)
+
+
+def int4_bytes(dim: int) -> int:
+    """Bytes of one logged vector; its codes take an even number of them."""
+    return -(-dim // 4) * 2 + 4

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvserve.absent import SaysWhatIsAbsent
+
+class SaysWhatIsAbsent:
+    """Names vLLM's attributes that are not here in the ``AttributeError``."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from kvserve.absent import ATTRIBUTES, refusal
+
+            if name in ATTRIBUTES:
+                raise AttributeError(refusal(name, ATTRIBUTES[name]))
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

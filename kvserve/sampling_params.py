@@ -9,9 +9,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeVar
 
-from kvserve import absent
 from kvserve.fields import FINITE, limited, settings_of
-from kvserve.json_schema import schema_text
 from kvserve.log import RequestError, shown
 
 MAX_LOGPROBS = 20
@@ -67,6 +65,8 @@ def _value_text(kind: str, value: Any, field: str) -> str:
     if kind == "json_object" and value is True:
         return ""
     if kind == "json" and isinstance(value, str | dict | bool):
+        from kvserve.json_schema import schema_text
+
         return schema_text(value, f"{field}.json", field)
     if kind == "choice" and isinstance(value, list) and value:
         if len(value) > MAX_CHOICES:
@@ -102,6 +102,8 @@ def _naming_what_is_absent(kind: type[_Kind]) -> type[_Kind]:
     @wraps(build)
     def init(self: _Kind, **given: Any) -> None:
         if not given.keys() <= known:
+            from kvserve import absent
+
             given = absent.take_known(given, known, absent.FIELDS, refused)
         build(self, **given)
 

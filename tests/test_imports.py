@@ -91,6 +91,25 @@ def test_what_takes_as_long_as_torch_is_not_loaded_at_a_start() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
+def test_the_tokenizer_of_a_model_that_ships_loads_no_torch() -> None:
+    """It is the one that transformers would find, which takes as long as the rest of the start."""
+    script = """
+        import sys
+        from kvserve.engine.frontend.tokenizer import Tokenizer
+        from kvserve.engine.models.hub import SHIPPED_MODELS
+        known = {str(path): Tokenizer(str(path)).hf for path in SHIPPED_MODELS.values()}
+        assert "torch" not in sys.modules
+        from transformers import AutoTokenizer
+        for path, own in known.items():
+            found = AutoTokenizer.from_pretrained(path)
+            assert type(found) is type(own) and found.init_kwargs == own.init_kwargs, path
+            assert found.special_tokens_map == own.special_tokens_map
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- what is installed --------------------------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ _QUICK = ("kernels", "pressure", "cache", "policies-uneven", "policies-others")
 def pytest_configure(config: pytest.Config) -> None:
     """Engines of one GPU, side by side: as much memory as they have on a CPU, or little."""
     from kvserve.config import EngineConfig
-    from kvserve.engine.runner import plan
+    from kvserve.engine.runner import cuda_graph
 
     made = EngineConfig.from_flat.__func__  # type: ignore[attr-defined]
     sized = {"kv_cache_memory", "num_gpu_blocks_override", "gpu_memory_utilization"}
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
             del given["kv_cache_memory"]
         return made(cls, **{**given, **settings})
 
-    plan.MOST_CAPTURED = _CAPTURED
+    cuda_graph.LARGEST = _CAPTURED
     EngineConfig.from_flat = classmethod(from_flat)  # type: ignore[method-assign,assignment]
 
 

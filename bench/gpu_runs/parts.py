@@ -39,7 +39,7 @@ from bench.kernel_rows.cases import SMOKE, Setting, Sizes
 from bench.kernel_rows.model_cases import AWQ, random_levels
 from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
-from kvserve.engine.models.linear import multiply_fp8
+from kvserve.engine.models.level_products import multiply_fp8
 from kvserve.kernels.elementwise import quantize_rows
 from kvserve.kernels.tiles import TILES, Tile
 from kvserve.kernels.weight_levels_triton import (

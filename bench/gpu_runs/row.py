@@ -167,7 +167,7 @@ def measure(job: Job, device: str, seconds: float) -> dict[str, Any]:
         "copy_bytes_s": copy,
         "start_s": started,
         "blocks": core.info.num_blocks,
-        "startup": core.info.summary,
+        "startup": core.described().summary,
     }
 
 

@@ -54,6 +54,13 @@ class NewSequence:
     """So many of ``token_ids`` are its answer so far: they are computed at the speed of a prompt,
     with its policy's events where they would have been."""
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether some tokens' logits are changed (``sampling/logit_rules.py``)."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        named = self.logit_bias or self.allowed_token_ids or self.bad_words
+        return bool(named) or penalties != (0.0, 0.0, 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Branches:
@@ -114,11 +121,20 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyOffer:
+    """A policy with arguments that do something in this engine; ``refusal``: why it cannot run."""
+
+    name: str
+    args: dict[str, Any]
+    refusal: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutputs:
     """One step's outputs; ``seq_ids``, ``token_ids`` and ``logprobs`` are aligned lists.
 
     ``compactions`` and ``traced`` pair each event with its sequence id. ``stats`` comes only with
-    some steps, ``pool`` only while a client watches.
+    some steps, ``pool`` only while a client watches, ``offers`` when a client asks.
     """
 
     seq_ids: list[int] = field(default_factory=list)
@@ -131,20 +147,12 @@ class StepOutputs:
     compactions: list[tuple[int, Compaction]] = field(default_factory=list)
     traced: list[tuple[int, KVTraceEvent]] = field(default_factory=list)
     pool: PoolView | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyOffer:
-    """A policy with arguments that do something in this engine; ``refusal``: why it cannot run."""
-
-    name: str
-    args: dict[str, Any]
-    refusal: str | None
+    offers: list[PolicyOffer] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the core resolved at start; ``summary`` is the start-up table.
+    """What the core resolved at start; ``summary`` is the start-up table, for servers.
 
     ``token_bytes`` are those of one token's keys and values, in all layers and KV heads.
     """
@@ -157,9 +165,8 @@ class EngineInfo:
     block_size: int
     num_blocks: int
     default_sampling: dict[str, Any]
-    summary: list[Row]
+    summary: list[Row] = field(default_factory=list)
     token_bytes: int = 0
-    offers: list[PolicyOffer] = field(default_factory=list)
 
 
 def policy_spec(value: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:

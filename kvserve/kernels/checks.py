@@ -6,22 +6,29 @@ cache.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes
-from kvserve.kernels.few_bits import FewVectors
-from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
+
+if TYPE_CHECKING:
+    from kvserve.kernels.coded_entries import Codes
+    from kvserve.kernels.few_bits import FewVectors
+    from kvserve.kernels.quantized_entries import QuantizedVectors
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # In the order that kernels number them: over a window's queries, then over a group's heads.
 AGGREGATES = ("sum", "sum_squares", "max")
 GROUP_AGGREGATES = ("mean", "max", "rms")
+# What policies may choose: how a group's heads are reduced, and how places that lie ahead are.
+GQA_REDUCTIONS = ("mean", "max", "sum")
+FUTURES = ("mean", "max")
 
-Entries = Tensor | QuantizedVectors | FewVectors
+Entries: TypeAlias = "Tensor | QuantizedVectors | FewVectors"
 """Keys or values [num_blocks, B, Hb, D]: numbers, or levels of them."""
 
 
@@ -119,6 +126,8 @@ def _problem(q: Tensor, keys: Entries, tables: Tensor, chunks: QuerySegments) ->
 
 def _check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
     """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
+    from kvserve.kernels.coded_entries import CODE_WORDS
+
     slots, vectors, coded, slot_tables, vector_tables, turns = codes
     num_blocks, block, heads, dim = keys.shape
     lanes, of_codes = tables.shape[:2], "{} of codes".format

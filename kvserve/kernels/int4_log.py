@@ -72,11 +72,6 @@ def int4_log(blocks: Tensor, heads: int, dim: int, tokens: int) -> Int4Queries:
     return Int4Queries(blocks[..., :codes].unflatten(-1, shape), numbers.unflatten(-1, shape))
 
 
-def int4_bytes(dim: int) -> int:
-    """Bytes of one logged vector; its codes take an even number of them."""
-    return -(-dim // 4) * 2 + 4
-
-
 def quantize(x: Tensor, shares: Tensor) -> Int4Queries:
     """x: [..., D] and float32 ``shares [...]`` as they are logged."""
     wide = x.float()

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from kvserve.kernels import (
-    few_bits,
-    few_moves_triton,
-    few_triton,
-    int4_log,
-    move_kv,
-    quantized_entries,
-    quantized_triton,
-    store_kv,
-    turning,
-)
 from kvserve.kernels.checks import HEAD_DIMS
-from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.late import LateModule
+
+if TYPE_CHECKING:
+    from kvserve.kernels.quantized_entries import QuantizedBlocks
+
+few_bits = LateModule("kernels.few_bits")
+few_moves_triton = LateModule("kernels.few_moves_triton")
+few_triton = LateModule("kernels.few_triton")
+int4_log = LateModule("kernels.int4_log")
+move_kv = LateModule("kernels.move_kv")
+quantized_entries = LateModule("kernels.quantized_entries")
+quantized_triton = LateModule("kernels.quantized_triton")
+store_kv = LateModule("kernels.store_kv")
+turning = LateModule("kernels.turning")
 
 
 class FewKernels(NamedTuple):

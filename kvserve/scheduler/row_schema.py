@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 
@@ -77,7 +78,7 @@ class RowArrays:
         """
         for name, field in self.fields.items():
             if field.new is not None:
-                value = convert(getattr(record, field.new) if field.new else 0)
+                value = convert(attrgetter(field.new)(record) if field.new else 0)
                 array = getattr(self, name)
                 array[(slice(None), rows) if field.by_group else rows] = value
 

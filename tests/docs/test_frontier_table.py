@@ -1,4 +1,4 @@
-"""The README's table of a language model says what its result file says."""
+"""The tables of a language model say what their result file says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,41 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "bench/results/2026-11-27-frontier-smollm2.json"
 
 
+README = {
+    "full cache": ("none", "auto"),
+    "`k8v4`": ("none", "k8v4"),
+    "`k4v4`": ("none", "k4v4"),
+    "`chunkkv` in `k8v4`": ("chunkkv", "k8v4"),
+    "`kara`, ratio .1, in `k8v4`": ("kara:ratio=0.1", "k8v4"),
+    "vLLM, `fp8`": ("vLLM", "fp8"),
+}
+
+
+def table_of(page: str) -> tuple[str, list[list[str]]]:
+    """The section on a language model, and the cells of its table."""
+    section = (ROOT / page).read_text().partition("## On a language model")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    return section, [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readmes_rows_are_those_of_the_file() -> None:
+    _, table = table_of("README.md")
+    assert [cells[0] for cells in table] == list(README)
+    rows = json.loads(FILE.read_text())["rows"]
+    found = {
+        (name, row["kv_cache_dtype"]): row
+        for row in rows
+        for name in (row["policy"].partition(":")[0], row["policy"])
+    }
+    for name, size, kl, facts, speed in table:
+        row = found[README[name]]
+        assert (float(size), float(kl)) == (round(row["of_full"], 2), round(row["kl"], 3))
+        assert facts == "" if row["facts"] is None else float(facts) == round(row["facts"], 2)
+        assert float(speed) == round(row["ratio_to_first"], 2)
+
+
 def test_its_numbers_are_those_of_the_file() -> None:
-    section = (ROOT / "README.md").read_text().partition("## On a language model")[2]
-    lines = [line for line in section.partition("![")[0].splitlines() if line.startswith("| ")][1:]
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    section, table = table_of("docs/benchmarks.md")
     document = json.loads(FILE.read_text())
     found = document["rows"]
     assert document["complete"] and len(table) == len(found) == 16

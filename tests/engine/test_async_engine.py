@@ -353,6 +353,22 @@ def test_an_engine_stays_in_its_event_loop(directory: Path) -> None:
     asyncio.run(engine.shutdown())
 
 
+async def test_offers_are_made_once_and_end_with_the_engine(directory: Path) -> None:
+    engine = AsyncEngine(config_of(directory), mode="thread")
+    offers = await engine.offers()  # which starts it
+    assert await engine.offers() is offers and "none" in {offer.name for offer in offers}
+    other = AsyncEngine(config_of(directory), mode="thread")
+    await other.start()
+    waiting = asyncio.create_task(other.offers())
+    await asyncio.sleep(0)
+    for each in (other, engine):
+        await each.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await each.offers()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await waiting
+
+
 async def test_a_dead_engine_process_fails_its_requests(directory: Path) -> None:
     engine = AsyncEngine(config_of(directory))
     await engine.start()

@@ -292,7 +292,7 @@ def test_those_set_aside_can_be_aborted(llama_dir: Path) -> None:
     for i, prompt in enumerate(PROMPTS):
         llm.engine.add_request(str(i), prompt, GREEDY)
     llm.engine.step()
-    assert llm.engine.core._suspects
+    assert llm.engine.core._suspects.made
     for i in range(len(PROMPTS)):
         llm.engine.abort_request(str(i))
     while llm.engine.has_unfinished_requests:

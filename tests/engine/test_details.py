@@ -61,10 +61,13 @@ def test_bytes_of_layers_with_windows_are_told(tmp_path: Path) -> None:
     assert told == [(7 + 3, 3), (3 + 3, 3)]
 
 
-def test_the_readme_shows_what_its_example_gives() -> None:
+def test_the_pages_show_what_their_example_gives() -> None:
     """The request of examples/chain.json under the policy of `make run`."""
     root = Path(__file__).parents[2]
-    shown = json.loads((root / "README.md").read_text().split("```json\n")[1].split("```")[0])
+    shown, first = (
+        json.loads((root / page).read_text().split("```json\n")[1].split("```")[0])
+        for page in ("docs/start.md", "README.md")
+    )
     asked = json.loads((root / "examples/chain.json").read_text())
     llm = LLM(asked["model"], policy="kara")
     params = SamplingParams(temperature=asked["temperature"], max_tokens=asked["max_tokens"])
@@ -73,3 +76,5 @@ def test_the_readme_shows_what_its_example_gives() -> None:
     assert len(output.outputs[0].token_ids) == usage["completion_tokens"]
     assert output.kv_cache_details is not None
     assert asdict(output.kv_cache_details) == usage["kv_cache_details"]
+    some = first["usage"]["kv_cache_details"]
+    assert some and some.items() <= usage["kv_cache_details"].items()

@@ -109,5 +109,5 @@ def test_several_ranks_are_refused(llama_dir: Path, monkeypatch: pytest.MonkeyPa
     core = make(llama_dir, policy=KARA).engine.core
     monkeypatch.setattr(core.runner.group, "size", 2)
     with pytest.raises(RequestError, match="tensor-parallel-size 1") as refused:
-        core._tracer.check(10)
+        core._tracer().check(10)
     assert (refused.value.param, refused.value.code) == ("kv_trace", "kv_trace_not_allowed")

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
+from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS, GROUP_AGGREGATES
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.scores.causal_scores import (
-    GQA_REDUCTIONS,
     causal_scores,
     over_group,
     past_scores,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import FUTURES
 from kvserve.kernels.scores.centre_scores import (
-    FUTURES,
     Centres,
     centre_scores,
     centre_scores_by_head,

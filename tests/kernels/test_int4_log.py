@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import int4_bytes
 from kvserve.kernels.int4_log import (
     Int4Queries,
     gather_int4_cpu,
     gather_int4_torch,
     gather_int4_triton,
-    int4_bytes,
     int4_log,
     quantize,
     store_int4_cpu,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import AGGREGATES
-from kvserve.kernels.scores.causal_scores import GQA_REDUCTIONS, causal_scores, past_scores
+from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS
+from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
 from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from tests.thinning import thinned

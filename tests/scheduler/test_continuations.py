@@ -13,7 +13,6 @@ from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.recovery import start_over
-from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import RowState
 from tests.scheduler.shadow import ShadowRunner
 from tests.scheduler.traffic import (
@@ -60,9 +59,9 @@ class Talks:
     def sequence(self, tokens: Any, output: int, policy: int = KARA, **fields: Any) -> Sequence:
         self._ids += 1
         seq = make(self._ids, np.array(tokens, np.int32), len(tokens), len(tokens) + output, policy)
-        seq.continues_as = policy
+        seq.talk.continues_as = policy
         for name, value in fields.items():
-            setattr(seq, name, value)
+            setattr(seq if hasattr(seq, name) else seq.talk, name, value)
         return seq
 
 
@@ -70,7 +69,7 @@ def make(seq_id: int, tokens: IntArray, prompt: int, max_len: int, policy: int) 
     trigger = TRIGGERS[policy]
     seq = Sequence(seq_id, tokens, prompt, max_len, (), policy, trigger, kind_of(policy))
     seq.leaves_remainder = True
-    if prunes_prompt(trigger, prompt):
+    if trigger.prunes_prompt(prompt):
         seq.num_shareable = 0
     return seq
 
@@ -96,7 +95,7 @@ def held_in_one(tokens: IntArray, policy: int, layout: Any) -> tuple[Any, int]:
             shadow.last_token[row] = tokens[place]
         held = {lane: list(entries) for lane, entries in shadow.held[row].items()}
         if scheduler.update(output, tokens[output.sampled_at], shadow.scores):
-            return held, seq.compactions
+            return held, seq.usage.compactions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.granularity.value)
@@ -116,7 +115,7 @@ def test_turns_hold_what_one_sequence_does(layout: Any) -> None:
             history = seq.token_ids
         expected, compactions = held_in_one(history, policy, layout)
         left = talks.loop.shadow.left[talks.store.all[-1]]
-        assert left.lanes == expected and seq.compactions == compactions, policy
+        assert left.lanes == expected and seq.usage.compactions == compactions, policy
         assert compactions, policy
         assert (
             talks.scheduler.totals.resumed_total == 3
@@ -138,7 +137,7 @@ def test_a_fork_leaves_what_it_goes_on_from() -> None:
         talks.scheduler.add(seq)
     talks.loop.drain()
     again = talks.turn(more(first, 3), 30)
-    assert [s.resumed is not None for s in (*followers, again)] == [True] * 4
+    assert [s.talk.resumed is not None for s in (*followers, again)] == [True] * 4
     assert np.array_equal(again.token_ids, followers[0].token_ids)
     assert [list(lane) for lane in talks.loop.shadow.left[kept].lanes.values()] == before
     shared = np.concatenate([kept.row.block_ids, kept.row.block_ids])
@@ -152,10 +151,10 @@ def test_the_last_tokens_may_read_otherwise() -> None:
     last = first.events[-1]
     assert 30 < last < first.num_tokens - 2
     for drop in (1, 2, first.num_tokens - last):
-        seq = talks.turn(more(first, 4, drop))
-        assert seq.resumed is not None and seq.resumed.num_tokens == first.num_tokens - max(drop, 1)
+        resumed = talks.turn(more(first, 4, drop)).talk.resumed
+        assert resumed is not None and resumed.num_tokens == first.num_tokens - max(drop, 1)
     seq = talks.turn(more(first, 4, first.num_tokens - last + 1))
-    assert seq.resumed is None and talks.scheduler.saved.misses == Counter(new=1, tokens=1)
+    assert seq.talk.resumed is None and talks.scheduler.saved.misses == Counter(new=1, tokens=1)
 
 
 def test_a_token_is_left_to_compute() -> None:
@@ -174,7 +173,8 @@ def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
     assert not len(talks.store) and talks.store.num_hosted == 1
     for _ in range(2):
         second = talks.turn(more(first))
-        assert second.resumed is not None and second.compactions >= first.compactions > 0
+        assert second.talk.resumed is not None
+        assert second.usage.compactions >= first.usage.compactions > 0
         talks.turn(range(70, 150), output=20, policy=0, continues_as=None)
     assert (
         talks.scheduler.totals.resumed_from_host_total == 2
@@ -188,9 +188,10 @@ def test_host_memory_keeps_the_most_recently_used() -> None:
     talks.turn(range(170, 250), output=20, policy=0, continues_as=None)
     assert 0 < talks.store.num_hosted < 3
     assert (
-        talks.turn(more(said[0])).resumed is None and talks.scheduler.saved.misses["evicted"] == 1
+        talks.turn(more(said[0])).talk.resumed is None
+        and talks.scheduler.saved.misses["evicted"] == 1
     )
-    assert talks.turn(more(said[2])).resumed is not None
+    assert talks.turn(more(said[2])).talk.resumed is not None
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -211,10 +212,10 @@ def test_others_never_take_it(prefix_caching: bool) -> None:
     ):
         seq = talks.turn(asked, **fields)
         causes[cause] += 1
-        assert seq.resumed is None and talks.scheduler.saved.misses == causes, fields
+        assert seq.talk.resumed is None and talks.scheduler.saved.misses == causes, fields
         cached = prefix_caching and fields.get("cache_seed") == mine
         assert bool(seq.num_cached_tokens) == cached, fields
-    assert talks.turn(asked, cache_seed=mine).resumed is not None
+    assert talks.turn(asked, cache_seed=mine).talk.resumed is not None
 
 
 def test_columns_are_salted() -> None:
@@ -270,9 +271,9 @@ def test_a_prompt_takes_the_longest() -> None:
     first = talks.turn(range(2, 32), 20)
     second = talks.turn(more(first), 20)
     third = talks.turn(more(second))
-    assert third.resumed is not None and third.resumed.num_tokens == second.num_tokens - 1
+    assert third.talk.resumed is not None and third.talk.resumed.num_tokens == second.num_tokens - 1
     retry = talks.turn(more(first))
-    assert retry.resumed is not None and retry.resumed.num_tokens == first.num_tokens - 1
+    assert retry.talk.resumed is not None and retry.talk.resumed.num_tokens == first.num_tokens - 1
 
 
 def test_an_aborted_answer_goes_on_too() -> None:
@@ -287,7 +288,7 @@ def test_an_aborted_answer_goes_on_too() -> None:
             talks.scheduler.finish(half, "abort")
     talks.scheduler.finish(seq, "abort")
     assert len(talks.store) == 1
-    assert talks.turn(more(seq)).resumed is not None
+    assert talks.turn(more(seq)).talk.resumed is not None
 
 
 def test_a_scheduler_that_begins_again_knows_none() -> None:
@@ -299,7 +300,7 @@ def test_a_scheduler_that_begins_again_knows_none() -> None:
     talks.scheduler.add(seq)
     for _ in range(6):
         talks.loop.step()
-    assert seq.resumed is not None and seq.resumed.continuation in talks.store
+    assert seq.talk.resumed is not None and seq.talk.resumed.continuation in talks.store
     before = talks.scheduler.totals.resumed_total
     start_over(talks.scheduler, blamed={-1})
     assert not len(talks.store) and talks.scheduler.totals.resumed_total == before
@@ -328,6 +329,6 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
             talks.scheduler.departures.preempt()
             assert seq.row < 0
         talks.loop.drain()
-        assert talks.scheduler.totals.resumed_total == 2 and len(seq.turns) == 2
+        assert talks.scheduler.totals.resumed_total == 2 and len(seq.talk.turns) == 2
         tokens.append(seq.token_ids.tolist())
     assert tokens[0] == tokens[1]

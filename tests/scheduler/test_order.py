@@ -127,7 +127,7 @@ def test_a_bounded_sequence_holds_the_blocks_of_its_bound() -> None:
         while scheduler.has_work:
             output = scheduler.schedule()
             scheduler.update(output, np.full(len(output.sampled), 7))
-        held[policy] = seq.peak_blocks
+        held[policy] = seq.usage.peak_blocks
     assert held == {0: 94, 1: 21}
 
 

@@ -77,9 +77,9 @@ def test_tokens_and_events_do_not_depend_on_the_crowd(
     for seq_id, (prompt, output) in enumerate(shapes):
         single, events = alone(prompt, output, policy, layout)
         assert loop.shadow.events[seq_id] == events
-        assert crowd[seq_id].logical_tokens == single.logical_tokens
-        assert crowd[seq_id].held_tokens == single.held_tokens
-        assert crowd[seq_id].compactions == loop.shadow.compactions[seq_id] <= len(events)
+        assert crowd[seq_id].usage.logical_tokens == single.usage.logical_tokens
+        assert crowd[seq_id].usage.held_tokens == single.usage.held_tokens
+        assert crowd[seq_id].usage.compactions == loop.shadow.compactions[seq_id] <= len(events)
 
 
 def test_lengths_after_events_follow_the_worked_numbers() -> None:
@@ -102,10 +102,10 @@ def test_events_are_due_at_whole_periods_of_the_sequence() -> None:
 def test_logical_is_physical_plus_evicted_and_blocks_are_counted() -> None:
     seq, events = run_alone(prompt=10, output=60, policy=1)
     windows = sum(taken for _, taken in events)
-    assert seq.logical_tokens == 69  # the last token was sampled, never stored
-    assert seq.held_tokens == seq.logical_tokens - windows * (12 - 4)
-    assert seq.held_entries == seq.held_tokens * LAYOUT.num_layers * LAYOUT.num_kv_heads
-    assert 0 < seq.blocks_released <= windows * 2
+    assert seq.usage.logical_tokens == 69  # the last token was sampled, never stored
+    assert seq.usage.held_tokens == seq.usage.logical_tokens - windows * (12 - 4)
+    assert seq.usage.held_entries == seq.usage.held_tokens * LAYOUT.num_layers * LAYOUT.num_kv_heads
+    assert 0 < seq.usage.blocks_released <= windows * 2
 
 
 def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
@@ -113,7 +113,7 @@ def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
     scheduler = loop.scheduler
     scheduler.add(make_sequence(0, 4, 100, policy=0))
     (seq,) = loop.drain()
-    assert (seq.finish_reason, seq.logical_tokens) == ("length", 20)
+    assert (seq.finish_reason, seq.usage.logical_tokens) == ("length", 20)
     assert_all_blocks_come_back(scheduler)
 
 

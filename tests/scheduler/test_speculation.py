@@ -9,12 +9,8 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import Drafts, confirmed_of
-from kvserve.scheduler.speculation.speculation import (
-    Drafter,
-    NgramIndex,
-    NgramSettings,
-    Speculation,
-)
+from kvserve.scheduler.speculation.settings import NgramSettings
+from kvserve.scheduler.speculation.speculation import Drafter, NgramIndex, Speculation
 
 
 def naive_guess(tokens: list[int], settings: NgramSettings, count: int) -> list[int]:

@@ -48,9 +48,9 @@ def played(
         traffic = Traffic(seed, policies, **how(seed))
         traffic.run(operations)
         scheduler, loop = traffic.scheduler, traffic.loop
-        assert all(min(seq.held_blocks.values(), default=0) >= 0 for seq in traffic.finished)
-        compacted = [seq for seq in traffic.finished if seq.compactions]
-        assert all(seq.held_tokens > 0 for seq in compacted)
+        assert all(min(seq.usage.held_blocks.values(), default=0) >= 0 for seq in traffic.finished)
+        compacted = [seq for seq in traffic.finished if seq.usage.compactions]
+        assert all(seq.usage.held_tokens > 0 for seq in compacted)
         seen += Counter(
             compactions=scheduler.totals.compactions_total,
             early=scheduler.totals.early_compactions_total,

@@ -16,12 +16,12 @@ from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowS
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.speculation import NgramSettings
+from kvserve.scheduler.speculation.settings import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic, QuantizeTrigger
-from kvserve.scheduler.triggers.pruning import Pruned, Taper, prunes_prompt
+from kvserve.scheduler.triggers.pruning import Pruned, Taper
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -155,8 +155,8 @@ def make_sequence(
     )
     seq.event_kind = kind_of(policy)
     if continues and policy not in CODES and policy not in KEEP_SCORES:
-        seq.continues_as = policy
-    if prunes_prompt(trigger, prompt):
+        seq.talk.continues_as = policy
+    if trigger.prunes_prompt(prompt):
         seq.num_shareable = 0
     return seq
 
@@ -369,7 +369,7 @@ class Traffic:
                 continues=self.continuations,
             )
             if seq.seq_id % 5 and not isinstance(seq.trigger, EngineWide):
-                seq.guess_from = 0
+                seq.guesses.start = 0
             seq.client = str(self.num_added * 7 % self.clients)
             needed = scheduler.blocks_at_least(seq.num_tokens, seq.max_len, seq.trigger)
             if history is not None and needed > scheduler.pool.capacity:

@@ -106,7 +106,6 @@ class FakeEngine:
     start_error: str | None = None
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     token_bytes: int = 64
-    offers: list[PolicyOffer] = field(default_factory=list)
     default_sampling: dict[str, Any] = field(default_factory=dict)
     stats: EngineStats = field(
         default_factory=lambda: EngineStats(
@@ -133,7 +132,6 @@ class FakeEngine:
             default_sampling=self.default_sampling,
             summary=self.summary,
             token_bytes=self.token_bytes,
-            offers=self.offers,
         )
 
     @property
@@ -150,6 +148,9 @@ class FakeEngine:
     summary: list[tuple[str, str, str]] = field(
         default_factory=lambda: [("prefix cache", "off", "not built"), ("chunks", "on", "")]
     )
+
+    async def offers(self) -> list[PolicyOffer]:
+        return []
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_delay)

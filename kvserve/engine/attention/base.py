@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.checks import Entries
-from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
 from kvserve.scheduler.arrays import IntArray
+
+if TYPE_CHECKING:
+    from kvserve.kernels.coded_entries import Codes
 
 
 class RowRemainders(Protocol):

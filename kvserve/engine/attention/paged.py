@@ -12,9 +12,11 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache, wanted_shares
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.late import Late
+
+_newest = Late("kernels.attention.paged_attention:Newest")
 
 
 def triton_refusal(device: str, head_dim: int) -> str | None:
@@ -65,7 +67,7 @@ class PagedAttention:
             codes, remainders, more = batch.codes, batch.remainders, None
             if batch.newest is not None:
                 k, v, own = cache.newest_keys_values(layer)
-                more = Newest(k, v, batch.newest.tables[own], newest[own], batch.newest.recent)
+                more = _newest(k, v, batch.newest.tables[own], newest[own], batch.newest.recent)
             return self._kernel(
                 *(q, keys, values, batch.tables[group], chunks[group], self._scale),
                 codes=None if codes is None else codes[group],

@@ -11,22 +11,24 @@ from importlib.util import find_spec
 import torch
 
 from kvserve.engine.attention.base import AttentionBackend
-from kvserve.engine.attention.combined import ByLayer, ByPhase
-from kvserve.engine.attention.flash import FlashAttention
 from kvserve.engine.attention.paged import PagedAttention, triton_refusal
-from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.entry_format import FORMATS
 from kvserve.folders import install
 from kvserve.kernels import storage
 from kvserve.kernels.attention import paged_attention_cpu
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
 from kvserve.kernels.storage import StorageKernels
+from kvserve.late import Late
 from kvserve.log import ConfigError, logger
 
 NO_CODES = "it does not read entries that are held as codes (--policy.codebook false)"
 NO_REMAINDERS = "it does not read what stands for dropped entries (--policy.remainder off)"
+_attention_triton = Late("kernels.attention.paged_attention_triton:paged_attention_triton")
+_by_layer = Late("engine.attention.combined:ByLayer")
+_by_phase = Late("engine.attention.combined:ByPhase")
+_flash = Late("engine.attention.flash:FlashAttention")
+_torch = Late("engine.attention.torch_sdpa:TorchAttention")
+_xformers = Late("engine.attention.xformers:XformersAttention")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -154,8 +156,8 @@ _CANDIDATES = (
         name="triton",
         how=lambda needs: "Triton kernels, read blocks where they lie",
         devices=("cuda",),
-        make=lambda needs: ByPhase(
-            PagedAttention(paged_attention_triton, needs.scale, needs.block_size, needs.soft_cap)
+        make=lambda needs: _by_phase(
+            PagedAttention(_attention_triton, needs.scale, needs.block_size, needs.soft_cap)
         ),
         storage=storage.TRITON,
         codes=True,
@@ -166,7 +168,7 @@ _CANDIDATES = (
         name="flash-attn",
         how=lambda needs: "the flash-attn package, reads blocks where they lie",
         devices=("cuda",),
-        make=lambda needs: ByPhase(FlashAttention(needs.scale)),
+        make=lambda needs: _by_phase(_flash(needs.scale)),
         levels=False,
         dtypes=_HALF,
         refuse=partial(_refuse_package, "flash_attn", "flash-attn", 256),
@@ -175,7 +177,7 @@ _CANDIDATES = (
         name="xformers",
         how=lambda needs: "gathered blocks and the xformers package",
         devices=("cuda",),
-        make=lambda needs: XformersAttention(needs.scale, needs.block_size),
+        make=lambda needs: _xformers(needs.scale, needs.block_size),
         levels=False,
         dtypes=_HALF,
         phases=("prefill",),
@@ -185,9 +187,7 @@ _CANDIDATES = (
         name="torch",
         how=lambda needs: "gathered blocks and torch's SDPA",
         devices=("cpu", "cuda"),
-        make=lambda needs: TorchAttention(
-            needs.scale, needs.block_size, needs.dtype, needs.soft_cap
-        ),
+        make=lambda needs: _torch(needs.scale, needs.block_size, needs.dtype, needs.soft_cap),
     ),
 )
 NAMES = ("auto", *(candidate.name for candidate in _CANDIDATES))
@@ -213,10 +213,10 @@ def select_backend(wanted: str, needs: Needs) -> Choice:
     if prefill is decode:
         name, backend, hows = decode.name, tokens, [decode.how(needs)]
     else:
-        name, backend = f"{prefill.name},{decode.name}", ByPhase(chunks, tokens)
+        name, backend = f"{prefill.name},{decode.name}", _by_phase(chunks, tokens)
         hows = [f"prefill: {prefill.how(needs)}", f"decode: {decode.how(needs)}"]
     if needs.windowed:
-        backend = ByLayer(backend, needs.windowed)
+        backend = _by_layer(backend, needs.windowed)
     return Choice(name, backend, kernels, "; ".join([*hows, *refusals]))
 
 

@@ -7,6 +7,7 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from torch import Tensor
 from kvserve.engine.attention.base import Entries
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.few_bits import FewBlocks
-from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvserve.kernels.few_bits import FewBlocks
+    from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 
 class RawEntries:

@@ -8,7 +8,7 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.remainders import KeptScores, Remainders
 from kvserve.engine.cache.row_groups import RowGroup
-from kvserve.engine.cache.window_rows import FirstRows, NewestRows, WindowRows
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
@@ -33,6 +32,9 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import BegunTurns, Drafts, NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+
+if TYPE_CHECKING:
+    from kvserve.engine.cache.window_rows import NewestRows, WindowRows
 
 
 class InputBatch(RowArrays):
@@ -67,10 +69,11 @@ class InputBatch(RowArrays):
         self.groups = groups
         """Those beside keys and values and logged queries."""
         self._writers = [group for group in groups if group.writes]
-        self._windows = next((group for group in groups if isinstance(group, WindowRows)), None)
-        self._newest = next((group for group in groups if isinstance(group, NewestRows)), None)
+        shown: dict[str, Any] = {group.shown: group for group in groups}
+        self._windows: WindowRows | None = shown.get("windows")
+        self._newest: NewestRows | None = shown.get("newest")
         if self._newest is not None:
-            self._newest.first = next(group for group in groups if isinstance(group, FirstRows))
+            self._newest.first = shown["first"]
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +22,18 @@ from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.kernels.few_bits import FewBlocks, FewLayer
-from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels, by_device
-from kvserve.kernels.turning import turn_torch
+from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
+if TYPE_CHECKING:
+    from kvserve.kernels.few_bits import FewLayer
+
+_quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
+_few_blocks = Late("kernels.few_bits:FewBlocks")
+_turned = Late("kernels.turning:turn_torch")
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
@@ -86,14 +91,14 @@ class KVCache:
         self.entries: EntryStore = RawEntries(self.kv, kernels)
         if few:
             sizes = layout.heads_per_block, layout.block_size, layout.head_dim
-            parts = FewBlocks(self.kv.flatten(1), few, *sizes)
+            parts = _few_blocks(self.kv.flatten(1), few, *sizes)
             self.entries = FewEntries(parts, kernels, dtype, self.layers.full)
         elif self.form.quantized:
-            blocks = QuantizedBlocks(self.kv, self.form, layout.block_size, layout.head_dim)
+            blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = QuantizedEntries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
-        blocks_of_queries = log.read_as_log(self.kv, layout, tokens, dtype)
-        self.query_log = QueryLog(blocks_of_queries, log, kernels)
+        view = partial(log.read_as_log, self.kv, layout, tokens, dtype)
+        self.query_log = QueryLog(view, tokens, log, kernels)
         self.logs_shares = log.dtype == "int4"
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""
@@ -123,10 +128,10 @@ class KVCache:
             return left
         means = self.entries.means if layers is None else self.entries.means[layers]
         if back:
-            keys, values = (turn_torch(x.float()) for x in left.numbers())
+            keys, values = (_turned(x.float()) for x in left.numbers())
             return Remainder(keys + means, values, left.bias)
         keys, values = left.numbers()
-        return Remainder(turn_torch(keys, means), turn_torch(values), left.bias)
+        return Remainder(_turned(keys, means), _turned(values), left.bias)
 
     @property
     def rotate_and_store(self) -> RotateAndStore | None:

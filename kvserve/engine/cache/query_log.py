@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.entry_format import ALIGNED, EntryFormat
-from kvserve.kernels.int4_log import int4_bytes, int4_log
-from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.entry_format import ALIGNED, EntryFormat, int4_bytes
 from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvserve.kernels.scores.causal_scores import Queries
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class LogForm:
         part = memory.shape[1] // layers // ALIGNED * ALIGNED
         memory = memory[:, : layers * part].unflatten(1, (layers, part))
         if self.dtype == "int4":
+            from kvserve.kernels.int4_log import int4_log
+
             return int4_log(memory, heads, dim, tokens)
         logged = torch.uint8 if self.dtype == "fp8" else dtype
         used = tokens * heads * dim * logged.itemsize
@@ -66,13 +72,19 @@ class LogForm:
 class QueryLog:
     """Log blocks in the cache's memory: ``blocks`` as ``LogForm.read_as_log`` gives them."""
 
-    def __init__(self, blocks: Queries, form: LogForm, kernels: StorageKernels) -> None:
-        self.blocks = blocks
-        self.block_tokens: int = blocks.shape[2]
+    def __init__(
+        self, view: Callable[[], Queries], tokens: int, form: LogForm, kernels: StorageKernels
+    ) -> None:
+        self._view = view
+        self.block_tokens = tokens
         """Tokens whose queries one block holds."""
         self.heads = form.heads
         """Vectors that a token logs."""
         self._kernels = kernels
+
+    @cached_property
+    def blocks(self) -> Queries:
+        return self._view()
 
     def store(self, layer: int, slots: Tensor, q: Tensor, shares: Tensor | None) -> None:
         """Log one layer's queries: ``layer`` is its place in a block, ``slots`` int64 [R, T].

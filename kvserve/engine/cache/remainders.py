@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.events import add_remainders
 from kvserve.kernels.remainder import Remainder
+from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import RowMove, RowMoves
+
+_add_remainders = Late("kernels.events:add_remainders")
 
 
 def remainder_bytes(layout: KVLayout) -> int:
@@ -72,7 +74,7 @@ class Remainders:
         self.used = True
         if self._turned is not None:
             more = self._turned(more, None, back=False)
-        add_remainders(self.whole, rows, more)
+        _add_remainders(self.whole, rows, more)
 
     def begin(self, rows: Tensor) -> None:
         """New rows have lost nothing."""

@@ -7,6 +7,7 @@ A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/cac
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,8 @@ class RowGroup(RowArrays):
     spec_type: ClassVar[type[GroupSpec]]
     writes: ClassVar[bool] = False
     """Whether each layer writes something of every token (``write``)."""
+    shown: ClassVar[str] = ""
+    """What a forward sees of it, if ``InputBatch`` says so: ``windows``, ``newest``, ``first``."""
 
     def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
         self.spec = spec
@@ -85,5 +88,7 @@ def wanted_groups(layout: KVLayout, block_bytes: int) -> tuple[GroupSpec, ...]:
 
 def make_row_group(spec: GroupSpec, shapes: Shapes, device: str) -> RowGroup:
     """The device's side of a group."""
+    if spec.rows:
+        resolve_name(spec.rows)
     kind = next(kind for kind in KINDS if kind.spec_type is type(spec))
     return kind(spec, shapes, device)

@@ -21,6 +21,7 @@ class WindowRows(RowGroup):
     """Blocks of the newest tokens, in the columns of their logical positions."""
 
     spec_type = WindowSpec
+    shown = "windows"
     spec: WindowSpec
 
     def over(self, batch: ForwardBatch, rows: Tensor, columns: IntArray) -> ForwardBatch:
@@ -78,6 +79,7 @@ class FirstRows(RowGroup):
     """The block of a row's first entries as they were computed."""
 
     spec_type = FirstSpec
+    shown = "first"
     writes = True
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
@@ -107,6 +109,7 @@ class NewestRows(RowGroup):
     """
 
     spec_type = NewestSpec
+    shown = "newest"
     spec: NewestSpec
     writes = True
     first: FirstRows

@@ -7,7 +7,9 @@ policy's scores; later ones code the oldest raw blocks of the lanes that are cod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +17,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from kvserve.engine.cache.code_rows import CodeStore, CodeTables
+from kvserve.engine.cache.code_rows import CodeRows, CodeStore, CodeTables
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.compressor import Compressor
-from kvserve.engine.compression.moves import lanes_of
+from kvserve.engine.compression.device_events import UnevenEvents
+from kvserve.engine.compression.event_parts import EventParts
+from kvserve.engine.compression.moves import groups_of, lanes_of
 from kvserve.engine.compression.observer import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
+from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.kernels.coded_entries import Slots
 from kvserve.kernels.scores.codebook import extend, scales
@@ -63,6 +68,24 @@ class Found:
         return Found(self.keys[at], self.values[at], slots, self.new_vectors[at])
 
 
+class CodedEvents(UnevenEvents):
+    """Events of policies with a codebook."""
+
+    def __init__(self, parts: EventParts, compressor: Compressor) -> None:
+        super().__init__(parts, compressor)
+        self._rows = next(rows for rows in parts.batch.groups if isinstance(rows, CodeRows))
+        self._coder = Coder(self._rows.cache, self._rows.store, compressor)
+
+    def observe(self, events: Events, policy: Policy) -> tuple[Tensor, dict[int, Any]]:
+        assert isinstance(policy, SpindleKV)
+        tables = self._rows.code_tables(*self._tables)
+        answer, found = self._coder.observe(events, policy, tables)
+        return groups_of(answer, self._batch.layout), dict(found)
+
+    def apply(self, events: Events, policy: Policy, found: Mapping[int, Any]) -> None:
+        self._coder.run(events, found)
+
+
 class Coder:
     """Carries out the events of policies with a codebook on one cache."""
 
@@ -96,7 +119,7 @@ class Coder:
             result[where] = torch.stack([kept, vectors], dim=-1)
         return result, by_sequence
 
-    def run(self, task: Events, found: dict[int, tuple[Found, int]]) -> None:
+    def run(self, task: Events, found: Mapping[int, tuple[Found, int]]) -> None:
         """Write codes and, for first events, the raw entries."""
         by_batch: dict[int, list[int]] = {}
         for e, seq in enumerate(task.seq_ids.tolist()):

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import KeptScores, Remainders
+from kvserve.engine.compression.event_parts import EventParts
+from kvserve.engine.compression.forwards import QueryRecomputer
 from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
 from kvserve.engine.compression.observer import (
     Observer,
@@ -29,9 +31,12 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.kernels.remainder import Remainder
+from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.triggers.trigger import EventKind
+
+_load_statistics = Late("engine.compression.query_statistics:load_statistics")
 
 
 class Compressor:
@@ -52,6 +57,21 @@ class Compressor:
         self._kept_scores = kept_scores
         self._group = group
         self._remainders = remainders
+
+    @classmethod
+    def of(cls, parts: EventParts) -> Compressor:
+        """That of one rank."""
+        model, cache, batch, file = parts.model, parts.cache, parts.batch, parts.statistics
+        observer = Observer(
+            cache,
+            model.scale,
+            QueryRecomputer(model, cache, batch, parts.attention),
+            group=parts.group,
+            remainders=batch.remainders,
+            sinks=model.sinks_of_full_layers,
+            centres=Made(lambda: _load_statistics(file).centres(model)),
+        )
+        return cls(cache, observer, batch.kept_scores, parts.group, batch.remainders)
 
     def run(self, task: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor) -> None:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
@@ -81,8 +101,8 @@ class Compressor:
         left of the others if that is fitted. A function of its own: what was scored is freed before
         anything moves."""
         keep, kept_scores, policy = int(events.plan.keep[0]), None, scope.policy
-        if policy.kept_scores:  # [rows, L, Hkv, m]
-            kept_scores = self._kept_scores.first(policy.kept_scores)
+        if policy.demands.kept_scores:  # [rows, L, Hkv, m]
+            kept_scores = self._kept_scores.first(policy.demands.kept_scores)
         # If queries cover all entries, this is the first event: there are no earlier scores.
         first = int(events.plan.num_queries[0]) == windows.length
         earlier = None if first else kept_scores
@@ -92,7 +112,7 @@ class Compressor:
             windows, scope, block_tables, log_tables, earlier
         ):
             chosen = policy.select(scores, windows.length, keep)
-            if policy.couples_heads:
+            if policy.demands.couples_heads:
                 chosen, scores = self._own(chosen, scores)
             chosen = self._with_first(chosen, windows.part(some))
             if kept_scores is not None:
@@ -154,7 +174,7 @@ class Compressor:
                 continue
             found = policy.choose(torch.cat(scored, dim=1), windows.length, length)
             indices, counts = found.indices, found.counts
-            if policy.couples_heads:
+            if policy.demands.couples_heads:
                 indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
             indices = self._with_first(indices, windows.part(some), layout.block_size * whole or 1)
@@ -213,7 +233,7 @@ class Compressor:
         ``start [E]`` on if it is fitted."""
         if self.on_moves is not None:
             self.on_moves(events, plan)
-        if self._remainders is not None and scope.policy.leaves != "off":
+        if self._remainders is not None and scope.policy.demands.leaves != "off":
             if left is None:
                 left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
             self._remainders.add(to_device(events.rows, plan.src.device), left)

@@ -1,6 +1,6 @@
 """A step's events on one rank: scheduled ones are carried out, then later ones are scored.
 
-What the kinds of events do to lengths and blocks is in ``scheduler/compression/handlers.py``.
+What the kinds of events do is in the files that ``scheduler/compression/kinds.py`` names.
 """
 
 from __future__ import annotations
@@ -8,26 +8,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvserve.engine.cache.code_rows import CodeRows
-from kvserve.engine.cache.input_batch import InputBatch
-from kvserve.engine.compression.coder import Coder
-from kvserve.engine.compression.compressor import Compressor
-from kvserve.engine.compression.forwards import PrunedPrefill
-from kvserve.engine.compression.moves import groups_of, lanes_of
-from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.compression.event_parts import DeviceEvents, EventParts
 from kvserve.engine.device.transfer import Stopwatch
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.policies.spindlekv import SpindleKV
 from kvserve.log import EngineDeadError, SequenceError
 from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.compression.kinds import KINDS
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import ScheduledEvents
 from kvserve.scheduler.triggers.trigger import EventKind
+
+if TYPE_CHECKING:
+    from kvserve.engine.compression.compressor import Compressor
 
 
 class EventRunner:
@@ -39,24 +37,25 @@ class EventRunner:
     """
 
     def __init__(
-        self,
-        batch: InputBatch,
-        compressor: Compressor,
-        prefill: PrunedPrefill,
-        policies: Mapping[int, Policy],
-        group: RankGroup,
-        *,
-        overlaps: bool,
+        self, parts: EventParts, policies: Mapping[int, Policy], *, overlaps: bool
     ) -> None:
-        self._batch = batch
-        self._compressor = compressor
-        self._prefill = prefill
+        self._parts = parts
         self._policies = policies
-        self._group = group
         self._scored: deque[dict[int, Any]] = deque(maxlen=2 if overlaps else 1)
-        self._codes = next((rows for rows in batch.groups if isinstance(rows, CodeRows)), None)
-        if self._codes is not None:
-            self._coder = Coder(self._codes.cache, self._codes.store, compressor)
+        self._kinds: dict[EventKind, Any] = {}
+
+    @cached_property
+    def compressor(self) -> Compressor:
+        """What scores and moves entries, which nobody needs before the first event."""
+        from kvserve.engine.compression.compressor import Compressor
+
+        return Compressor.of(self._parts)
+
+    def _of_kind(self, kind: EventKind) -> Any:
+        """The kind's ``DeviceEvents``."""
+        if kind not in self._kinds:
+            self._kinds[kind] = KINDS[kind].device(self._parts, self.compressor)
+        return self._kinds[kind]
 
     def run(self, scheduled: ScheduledEvents) -> tuple[list[Tensor], Stopwatch | None]:
         """Carry out compactions, then score what later ones will keep: what goes to the host."""
@@ -64,40 +63,29 @@ class EventRunner:
         self._scored.append({})
         if not (scheduled.compactions or scheduled.observations):
             return [], None
-        watch, batch, compressor = Stopwatch(self._batch.device), self._batch, self._compressor
-        tables = batch.block_tables, batch.log_tables
+        batch, group = self._parts.batch, self._parts.group
+        watch = Stopwatch(batch.device)
         for events in scheduled.compactions:
-            policy = self._policies[events.policy_id]
             with _blaming(events.seq_ids):
-                if events.kind is EventKind.EVEN:  # lengths are known beforehand: scored now
-                    compressor.run(events, policy, *tables)
-                elif events.kind is EventKind.CODED:
-                    self._coder.run(events, found)
-                else:
-                    compressor.run_observed(events, policy, found, tables[0])
+                kind: DeviceEvents = self._of_kind(events.kind)
+                kind.apply(events, self._policies[events.policy_id], found)
                 batch.after_compaction(events)
-                if self._group.size > 1:
-                    batch.add_to_fingerprint(events.rows, self._group)
+                if group.size > 1:
+                    batch.add_to_fingerprint(events.rows, group)
         answers = []
         for events in scheduled.observations:
             with _blaming(events.seq_ids):
-                policy = self._policies[events.policy_id]
-                scored: dict[int, Any]
-                if events.kind is EventKind.CODED:
-                    assert self._codes is not None and isinstance(policy, SpindleKV)
-                    coded = self._codes.code_tables(*tables)
-                    answer, scored = self._coder.observe(events, policy, coded)
-                else:
-                    answer, scored = compressor.observe(events, policy, *tables)
+                kind = self._of_kind(events.kind)
+                answer, scored = kind.observe(events, self._policies[events.policy_id])
                 self._scored[-1].update(scored)
-                answers.append(groups_of(answer, batch.layout))
+                answers.append(answer)
         watch.stop()
         return answers, watch
 
     def compute_pruned(self, task: Events, *, logs_queries: bool) -> Tensor:
         """Compute a prompt that is pruned between layers; its last hidden state [1, hidden]."""
-        last, held = self._prefill.run(task, self._policies[task.policy_id], logs_queries)
-        self._compressor.tell(task, held, lanes_of(task.new_lens, self._batch.layout))
+        policy, kind = self._policies[task.policy_id], self._of_kind(EventKind.PRUNED)
+        last: Tensor = kind.compute(task, policy, logs_queries=logs_queries)
         return last
 
 

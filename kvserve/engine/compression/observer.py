@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
+from kvserve.engine.compression.event_parts import SCRATCH_BYTES
 from kvserve.engine.compression.forwards import QueryRecomputer
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -22,12 +24,14 @@ from kvserve.kernels.events import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
-from kvserve.kernels.scores.centre_scores import Centres
+from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 
-SCRATCH_BYTES = 256 * 1024 * 1024
+if TYPE_CHECKING:
+    from kvserve.kernels.scores.centre_scores import Centres
+
 _SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
 _SCORE_BYTES = 16  # an entry's score, and what it is pooled and ranked by
 _REMEMBERED = 64  # policies
@@ -109,7 +113,7 @@ class Scope:
 
     @property
     def reads_values(self) -> bool:
-        return self.fits or self.policy.reads_values
+        return self.fits or self.policy.demands.reads_values
 
 
 class Observer:
@@ -124,23 +128,28 @@ class Observer:
         group: RankGroup = ALONE,
         remainders: Remainders | None = None,
         sinks: Tensor | None = None,
-        centres: Centres | None = None,
+        centres: Made[Centres] | None = None,
     ) -> None:
         """``sinks``: float32 [L, Hq] of the model, if it has them; ``centres``: of its queries, if
         they were measured."""
         self.scratch_bytes = scratch_bytes
         self._cache = cache
-        self._scale, self._sinks, self.centres = scale, sinks, centres
+        self._scale, self._sinks, self._centres = scale, sinks, centres
         self._recomputer = recomputer
         self._group = group
         self._remainders = remainders
         self._scopes: dict[Policy, Scope] = {}
 
+    @property
+    def centres(self) -> Centres | None:
+        """Where the model's queries point; read for the first policy that asks."""
+        return None if self._centres is None else self._centres()
+
     def scope(self, policy: Policy) -> Scope:
         """What events of ``policy`` read and score here."""
         known = self._scopes.get(policy)
         if known is None:
-            layout, reduction = self._cache.layout, policy.recomputed_reduction
+            layout, reduction = self._cache.layout, policy.demands.recomputed_reduction
             leaders = policy.leaders(layout.num_layers)
             scored = sorted(set(leaders))
             alone = leaders == scored
@@ -154,7 +163,7 @@ class Observer:
                 None if alone else to_device(places, self._cache.kv.device),
                 len(scored),
                 heads,
-                fits=policy.leaves == "fitted" and alone,
+                fits=policy.demands.leaves == "fitted" and alone,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -183,13 +192,13 @@ class Observer:
         layer = vectors * (4 * layout.head_dim + _SLOT_BYTES) + kv_heads * length * _SCORE_BYTES
         each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
         step, count = max(1, self.scratch_bytes // each), scope.count
-        if each > self.scratch_bytes and not scope.policy.couples_layers:
+        if each > self.scratch_bytes and not scope.policy.demands.couples_layers:
             count = max(1, count * self.scratch_bytes // each)
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows if step >= len(windows.rows) else windows.part(some)
             recomputed = None
-            if scope.policy.recomputed_reduction is not None:
+            if scope.policy.demands.recomputed_reduction is not None:
                 assert part.token_ids is not None, "the trigger logs queries"
                 positions = part.positions[:, None] + part.places
                 tokens = part.rows, part.token_ids, positions, part.entries[:, 0] + part.places
@@ -225,7 +234,7 @@ class Observer:
         lanes = layout.num_layers if layers is None else len(layers)
         if len(block_tables) > 1:
             block_tables = at_layers(block_tables, at, 0)
-        places = np.arange(part.length + policy.later_entries)
+        places = np.arange(part.length + policy.demands.later_entries)
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
@@ -253,7 +262,7 @@ class Observer:
 
         @functools.cache
         def left() -> Remainder | None:
-            if remainders is None or policy.leaves == "off":
+            if remainders is None or policy.demands.leaves == "off":
                 return None
             return remainders.of(to_device(part.rows, device), at)
 
@@ -262,8 +271,17 @@ class Observer:
             each = queries.shape[:-2]
             sinks = at_layers(sinks, at, 0).unflatten(1, (each[-1], -1)).mean(dim=2).expand(*each)
         gather = functools.partial(self._group.gather, dim=2)
-        how = self._scale, scores, missing, gather, policy.later_entries, values, left, sinks
-        if not policy.uses_centres:
+        how = (
+            self._scale,
+            scores,
+            missing,
+            gather,
+            policy.demands.later_entries,
+            values,
+            left,
+            sinks,
+        )
+        if not policy.demands.uses_centres:
             return Observation(queries, keys, *how)
         centres = self.centres
         if centres is not None and at is not None:

@@ -17,15 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.rotary import attention_factor, inverse_frequencies
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.log import ConfigError
 
-FILE = "triattention.stats"
-"""Statistics of this name beside a model are taken if no others are named. It does not end in
-.safetensors: other engines read every such file of a folder as weights."""
+FILE = QUERY_STATISTICS
 _FORMAT = "kvserve query statistics 1"
 
 

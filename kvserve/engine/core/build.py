@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvserve.config import EngineConfig
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.core.start_up_table import start_up_table
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, Row
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.transformer import Transformer
@@ -25,9 +25,12 @@ from kvserve.engine.runner.memory import (
 )
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.engine.runner.rank import Pool, measure, ready_runner
+from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
+
+_start_up_table = Late("engine.core.start_up_table:start_up_table")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class BuiltEngine:
     scheduler: Scheduler
     executor: Executor
     info: EngineInfo
+    summary: Callable[[], list[Row]]
+    """Makes the start-up table."""
 
 
 Tell = Callable[[str], None]
@@ -89,9 +94,9 @@ def build_engine(
         block_size=plan.layout.block_size,
         num_blocks=pool.num_blocks - 1,
         default_sampling=defaults.sampling,
-        summary=start_up_table(plan, pool, executor.runner, profile, attention, defaults, threads),
     )
-    return BuiltEngine(plan, scheduler, executor, info)
+    parts = plan, pool, executor.runner, profile, attention, defaults, threads
+    return BuiltEngine(plan, scheduler, executor, info, partial(_start_up_table, *parts))
 
 
 def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:

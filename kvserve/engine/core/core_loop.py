@@ -30,7 +30,9 @@ from kvserve.turns import Turns
 
 if TYPE_CHECKING:
     from kvserve.engine.core.engine_core import EngineCore
-    from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
+    from kvserve.engine.sampling.grammar import GrammarCompiler
+    from kvserve.engine.sampling.grammar_backends import Matcher
+    from kvserve.late import Made
 
 _IDLE_POLL_S = 0.5
 _IDLE_S = 0.02
@@ -57,6 +59,11 @@ class WatchPool:
 
 
 @dataclass(frozen=True, slots=True)
+class MakeOffers:
+    """Say what requests may choose as ``kv_policy``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop."""
 
@@ -69,7 +76,7 @@ class Unreadable:
     reason: str
 
 
-Command = Branches | Abort | ResetPrefixCache | WatchPool | Stop | Unreadable
+Command = Branches | Abort | ResetPrefixCache | WatchPool | MakeOffers | Stop | Unreadable
 
 
 OnOutputs = Callable[[StepOutputs], None]
@@ -109,9 +116,9 @@ class ThreadClient:
         def run() -> None:
             try:
                 core = self._load()
+                call(settle, core.described())
             except BaseException as error:
                 return call(settle, error)
-            call(settle, core.info)
             try:
                 with closing(core):
                     run_core(core, self._receive, partial(call, on_outputs))
@@ -175,8 +182,8 @@ def run_core(
             ended: list[FinishedSequence] = []
             reset = False
             refused.clear()
-            if not core.has_work:
-                core.grammars.tidy()
+            if not core.has_work and core.grammars.made is not None:
+                core.grammars.made.tidy()
             busy = core.has_work or bool(grammars)
             commands = list(receive(not busy))
             if not (busy or commands):
@@ -192,6 +199,8 @@ def run_core(
                     reset = True
                 elif isinstance(command, WatchPool):
                     pool.switch(command.on)
+                elif isinstance(command, MakeOffers):
+                    send(StepOutputs(offers=core.offers()))
                 elif isinstance(command, Unreadable):
                     message = f"the engine could not read the request: {command.reason}"
                     for seq_id in command.seq_ids:
@@ -218,7 +227,7 @@ class GrammarQueue:
     It takes one grammar of each client in turn: one that sends many makes the others wait for one.
     """
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(self, compiler: Made[GrammarCompiler]) -> None:
         self._compiler = compiler
         self._turns = Turns(1, "kvserve-grammar")
         self._queue: dict[int, tuple[NewSequence, Future[Matcher]]] = {}
@@ -227,7 +236,7 @@ class GrammarQueue:
         return bool(self._queue)
 
     def add(self, new: NewSequence, wanted: StructuredOutput) -> None:
-        compiled = self._turns.submit(new.client, partial(self._compiler.compile, wanted))
+        compiled = self._turns.submit(new.client, partial(self._compiler().compile, wanted))
         self._queue[new.seq_id] = new, compiled
 
     def drop(self, seq_ids: Iterable[int]) -> None:

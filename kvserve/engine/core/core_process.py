@@ -26,6 +26,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import (
     Abort,
     Command,
+    MakeOffers,
     OnDeath,
     OnOutputs,
     ResetPrefixCache,
@@ -42,7 +43,10 @@ from kvserve.log import ConfigError, EngineDeadError, configure_logging, logger
 
 _KINDS: dict[bytes, type] = {
     kind.__name__.encode(): kind
-    for kind in (Branches, Abort, ResetPrefixCache, WatchPool, Stop, EngineInfo, StepOutputs)
+    for kind in (
+        *(Branches, Abort, ResetPrefixCache, WatchPool, MakeOffers, Stop),
+        *(EngineInfo, StepOutputs),
+    )
 }
 _REFUSED, _FAILED, _STAGE = b"refused", b"failed", b"stage"
 _IDLE_POLL_MS = 500
@@ -194,7 +198,7 @@ def main() -> None:
 
         with closing(EngineCore(config, tell=tell)) as core:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            channel.send_frames(_pack(core.info))
+            channel.send_frames(_pack(core.described()))
             run_core(core, channel.receive, channel.send)
     except Exception as error:
         # The process exits now anyway: a SIGTERM from the parent must not interrupt it.

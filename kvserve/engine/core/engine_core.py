@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,32 +16,44 @@ from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.build import Tell, build_engine, untold
 from kvserve.engine.core.engine_stats import EngineCounts
 from kvserve.engine.core.intake import Intake
-from kvserve.engine.core.kv_trace import KVTracer, TracedMove
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.messages import (
     INTERNAL_ERROR,
     EngineInfo,
     FinishedSequence,
     NewSequence,
+    PolicyOffer,
     RefusedSequence,
     StepOutputs,
 )
 from kvserve.engine.models.hub import LOADING
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
-from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.engine.sampling.sampler import NO_TOKEN
+from kvserve.late import Late, Made
 from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.step.recovery import Suspects, culprits, newest_of, start_over
 from kvserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.kv_trace import KVTracer, TracedMove
+    from kvserve.engine.sampling.grammar import GrammarCompiler
+    from kvserve.engine.sampling.grammar_backends import Matcher
+    from kvserve.scheduler.step.recovery import Suspects
 
 _STATS_INTERVAL = 0.05
 _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
     found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
 )
+# What follows those sequences that ask for it, and looks for those to blame.
+_compiler = Late("engine.sampling.grammar:GrammarCompiler")
+_tracer = Late("engine.core.kv_trace:KVTracer")
+_new_suspects = Late("scheduler.step.recovery:Suspects")
+culprits = Late("scheduler.step.recovery:culprits")
+newest_of = Late("scheduler.step.recovery:newest_of")
+start_over = Late("scheduler.step.recovery:start_over")
 NOT_FINITE = (
     "the logits of this answer's next token are not finite numbers: the model's weights, or what "
     "it computed in this --dtype, hold infinity or NaN"
@@ -71,8 +84,8 @@ class EngineCore:
         self.scheduler = built.scheduler
         self.executor = built.executor
         self.runner = built.executor.runner
-        self.grammars = GrammarCompiler(config.model, built.info)
-        self._tracer = KVTracer(self.runner)
+        self.grammars: Made[GrammarCompiler] = Made(lambda: _compiler(config.model, built.info))
+        self._tracer: Made[KVTracer] = Made(lambda: _tracer(self.runner))
         self._intake = Intake(built, self.grammars, self._tracer)
         self._sequences = OpenSequences(self.scheduler, self.executor, self._tracer, self.grammars)
         sizes = self._sequences.block_bytes, self._sequences.remainder_bytes
@@ -82,15 +95,15 @@ class EngineCore:
         self.info: EngineInfo = replace(
             built.info,
             token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size,
-            offers=self._intake.policies.offers(),
         )
+        self._summary = built.summary
         self._overlaps = built.plan.overlaps
         self._in_flight: StepInFlight | None = None
-        self._suspects = Suspects()
+        self._suspects: Made[Suspects] = Made(_new_suspects)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None or bool(self._suspects)
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._suspects.made)
 
     def add(self, new: NewSequence, matcher: Matcher | None = None) -> None:
         """Queue a sequence, or raise ``RequestError`` saying what is wrong with it.
@@ -107,11 +120,19 @@ class EngineCore:
         """End sequences now; their blocks are free on return. Unknown ids are ignored."""
         known = self._sequences.of_ids(seq_ids)
         for seq in known:
-            if self._suspects.remove(seq):
+            if (suspects := self._suspects.made) is not None and suspects.remove(seq):
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
             else:
                 self.scheduler.finish(seq, "abort")
         return [self._sequences.end(seq) for seq in known]
+
+    def described(self) -> EngineInfo:
+        """``info`` with the start-up table."""
+        return replace(self.info, summary=self._summary())
+
+    def offers(self) -> list[PolicyOffer]:
+        """What requests may choose as ``kv_policy``."""
+        return self._intake.policies.offers()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and continuation; what running sequences hold stays theirs."""
@@ -138,15 +159,15 @@ class EngineCore:
         return self._take_in(step, result)
 
     def _launch(self) -> StepInFlight:
-        output, compactions, traced = None, list[tuple[int, Compaction]](), list[TracedMove]()
+        output, compactions, traced = None, list[tuple[int, Compaction]](), list["TracedMove"]()
         launched: LaunchedStep | Exception
         try:
             output = self.scheduler.schedule()
             if output.admitted.requests:
                 self._sequences.note_admitted(seq.seq_id for seq in output.admitted.requests)
             compactions = self._counts.add(output)
-            if self._tracer.followed:
-                traced = self._tracer.begin_step(output)
+            if (tracer := self._tracer.made) is not None and tracer.followed:
+                traced = tracer.begin_step(output)
             with self.executor.together():
                 launched = self.executor.launch(output)
         except Exception as error:
@@ -178,7 +199,7 @@ class EngineCore:
             assert isinstance(following.launched, Exception)
             return self._contain(following.launched, output, result)
         self.scheduler.totals.compaction_seconds_total += result.compaction_seconds
-        traced = self._tracer.read(step.traced) if step.traced else []
+        traced = self._tracer().read(step.traced) if step.traced else []
         sampled, token_ids = list(output.sampled), result.token_ids
         confirmed = None if output.drafts is None else self.scheduler.confirm(output, token_ids)
         if confirmed is not None and output.drafts is not None:
@@ -191,8 +212,9 @@ class EngineCore:
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)
         outputs = self._tokens_of(sampled, result, gets)
-        if self._suspects.tried or self._suspects.aside:
-            self._suspects.passed(self.scheduler)
+        suspects = self._suspects.made
+        if suspects is not None and (suspects.tried or suspects.aside):
+            suspects.passed(self.scheduler)
         return replace(
             outputs,
             refused=refused,
@@ -249,7 +271,7 @@ class EngineCore:
         aside: set[int] = set()
         if not blamed:
             running = self.scheduler.running or list(self.scheduler.waiting)[:1]
-            blamed, aside = self._suspects.narrow(running, self.scheduler)
+            blamed, aside = self._suspects().narrow(running, self.scheduler)
         outputs = StepOutputs()
         if known is not None and result is not None:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
@@ -257,7 +279,7 @@ class EngineCore:
         tokens = None if result is None else result.token_ids
         ended, finished = start_over(self.scheduler, blamed, known, tokens, aside)
         if blamed:
-            self._suspects.clear(self.scheduler)
+            self._suspects().clear(self.scheduler)
         names = ", ".join(self._sequences.request_id(seq) for seq in ended)
         to_blame = f"request {names or '(ended already)'} ends with an error"
         searched = f"whose fault it is gets searched for, {len(aside)} requests are set aside"
@@ -310,7 +332,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the other ranks and helpers; this core makes no further step."""
-        self.grammars.close()
+        if self.grammars.made is not None:
+            self.grammars.made.close()
         self.executor.close()
 
     def stats(self) -> EngineStats:

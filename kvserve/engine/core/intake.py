@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvserve.engine.core.build import BuiltEngine
-from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.core.request_policies import RequestPolicies
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.policy_fit import continuation_refusal
-from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar
-from kvserve.engine.sampling.logit_rules import RowRules
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
+from kvserve.late import Late, Made
 from kvserve.log import RequestError, too_long
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.admission import first_event
-from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.kv_trace import KVTracer
+    from kvserve.engine.sampling.grammar import GrammarCompiler
+    from kvserve.engine.sampling.grammar_backends import Matcher
+    from kvserve.engine.sampling.logit_rules import RowRules
+
+_rules_of = Late("engine.sampling.logit_rules:RowRules.of")
+_sequence_grammar = Late("engine.sampling.grammar:SequenceGrammar")
 
 
 class Intake:
@@ -32,8 +38,8 @@ class Intake:
     def __init__(
         self,
         built: BuiltEngine,
-        grammars: GrammarCompiler,
-        tracer: KVTracer,
+        grammars: Made[GrammarCompiler],
+        tracer: Made[KVTracer],
     ) -> None:
         self._config = config = built.plan.config
         self._info = built.info
@@ -64,7 +70,7 @@ class Intake:
             )
         policy = self.policies.resolve(new.kv_policy)
         trigger = policy.event_trigger
-        prunes = prunes_prompt(trigger, prompt)
+        prunes = trigger.prunes_prompt(prompt)
         if prunes:
             self._check_whole(prompt, policy)
         if new.prompt_logprobs is not None:
@@ -72,7 +78,7 @@ class Intake:
         max_len = limit if new.max_tokens is None else known + new.max_tokens
         self._check_fits(prompt, max_len, trigger, policy.name)
         if new.kv_trace:
-            self._tracer.check(max_len)
+            self._tracer().check(max_len)
         sequence = Sequence(
             seq_id=new.seq_id,
             token_ids=np.array(new.token_ids, np.int32),
@@ -81,8 +87,8 @@ class Intake:
             stop_token_ids=tuple(new.stop_token_ids),
             policy_id=self.policies.id_of(policy, others),
             trigger=trigger,
-            event_kind=policy.event_kind,
-            leaves_remainder=policy.leaves != "off",
+            event_kind=policy.demands.event_kind,
+            leaves_remainder=policy.demands.leaves != "off",
             sampling=self._row_sampling(new, prompt, matcher),
             priority=new.priority,
             client=new.client,
@@ -90,8 +96,8 @@ class Intake:
         )
         self._continue(sequence, new, policy)
         if self._scheduler.speculation is not None:
-            sequence.guesses_refused = speculation_refusal(new, policy)
-            sequence.guess_from = 0 if sequence.guesses_refused is None else NO_EVENT
+            sequence.guesses.refused = speculation_refusal(new, policy)
+            sequence.guesses.start = 0 if sequence.guesses.refused is None else NO_EVENT
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits. A random first hash finds none.
             sequence.column_hashes = [os.urandom(16)]
@@ -104,13 +110,13 @@ class Intake:
         if self._config.cache.continuations == "off" or policy.name == "none":
             return
         if new.prompt_logprobs is not None or continuation_refusal(policy, self._spec):
-            sequence.refuses = UNSUPPORTED
+            sequence.talk.refuses = UNSUPPORTED
             return
-        sequence.continues_as = policy
+        sequence.talk.continues_as = policy
         if new.kv_trace:
-            sequence.refuses = UNSUPPORTED  # a trace follows positions from the first one on
+            sequence.talk.refuses = UNSUPPORTED  # a trace follows positions from the first one on
         elif not new.kv_resume:
-            sequence.refuses = REFUSED
+            sequence.talk.refuses = REFUSED
 
     def _check_prompt(self, new: NewSequence) -> None:
         prompt, limit = len(new.token_ids), self._info.max_model_len
@@ -174,14 +180,14 @@ class Intake:
     def _row_sampling(self, new: NewSequence, prompt: int, matcher: Matcher | None) -> RowSampling:
         if not new.branch or new.request_id != self._rules_of[0]:
             # A request's branches come one after another, and share its rules.
-            self._rules_of = new.request_id, RowRules.of(new)
+            self._rules_of = new.request_id, _rules_of(new) if new.has_rules else None
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
         grammar, wanted = None, new.structured_output
         if wanted is not None:
-            matcher = matcher or self._grammars.compile(wanted)
+            matcher = matcher or self._grammars().compile(wanted)
             thinking = new.thinking_start, new.thinking_end
-            grammar = SequenceGrammar(matcher, thinking, new.stop_token_ids, wanted.field)
+            grammar = _sequence_grammar(matcher, thinking, new.stop_token_ids, wanted.field)
         return RowSampling(
             temperature=new.temperature,
             top_p=new.top_p,
@@ -202,7 +208,7 @@ class Intake:
 def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:
     """Why a sequence's next tokens may not be guessed, if so: what a token may be depends on the
     one before it by more than its position, or its events are due by the engine's steps."""
-    if isinstance(policy.event_trigger, EngineWide):
+    if policy.event_trigger.counts_steps:
         return "kv_policy"
     for name, used in (
         ("speculation", not new.speculation),

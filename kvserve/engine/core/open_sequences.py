@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.remainders import remainder_bytes
-from kvserve.engine.core.kv_trace import KVTracer
 from kvserve.engine.messages import FinishedSequence, NewSequence
 from kvserve.engine.runner.executor import Executor
-from kvserve.engine.sampling.grammar import GrammarCompiler
+from kvserve.late import Made
 from kvserve.log import logger
 from kvserve.outputs import KVCacheDetails, SpeculationDetails
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvserve.engine.core.kv_trace import KVTracer
+    from kvserve.engine.sampling.grammar import GrammarCompiler
 
 
 @dataclass(slots=True)
@@ -34,8 +38,8 @@ class OpenSequences:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        tracer: KVTracer,
-        grammars: GrammarCompiler,
+        tracer: Made[KVTracer],
+        grammars: Made[GrammarCompiler],
     ) -> None:
         self._open: dict[int, _OpenSequence] = {}
         self._scored: set[int] = set()
@@ -62,10 +66,10 @@ class OpenSequences:
     def add(self, sequence: Sequence, new: NewSequence) -> None:
         """Begin to follow a sequence that waits to be admitted."""
         self._open[new.seq_id] = _OpenSequence(sequence, new.request_id, time.monotonic())
-        if self._policies[sequence.policy_id].kept_scores:
+        if self._policies[sequence.policy_id].demands.kept_scores:
             self._scored.add(new.seq_id)
         if new.kv_trace:
-            self._tracer.add(new.seq_id, sequence.max_len)
+            self._tracer().add(new.seq_id, sequence.max_len)
 
     def of_ids(self, seq_ids: Iterable[int]) -> list[Sequence]:
         """The sequences with these ids that are still there."""
@@ -84,14 +88,15 @@ class OpenSequences:
 
     def end(self, seq: Sequence) -> FinishedSequence:
         """Forget a sequence that has ended, and free what it held outside the pool; its report."""
-        self._tracer.drop(seq.seq_id)
+        if self._tracer.made is not None:
+            self._tracer.made.drop(seq.seq_id)
         if seq.seq_id in self._scored:
             self._scored.discard(seq.seq_id)
             if not self._scored:
                 self._executor.forget_scores()
         if seq.sampling is not None and seq.sampling.grammar is not None:
             seq.sampling = None
-            self._grammars.count_ended()
+            self._grammars().count_ended()
         known = self._open.pop(seq.seq_id, None)
         assert seq.finish_reason is not None
         if seq.finish_reason == "length" and seq.num_tokens < seq.max_len:
@@ -102,8 +107,8 @@ class OpenSequences:
             )
         speculation = None
         if self._speculates:
-            counts = seq.num_drafted, seq.num_accepted
-            speculation = SpeculationDetails(*counts, seq.guesses_refused)
+            counts = seq.guesses.num_drafted, seq.guesses.num_accepted
+            speculation = SpeculationDetails(*counts, seq.guesses.refused)
         return FinishedSequence(
             *(seq.seq_id, seq.finish_reason, seq.stop_token, seq.num_cached_tokens),
             self._details(seq),
@@ -113,22 +118,22 @@ class OpenSequences:
 
     def _details(self, seq: Sequence) -> KVCacheDetails:
         """What a sequence held of its cache when it last left its row."""
-        blocks = seq.held_blocks
+        blocks = seq.usage.held_blocks
         return KVCacheDetails(
             policy=self._policies[seq.policy_id].name,
-            logical_tokens=seq.logical_tokens,
-            held_tokens=seq.held_tokens,
-            held_entries=seq.held_entries,
-            evicted_tokens=seq.logical_tokens - seq.held_tokens,
-            compactions=seq.compactions,
-            blocks_released=seq.blocks_released,
-            peak_blocks=seq.peak_blocks,
+            logical_tokens=seq.usage.logical_tokens,
+            held_tokens=seq.usage.held_tokens,
+            held_entries=seq.usage.held_entries,
+            evicted_tokens=seq.usage.logical_tokens - seq.usage.held_tokens,
+            compactions=seq.usage.compactions,
+            blocks_released=seq.usage.blocks_released,
+            peak_blocks=seq.usage.peak_blocks,
             held_bytes=(blocks.total() - blocks["log"]) * self.block_bytes
-            + bool(seq.remainder_entries) * self.remainder_bytes,
+            + bool(seq.usage.remainder_entries) * self.remainder_bytes,
             window_bytes=blocks["windows"] * self.block_bytes,
             log_bytes=blocks["log"] * self.block_bytes,
-            resumed_tokens=0 if seq.resumed is None else seq.resumed.num_tokens,
-            remainder_entries=seq.remainder_entries,
+            resumed_tokens=0 if seq.talk.resumed is None else seq.talk.resumed.num_tokens,
+            remainder_entries=seq.usage.remainder_entries,
             entry_table=self._entry_table,
-            **seq.held_counts,
+            **seq.usage.held_counts,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -12,11 +11,8 @@ from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.engine.policies.triattention import TriAttention
-from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal
+from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal, statistics_refusal
 from kvserve.log import RequestError
-from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import EventKind
 
@@ -56,38 +52,40 @@ class RequestPolicies:
     def _refusal(self, policy: Policy) -> tuple[str, str] | None:
         """Which field keeps a policy from running on this server (empty: the policy), and why."""
         plan, name, layout = self._plan, policy.name, self._built.scheduler.layout
+        wants = policy.demands
         if self._allowed == "none" and name != "none" and not self._is_servers(policy):
             why = "this server does not let requests choose a policy (--allow-request-policy none)"
             return "", why
         if (reason := policy_refusal(policy, plan.spec, plan.form)) is not None:
             return "", f"{reason}; use none"
-        if not policy.granularity.fits(layout.granularity):
+        if not wants.granularity.fits(layout.granularity):
             return "", (
-                f"policy {name} needs lengths that differ by {policy.granularity.value}; start the "
-                f"server with --kv-layout {policy.granularity.value} (it runs with "
+                f"policy {name} needs lengths that differ by {wants.granularity.value}; start the "
+                f"server with --kv-layout {wants.granularity.value} (it runs with "
                 f"{layout.granularity.value})"
             )
-        coded = self._built.scheduler.blocks.find(CodeGroup) is not None
-        if policy.event_kind is EventKind.CODED and not coded:
+        # Codes have a group of their own, which is laid out for the server's policy alone.
+        coded = self._plan.policy.demands.event_kind is EventKind.CODED
+        if wants.event_kind is EventKind.CODED and not coded:
             return "", (
                 f"policy {name} holds entries as codes, for which the cache is laid out at start; "
                 f"start the server with --policy {name}, or use codebook false"
             )
-        if policy.expects_turns and not self._has_turns:
+        if wants.expects_turns and not self._has_turns:
             return ".protect_turns", NO_TURNS
-        if policy.leaves != "off" and self._built.executor.runner.batch.remainders is None:
+        if wants.leaves != "off" and self._built.executor.runner.batch.remainders is None:
             return ".remainder", (
                 "attention on this server does not read what stands for dropped entries "
                 "(--attention-backend); use remainder off"
             )
         log, laid_out = plan.log, "on this server (its query log was laid out for that at start)"
-        if policy.query_reduction and policy.logged_dtype not in ("auto", log.dtype):
+        if wants.query_reduction and wants.logged_dtype not in ("auto", log.dtype):
             return ".query_dtype", f"query_dtype is {log.dtype} {laid_out}"
-        if policy.query_reduction not in (None, log.reduction):
+        if wants.query_reduction not in (None, log.reduction):
             return ".query_reduce", f"query_reduce is {log.reduction} {laid_out}"
-        if policy.kept_scores > plan.most_kept_scores:  # they lie outside the pool
+        if wants.kept_scores > plan.most_kept_scores:  # they lie outside the pool
             return ".budget", (
-                f"policy {name} would keep {policy.kept_scores} scores a head, and there is memory "
+                f"policy {name} would keep {wants.kept_scores} scores a head, and there is memory "
                 f"for {plan.most_kept_scores} of each of --max-num-seqs rows; ask for less, lower "
                 f"--max-num-seqs, or start the server with --policy {name}"
             )
@@ -128,7 +126,7 @@ class RequestPolicies:
 
     def _with_servers_statistics(self, policy: Policy) -> Policy:
         """Statistics are read at start; a request may name no other file."""
-        if not policy.uses_centres:
+        if not policy.demands.uses_centres:
             return policy
         if self._plan.statistics is None:
             raise RequestError(
@@ -136,18 +134,15 @@ class RequestPolicies:
                 f"with --policy {policy.name} (kvserve calibrate makes them)",
                 param="kv_policy",
             )
-        if not isinstance(policy, TriAttention) or policy.stats is None:
-            return policy
-        if policy.stats != self._own.get("stats"):
+        if (reason := statistics_refusal(self._plan.statistics, self._plan.spec)) is not None:
+            raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
+        if policy.demands.statistics_file not in (None, self._own.get("stats")):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
-        return replace(policy, stats=None)
+        return policy.with_statistics(None)
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""
-        default = self._plan.policy
-        if isinstance(policy, WindowKV) and isinstance(default, WindowKV):
-            policy = replace(policy, task=default.task)
-        return policy == default
+        return policy.as_configured(self._plan.policy) == self._plan.policy
 
     def _is_pinned(self, policy: Policy) -> bool:
         """Whether the policy keeps its id for good: the server's own policy and ``none`` do."""

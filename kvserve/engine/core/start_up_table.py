@@ -9,7 +9,6 @@ from statistics import mean
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.query_log import LogForm
-from kvserve.engine.compression.query_statistics import load_statistics
 from kvserve.engine.messages import Row
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.implementation import linear_layers_row, model_rows
@@ -27,6 +26,8 @@ from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import Trigger, most_held
 
+USUAL_LOG = "heads", "int4"
+"""The form of a log that every policy of ours can use."""
 _LAYOUT_MEANS = {
     Granularity.MODEL: "all layers and heads hold equally many entries",
     Granularity.LAYER: "layers may hold different numbers of entries",
@@ -48,7 +49,7 @@ def start_up_table(
     remainders, operators = runner.batch.remainders, model.operators
     left = "off", "attention does not read them; --attention-backend"
     if remainders is not None:
-        state = f"{plan.policy.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
+        state = f"{plan.policy.demands.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
         left = state, "what stands for dropped entries; --policy.remainder"
     _, reason = plan.graph_sizes(attention)
     graphs = runner.graphs
@@ -183,8 +184,10 @@ def log_weight(trigger: Trigger, block_tokens: int, log_block_tokens: int) -> st
 
 def _statistics_rows(plan: EnginePlan) -> list[Row]:
     """Where queries point, if the policy asks."""
-    if plan.statistics is None or not plan.policy.uses_centres:
+    if plan.statistics is None or not plan.policy.demands.uses_centres:
         return []
+    from kvserve.engine.compression.query_statistics import load_statistics
+
     found = load_statistics(plan.statistics)
     middle = float(found.concentration.median())
     tokens = f"over {found.tokens:,} tokens" if found.tokens else "as released"
@@ -227,14 +230,14 @@ def log_row(log: LogForm, device: str) -> Row:
     numbers = {"model": "in the model's dtype", "fp8": "as e4m3", "int4": "in 4 bits"}[log.dtype]
     state = {"heads": "all heads", "group_mean": "group means"}[log.reduction] + f" {numbers}"
     others = []
-    for name in policy_names():
+    takes = (log.reduction, log.dtype), (log.reduction, "auto")
+    for name in policy_names() if takes[0] != USUAL_LOG else ():
         needed = policy_class(name).needs[:1]
         try:
             policy = make_policy({"name": name, **dict.fromkeys(needed, MOST_TOKENS)})
         except PolicyError:  # a plug-in that needs more arguments
             continue
-        form = policy.query_reduction, policy.logged_dtype
-        takes = (log.reduction, log.dtype), (log.reduction, "auto")
+        form = policy.query_reduction, policy.logged_dtype  # for no model yet
         if policy.query_reduction is not None and form not in takes:
             others.append(name)
     why = "--policy.query_reduce, --policy.query_dtype"

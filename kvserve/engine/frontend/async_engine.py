@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvserve.absent import SaysWhatIsAbsent
 from kvserve.config import EngineConfig, ModelConfig, config_of
 from kvserve.engine.core.core_loop import (
     Abort,
     Command,
+    MakeOffers,
     ResetPrefixCache,
     ThreadClient,
     WatchPool,
@@ -19,9 +19,9 @@ from kvserve.engine.frontend.batch import Prompt, read_params, read_prompt, refu
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer
-from kvserve.engine.messages import EngineInfo, StepOutputs
+from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
 from kvserve.log import ConfigError, EngineDeadError, RequestError
-from kvserve.outputs import RequestOutput
+from kvserve.outputs import RequestOutput, SaysWhatIsAbsent
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats, PoolView
 
@@ -70,6 +70,7 @@ class AsyncEngine(SaysWhatIsAbsent):
         self._starting: asyncio.Task[None] | None = None
         self._starters = 0
         self._info: EngineInfo | None = None
+        self._offers: asyncio.Future[list[PolicyOffer]] | None = None
         self._tasks = TaskResolver(self.config.compression)
         self._processor = OutputProcessor(None, [], self._tasks)
         self._answers: dict[str, _Answer] = {}
@@ -180,8 +181,7 @@ class AsyncEngine(SaysWhatIsAbsent):
         ``RequestError`` if the request is refused or fails, ``EngineDeadError`` if the engine is
         gone. Closing the iterator ends the request and frees its blocks.
         """
-        if other:
-            refuse_others(self.generate, other)
+        refuse_others(self.generate, other)
         await self.start()
         if request_id in self._answers:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -215,11 +215,19 @@ class AsyncEngine(SaysWhatIsAbsent):
         self.pool = None
         self._send(WatchPool(on))
 
+    async def offers(self) -> list[PolicyOffer]:
+        """What requests may choose as ``kv_policy``, which the core works out once."""
+        await self.start()
+        if self._offers is None:
+            self._offers = asyncio.get_running_loop().create_future()
+            self._send(MakeOffers())
+        return await asyncio.shield(self._offers)
+
     async def shutdown(self) -> None:
         """End everything that still runs, and the core. The engine cannot be started again."""
         for request_id in list(self._answers):
             await self.abort(request_id)
-        self.dead_error = self.dead_error or EngineDeadError("the engine was shut down")
+        self._on_death(self.dead_error or EngineDeadError("the engine was shut down"))
         if self._starting is not None:
             await _cancel(self._starting)
         client, self._client = self._client, None
@@ -240,6 +248,8 @@ class AsyncEngine(SaysWhatIsAbsent):
             self.stats = outputs.stats
         if outputs.pool is not None:
             self.pool, self.stats = outputs.pool, outputs.pool.stats
+        if outputs.offers is not None and self._offers and not self._offers.done():
+            self._offers.set_result(outputs.offers)
         changed, abort, errors = self._processor.process(outputs)
         for request_id, error in errors.items():  # first: of what failed no output is the last
             self._put(request_id, error)
@@ -254,6 +264,8 @@ class AsyncEngine(SaysWhatIsAbsent):
 
     def _on_death(self, error: BaseException) -> None:
         self.dead_error = error
+        if self._offers is not None and not self._offers.done():
+            self._offers.set_exception(EngineDeadError(str(error)))
         for answer in self._answers.values():
             answer.put(EngineDeadError(str(error)))
 

@@ -8,7 +8,6 @@ from inspect import signature
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from kvserve import absent
 from kvserve.log import RequestError, shown
 from kvserve.sampling_params import SamplingParams, refused
 
@@ -44,7 +43,11 @@ def read_prompt(prompt: Any, name: str) -> ReadPrompt:
     if not isinstance(prompt, Mapping):
         raise _wrong(name, _PROMPT, prompt)
     known = ("prompt", "prompt_token_ids", "cache_salt")
-    fields = absent.take_known(prompt, known, absent.FIELDS, refused)
+    fields = prompt
+    if not prompt.keys() <= set(known):
+        from kvserve import absent
+
+        fields = absent.take_known(prompt, known, absent.FIELDS, refused)
     text, ids, salt = (fields.get(each) for each in known)
     if not ((text is None or isinstance(text, str)) and (ids is None or _is_ids(ids))):
         raise _wrong(name, "a mapping whose prompt is a text and prompt_token_ids are ids", prompt)
@@ -86,6 +89,9 @@ def _one_each(name: str, value: Any, kind: Any, wanted: str, count: int) -> list
 
 def refuse_others(method: Callable[..., Any], given: Mapping[str, Any], hint: str = "") -> None:
     """``RequestError`` for keywords that a method does not have."""
+    if not given:
+        return
+    from kvserve import absent
 
     def error(message: str, name: str) -> RequestError:
         return refused(message.replace("unknown setting", "unknown argument") + hint, name)

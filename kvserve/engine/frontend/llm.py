@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from kvserve.absent import SaysWhatIsAbsent
 from kvserve.config import config_of
 from kvserve.engine.frontend.batch import (
     Prompt,
@@ -18,11 +17,10 @@ from kvserve.engine.frontend.batch import (
     read_prompts,
     refuse_others,
 )
-from kvserve.engine.frontend.chat_template import template_arguments
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.log import ConfigError
-from kvserve.outputs import RequestOutput
+from kvserve.outputs import RequestOutput, SaysWhatIsAbsent
 from kvserve.sampling_params import SamplingParams
 from kvserve.stats import EngineStats
 
@@ -142,6 +140,8 @@ class LLM(SaysWhatIsAbsent):
         """
         refuse_others(self.chat, other, _TEMPLATES)
         tokenizer = self._need_tokenizer("chat")
+        from kvserve.engine.frontend.chat_template import template_arguments
+
         arguments = template_arguments(
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
-from kvserve.engine.frontend.scored_prompt import ScoredPrompt
-from kvserve.engine.frontend.task_classifier import TaskResolver
 from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
 from kvserve.engine.messages import (
     INTERNAL_ERROR,
@@ -28,6 +26,10 @@ from kvserve.outputs import (
     RequestOutput,
 )
 from kvserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from kvserve.engine.frontend.scored_prompt import ScoredPrompt
+    from kvserve.engine.frontend.task_classifier import TaskResolver
 
 _ALIKE = {f.name for f in fields(NewSequence)} & {f.name for f in fields(SamplingParams)}
 
@@ -84,7 +86,7 @@ class OutputProcessor:
             token_ids,
             [CompletionOutput(index) for index in range(params.n)],
             metrics=RequestMetrics(time.time()),
-            prompt_logprobs=None if params.prompt_logprobs is None else ScoredPrompt(self._text),
+            prompt_logprobs=None if params.prompt_logprobs is None else self._scored_prompt(),
         )
         first = self._sequence(request_id, text, token_ids, params)
         stops, skip = None, params.skip_special_tokens
@@ -123,10 +125,8 @@ class OutputProcessor:
         logprobs = outputs.logprobs or [None] * len(outputs.seq_ids)
         now = time.time()
         for scored in outputs.prompt_logprobs:
-            branch = self._branches.get(scored.seq_id)
-            known = None if branch is None else branch.request.prompt_logprobs
-            if isinstance(known, ScoredPrompt):
-                known.take(scored)
+            if (branch := self._branches.get(scored.seq_id)) is not None:
+                cast("ScoredPrompt", branch.request.prompt_logprobs).take(scored)
         for seq_id, compaction in outputs.compactions:
             branch = self._branches.get(seq_id)
             if branch is not None:
@@ -258,6 +258,11 @@ class OutputProcessor:
         forms = [form for word in params.bad_words for form in (word, " " + word.lstrip())]
         tokens = [self._tokenizer.encode(form, add_special_tokens=False) for form in forms]
         return [list(word) for word in dict.fromkeys(map(tuple, tokens)) if word]
+
+    def _scored_prompt(self) -> ScoredPrompt:
+        from kvserve.engine.frontend.scored_prompt import ScoredPrompt
+
+        return ScoredPrompt(self._text)
 
     def _text(self, token: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.token_text(token)

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.frontend.chat_template import Forms
-from kvserve.engine.frontend.template_probe import find_forms
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import SHIPPED_MODELS, read_json
 from kvserve.log import ConfigError, RequestError, logger
+
+if TYPE_CHECKING:
+    from kvserve.engine.frontend.chat_template import Forms
 
 _TEMPLATES_KEPT = 16
 _SHORT = 1000
@@ -179,6 +180,8 @@ class Tokenizer:
             while len(self._forms) >= _TEMPLATES_KEPT:
                 self._forms.pop(next(iter(self._forms)))
 
+            from kvserve.engine.frontend.template_probe import find_forms
+
             def render(messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
                 return self._render(messages, chat_template=chat_template, **kwargs)
 
@@ -240,7 +243,12 @@ class Tokenizer:
 def _of_directory(path: Path, trust_remote_code: bool) -> Any:
     """transformers' tokenizer, by tokenizer.json: that was published, and grammars read it, while
     transformers builds some anew by the class that tokenizer_config.json names."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    if path in SHIPPED_MODELS.values():
+        # AutoTokenizer finds the same class, and loads torch and more to find it.
+        return PreTrainedTokenizerFast.from_pretrained(str(path))
+    from transformers import AutoTokenizer
 
     described = path / "tokenizer.json"
     alone = next(path.glob("*.model"), None)

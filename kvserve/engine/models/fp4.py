@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
-from kvserve.engine.models.storage import Piece, Region, Storage, first_number, level_rows
+from kvserve.engine.models.plain_storage import Piece, Region, Storage
+from kvserve.engine.models.storage import first_number, level_rows
 from kvserve.log import ConfigError
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

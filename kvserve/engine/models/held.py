@@ -17,15 +17,14 @@ from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
 from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.fp4 import Fp4
-from kvserve.engine.models.linear import Hold, Holding, can_multiply_fp8, select_level_product
+from kvserve.engine.models.level_products import can_multiply_fp8, select_level_product
+from kvserve.engine.models.linear import Hold, Holding
+from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import (
     GGUF_FORMS,
     GgufLevels,
-    Plain,
-    Storage,
     StoredLevels,
-    Transposed,
 )
 from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, matrix_sources
 from kvserve.kernels.weight_levels import BLOCK, LevelForm

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.engine.models.counts import Held, check_counts, held_in
-from kvserve.engine.models.fetched import FETCHABLE, fetched_file
 from kvserve.fields import did_you_mean
 from kvserve.log import ConfigError
 
@@ -18,6 +17,9 @@ SHIPPED_MODELS = {f"kvserve/{name}": _DATA / name for name in ("tiny", "tiny-lon
 _SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 # The same weights once more, in their authors' own formats.
 _DUPLICATES = ("consolidated*", "original/*")
+QUERY_STATISTICS = "triattention.stats"
+"""Query statistics of this name beside a model are taken if no others are named. It does not end in
+.safetensors: other engines read every such file of a folder as weights."""
 
 LOADING = threading.RLock()
 """Held while a model or a tokenizer loads: transformers imports its modules when they are first
@@ -47,8 +49,11 @@ def find_model(
     path = Path(name).expanduser()
     if path.is_dir():
         path = _gguf_in(path, load_format, flag) or path
-    elif name in FETCHABLE:
-        path = fetched_file(name)
+    else:
+        from kvserve.engine.models.fetched import FETCHABLE, fetched_file
+
+        if name in FETCHABLE:
+            path = fetched_file(name)
     is_gguf = path.is_file() and path.suffix == ".gguf"
     if load_format in ("gguf", "safetensors") and is_gguf != (load_format == "gguf"):
         what = "is one" if is_gguf else "is no GGUF file, and has none in it"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from kvserve.config import ModelConfig
 from kvserve.engine.messages import Row
-from kvserve.engine.models.borrowed import borrowed_spec, knows
 from kvserve.engine.models.families import VARIANTS
 from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, parse_spec
-from kvserve.engine.models.wrapper import text_part
+from kvserve.late import Late
 from kvserve.log import ConfigError
 
+_borrowed_spec = Late("engine.models.borrowed:borrowed_spec")
+_knows = Late("engine.models.borrowed:knows")
+_text_part = Late("engine.models.wrapper:text_part")
 _LAYERS = {
     False: ("native", "kvserve's own; --model-impl transformers runs transformers'"),
     True: ("transformers", "its modules on kvserve's cache; slower than native ones"),
@@ -30,14 +33,15 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
     """
     has_weights = config.load_format != "dummy"
     raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
-    architecture, wrapper = architecture_of(raw), ""
-    text = text_part(raw, where, architecture) if directory.is_dir() else None
+    architecture, wrapper, text = architecture_of(raw), "", None
+    if architecture not in VARIANTS and directory.is_dir():
+        text = _text_part(raw, where, architecture)
     if text is not None:
         whole = "architectures", "model_type", "text_config", "vision_config"
         of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
         raw, wrapper = {**text, **of_text}, architecture
         architecture = architecture_of(raw)
-    ours = architecture in VARIANTS or has_alibi(raw) or not knows(architecture)
+    ours = architecture in VARIANTS or has_alibi(raw) or not _knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
     if raw.get("quantization_config") or raw.get("stored_as"):
@@ -45,7 +49,8 @@ def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
             "quantised weights and no GGUF into them"
         )
-    return borrowed_spec(directory, config.hf_overrides, architecture, wrapper)
+    spec = _borrowed_spec(directory, config.hf_overrides, architecture, wrapper)
+    return cast(ModelSpec, spec)
 
 
 def model_rows(

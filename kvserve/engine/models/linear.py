@@ -9,29 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.folders import install
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.cpu.linear_levels import LevelPanels
-from kvserve.kernels.elementwise import quantize_rows, quantize_rows_triton
-from kvserve.kernels.weight_levels import LevelForm, Levels, expert_linear_levels, linear_levels
-from kvserve.kernels.weight_levels_triton import (
-    expert_linear_levels_triton,
-    linear_levels_triton,
-)
+from kvserve.late import LateModule
 
-FP8 = torch.float8_e4m3fn
-_FP8_ALIGNMENT = 16
-_HAS_TRITON = find_spec("triton") is not None
+if TYPE_CHECKING:
+    from kvserve.kernels.weight_levels import LevelForm, Levels
 
-Weight = nn.Parameter | Levels
+_levels = LateModule("engine.models.level_products")
+Weight: TypeAlias = "nn.Parameter | Levels"
 """A matrix [out, in], or [experts, out, in], of numbers or levels, maybe laid out for a product."""
 
 
@@ -56,20 +49,15 @@ class Holding:
         hold = self.matrices.get(name if layer is None else f"layers.{layer}.{name}")
         if hold is None:
             return nn.Parameter(torch.empty(*shape), requires_grad=False)
-        return Levels.empty(hold.form, shape, hold.inputs, hold.order)
+        return _levels.empty(hold, shape)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x: [T, in], weight: [out, in], laid out or not -> [T, out]."""
     if isinstance(weight, compiled.Panels):
         return compiled.linear(x, weight, bias)
-    if isinstance(weight, LevelPanels):
-        return weight.linear(x, bias)
-    if isinstance(weight, Levels):
-        if weight.form.e4m3 and weight.form.rounds:
-            product = multiply_fp8(x, weight.levels.data.view(FP8), weight.scales)
-            return product if bias is None else product + bias
-        return (linear_levels_triton if x.is_cuda else linear_levels)(x, weight, bias)
+    if not isinstance(weight, Tensor):
+        return _levels.linear(x, weight, bias)
     if weight.is_mkldnn:
         # The operator that inductor calls for frozen CPU weights; there is no public one that
         # takes plain activations.
@@ -77,31 +65,13 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def can_multiply_fp8(dtype: torch.dtype, device: str, *sizes: int) -> bool:
-    """Whether this machine multiplies FP8 matrices of these sizes, with results in ``dtype``."""
-    if device != "cuda" or dtype != torch.bfloat16 or any(size % _FP8_ALIGNMENT for size in sizes):
-        return False
-    return torch.cuda.get_device_capability() >= (9, 0)
-
-
-def multiply_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """x: bfloat16 [T, in], each token rounded to FP8 at a scale of its own; weight: FP8 [out, in],
-    as it is stored; scales: float32 [out, 1] -> [T, out]."""
-    quantize = quantize_rows_triton if x.is_cuda and _HAS_TRITON else quantize_rows
-    rounded, by_token = quantize(x)
-    product: Tensor = torch._scaled_mm(rounded, weight.t(), by_token, scales.t(), out_dtype=x.dtype)
-    return product
-
-
 def expert_linear(x: Tensor, weight: Weight, ends: Tensor) -> Tensor:
     """x: [N, in], sorted by expert, each expert's rows up to its ``ends`` (int32 [E]); weight: [E,
     out, in], laid out or not -> [N, out]."""
     if isinstance(weight, compiled.ExpertPanels):
         return compiled.expert_linear(x, weight, ends)
-    if isinstance(weight, LevelPanels):
-        return weight.expert_linear(x, ends)
-    if isinstance(weight, Levels):
-        return (expert_linear_levels_triton if x.is_cuda else expert_linear_levels)(x, weight, ends)
+    if not isinstance(weight, Tensor):
+        return _levels.expert_linear(x, weight, ends)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
@@ -110,25 +80,9 @@ def take_rows(table: Weight, places: Tensor, of_numbers: Callable[..., Tensor]) 
     looks them up in plain numbers."""
     if isinstance(table, compiled.Panels):
         return compiled.take_rows(table, places)
-    if isinstance(table, LevelPanels):
-        return table.take_rows(places)
-    if isinstance(table, Levels):
-        return table.numbers(places).to(table.dtype)
+    if not isinstance(table, Tensor):
+        return _levels.take_rows(table, places)
     return of_numbers(table, places)
-
-
-def select_level_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
-    """What multiplies levels, ``"compiled"`` or ``"triton"``, and how; or nothing, and why."""
-    if device == "cuda":
-        if find_spec("triton") is None:
-            return "", f"products with levels need Triton: {install('cuda')}"
-        return "triton", "levels are widened as they are read"
-    if device != "cpu" or dtype not in compiled.DTYPES:
-        return "", "products with levels are for float32 and bfloat16 on a CPU"
-    missing = why_missing("linear_levels")
-    if missing is not None:
-        return "", f"compiled products with levels are not there: {missing}"
-    return "compiled", "levels are widened in registers"
 
 
 def select_product(dtype: torch.dtype, device: str) -> tuple[str, str]:
@@ -154,9 +108,8 @@ def packed(weight: Weight, product: str) -> Weight:
     The plain weight is gone afterwards (but for oneDNN), and ``linear`` is all that can use the
     packed one; ``take_rows`` too, unless it is oneDNN's.
     """
-    if isinstance(weight, Levels):
-        keep = weight.device.type != "cpu" or product == "torch" or isinstance(weight, LevelPanels)
-        return weight if keep else LevelPanels(weight)
+    if not isinstance(weight, Tensor):
+        return _levels.packed(weight, product)
     odd, experts = weight.shape[-1] % (4 // weight.itemsize), weight.dim() == 3
     if product == "torch" or (product == "compiled" and odd) or (product == "oneDNN" and experts):
         return weight

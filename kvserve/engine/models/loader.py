@@ -6,24 +6,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
-from kvserve.engine.models.borrowed import load_borrowed
-from kvserve.engine.models.checkpoint import Checkpoint, open_checkpoint
-from kvserve.engine.models.held import hold_levels, storage_of
-from kvserve.engine.models.linear import FP8, Holding, select_product
+from kvserve.engine.models.checkpoint import Blocks, Checkpoint, open_checkpoint
+from kvserve.engine.models.linear import Holding, select_product
+from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import Storage, StoredLevels
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import Target, has_own_head, is_unused, weight_targets
-from kvserve.engine.models.wrapper import open_text_part
-from kvserve.kernels.weight_levels import Levels
+from kvserve.engine.models.weights import (
+    ALL_EXPERTS,
+    Target,
+    has_own_head,
+    is_unused,
+    weight_targets,
+)
+from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.progress import progress
+
+if TYPE_CHECKING:
+    from kvserve.engine.models.storage import StoredLevels
+
+_load_borrowed = Late("engine.models.borrowed:load_borrowed")
+_open_text_part = Late("engine.models.wrapper:open_text_part")
+_hold_levels = Late("engine.models.held:hold_levels")
+_storage_of = Late("engine.models.held:storage_of")
 
 
 def load_model(
@@ -37,7 +49,8 @@ def load_model(
     """This rank's part of the decoder with its weights (random for ``load_format="dummy"``)."""
     if spec.borrowed:
         random = config.load_format == "dummy"
-        return load_borrowed(directory, config.hf_overrides, spec, dtype, device, random=random)
+        of_theirs = directory, config.hf_overrides, spec, dtype, device
+        return cast(Transformer, _load_borrowed(*of_theirs, random=random))
     if spec.experts is not None and device == "cuda" and dtype is not torch.bfloat16:
         raise ConfigError(
             f"--dtype {str(dtype)[6:]}: products of experts are in bfloat16 on a GPU; use bfloat16"
@@ -46,10 +59,12 @@ def load_model(
     if config.load_format != "dummy" and not spec.wrapper:
         checkpoint = open_checkpoint(directory)
     elif config.load_format != "dummy":
-        checkpoint = open_text_part(directory, spec.wrapper)
+        checkpoint = cast(Checkpoint, _open_text_part(directory, spec.wrapper))
     if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
         spec = replace(spec, tied_embeddings=False)
-    holding = hold_levels(spec, checkpoint, dtype, device, group)
+    holding = Holding()
+    if _has_levels(spec, checkpoint):
+        holding = _hold_levels(spec, checkpoint, dtype, device, group)
     stored: dict[str, Storage] = {}
     if checkpoint is not None:
         with torch.device("meta"):  # before matrices of any size are made
@@ -65,13 +80,24 @@ def load_model(
     return model.eval()
 
 
+def _has_levels(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:
+    """Whether some weights may be stored as levels."""
+    return spec.quantization is not None or isinstance(checkpoint, Blocks)
+
+
+def _plain_storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
+    """How a weight is stored that is no levels."""
+    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
+
+
 def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
     """How each weight is stored. ``ConfigError`` if the names or the shapes are of another model.
 
     ``model`` may hold no numbers.
     """
     targets = weight_targets(model)
-    stored = {weight: storage_of(checkpoint, model.spec, weight) for weight in targets}
+    find = _storage_of if _has_levels(model.spec, checkpoint) else _plain_storage_of
+    stored: dict[str, Storage] = {name: find(checkpoint, model.spec, name) for name in targets}
     _check_names(model, checkpoint, stored)
     for weight, target in targets.items():
         shape = stored[weight].shape(checkpoint, weight)
@@ -111,9 +137,8 @@ def _read_weights(
     bar = progress(targets, desc=f"Loading {name}", unit="tensor", hidden=others)
     for weight, target in bar:
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
-        if isinstance(target.tensor, Levels):
-            assert isinstance(storage, StoredLevels)
-            _read_levels(storage, checkpoint, weight, target)
+        if not isinstance(target.tensor, Tensor):
+            _read_levels(cast("StoredLevels", storage), checkpoint, weight, target)
             continue
         for place, values in storage.pieces(checkpoint, weight, target.region):
             values = values.to(target.tensor.dtype)
@@ -124,7 +149,7 @@ def _read_weights(
 def _read_levels(
     storage: StoredLevels, checkpoint: Checkpoint, weight: str, target: Target
 ) -> None:
-    assert isinstance(target.tensor, Levels)
+    assert not isinstance(target.tensor, Tensor)
     form, file = target.tensor.form, checkpoint.file(storage.parts(weight)[0])
     rows, columns = target.region
     groups = storage.groups(checkpoint, weight)[columns]
@@ -165,10 +190,27 @@ def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, S
         )
 
 
-def _fill_randomly(model: nn.Module, seed: int) -> None:
+def _fill_randomly(model: Transformer, seed: int) -> None:
     """Small normal weights, uniform ones where they are levels; norms are ones, so that activations
     stay in range."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    of_levels = set[nn.Parameter]()
+    if model.holding.matrices:
+        of_levels = _fill_levels(model, generator)
+    for name, parameter in model.named_parameters():
+        if parameter in of_levels:
+            continue
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _fill_levels(model: Transformer, generator: torch.Generator) -> set[nn.Parameter]:
+    """Draw those matrices that are levels; their parameters."""
+    from kvserve.engine.models.level_products import FP8
+    from kvserve.kernels.weight_levels import Levels
+
     of_levels = set()
     for matrix in model.modules():
         if isinstance(matrix, Levels):
@@ -182,13 +224,7 @@ def _fill_randomly(model: nn.Module, seed: int) -> None:
             matrix.scales.fill_(0.02 if matrix.form.e4m3 else 0.07 / 2**matrix.form.bits)
             if matrix.offsets is not None:
                 matrix.offsets.zero_()
-    for name, parameter in model.named_parameters():
-        if parameter in of_levels:
-            continue
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+    return of_levels
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvserve.engine.models.families import (
     UNDIVIDED,
@@ -21,9 +21,14 @@ from kvserve.engine.models.families import (
     windows_of,
 )
 from kvserve.engine.models.hub import read_config
-from kvserve.engine.models.quantization import Quantization, parse_quantization
+from kvserve.late import Late
 from kvserve.log import ConfigError, shown
 from kvserve.scheduler.layout import LayerKinds
+
+if TYPE_CHECKING:
+    from kvserve.engine.models.quantization import Quantization
+
+_parse_quantization = Late("engine.models.quantization:parse_quantization")
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,7 @@ def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
         tied_embeddings=bool(raw.get("tie_word_embeddings", variant.tied)),
         eos_token_ids=tuple(eos),
         dtype=dtype,
-        quantization=parse_quantization(quantized, where) if quantized else None,
+        quantization=_parse_quantization(quantized, where) if quantized else None,
         experts=experts_of(config, architecture, layers),
         rope_of_windows=rope_of_windows,
         without_rope=layers_without_rope(config, architecture, layers),

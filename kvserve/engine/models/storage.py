@@ -1,21 +1,18 @@
-"""How a checkpoint stores a weight, and how it is read in pieces that fit a small buffer."""
+"""Weights that a checkpoint stores as levels and scales, or in another form than numbers."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
+from kvserve.engine.models.plain_storage import Piece, Region, Storage, rows_per_piece
 from kvserve.kernels.weight_levels import LevelForm, widened
-from kvserve.log import ConfigError
 
-_PIECE_BYTES = 32 * 2**20
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _BLOCK = 32
 GGUF_FORMS = {
     "Q4_0": LevelForm(4, _BLOCK, lowest=-8),
@@ -23,54 +20,6 @@ GGUF_FORMS = {
     "Q8_0": LevelForm(8, _BLOCK),
 }
 """What of GGUF's types is held as it is stored, by its name there."""
-
-Region = tuple[slice, ...]
-"""A part of a weight: a slice along each of its dimensions."""
-Piece = tuple[Region, Tensor]
-"""A part of a weight (dimensions left out at the end are the wanted region's), and its values."""
-
-
-class Storage(ABC):
-    """One way to store a weight: by default in one tensor of its name and shape."""
-
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Names of the tensors that hold the weight ``name``."""
-        return (name,)
-
-    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-        return checkpoint.shape(name)
-
-    @abstractmethod
-    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
-        """The weight's ``region``, and no other part of it, in pieces."""
-
-
-class Plain(Storage):
-    """One tensor of floats."""
-
-    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
-        size = rows_per_piece(tuple(part.stop - part.start for part in region[1:]))
-        for rows, values in checkpoint.pieces(name, size, region):
-            if values.dtype not in _FLOATS:
-                raise ConfigError(
-                    f"--model: {name} in {checkpoint.file(name)} is {str(values.dtype)[6:]}, but "
-                    "there is no scale for it or no quantization_config in config.json; fetch both "
-                    "again"
-                )
-            yield (rows,), values
-
-
-class Transposed(Storage):
-    """Numbers [experts, in, out] of a weight [experts, out, in], as gpt-oss has them."""
-
-    def shape(self, checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-        experts, inputs, outputs = checkpoint.shape(name)
-        return experts, outputs, inputs
-
-    def pieces(self, checkpoint: Checkpoint, name: str, region: Region) -> Iterator[Piece]:
-        experts, outputs, inputs = region
-        for part, values in checkpoint.pieces(name, 1, (experts, inputs, outputs)):
-            yield (part,), values.transpose(1, 2)
 
 
 class LevelPiece(NamedTuple):
@@ -140,11 +89,6 @@ def first_number(checkpoint: Checkpoint, name: str) -> Tensor:
     """One number of a tensor, for its type."""
     one = tuple(slice(0, 1) for _ in checkpoint.shape(name))
     return checkpoint.tensor(name) if not one else next(checkpoint.pieces(name, 1, one))[1]
-
-
-def rows_per_piece(row_shape: tuple[int, ...]) -> int:
-    """How many rows of such a shape fit the buffer as float32."""
-    return max(1, _PIECE_BYTES // (4 * prod(row_shape)))
 
 
 def level_rows(rows: slice, width: int) -> Iterator[slice]:

@@ -20,7 +20,6 @@ from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.kernels.remainder import capped
-from kvserve.kernels.weight_levels import Levels
 
 _PANEL = 64  # outputs of a panel, or a multiple of them, on any CPU
 
@@ -225,7 +224,7 @@ class Transformer(nn.Module):
         tied, head = self.head is self.embedding, packed(self.head, product)
         if tied and not (isinstance(head, Tensor) and head.is_mkldnn):
             self.embedding = head
-        elif isinstance(self.embedding, Levels):
+        elif not isinstance(self.embedding, Tensor):
             self.embedding = packed(self.embedding, product)
         self.head = head
 

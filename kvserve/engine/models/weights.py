@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,13 @@ from torch import Tensor
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.feed_forward import Experts
+from kvserve.engine.models.plain_storage import Region, rows_per_piece
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import LevelPiece, Region, rows_per_piece
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.weight_levels import Levels
+
+if TYPE_CHECKING:
+    from kvserve.engine.models.storage import LevelPiece
+    from kvserve.kernels.weight_levels import Levels
 
 _LLAMA = {
     "embedding": "model.embed_tokens",
@@ -132,7 +135,7 @@ class Target:
     def write_levels(self, piece: LevelPiece, groups: Tensor) -> None:
         """Store one piece of levels; ``groups`` int64 [columns]: that of each input."""
         held, first = self.tensor, self.region[0].start
-        assert isinstance(held, Levels)
+        assert not isinstance(held, Tensor)
         order = torch.arange(held.inputs) if held.order is None else held.order.cpu().long()
         order = order.clamp(0, len(groups) - 1)  # what is no input of x, is multiplied by 0
         own = groups[order[:: held.form.group]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from kvserve.engine.policies.demands import Demands
 from kvserve.engine.policies.parts.arguments import (
     PolicyError,
     argument,
@@ -18,12 +20,11 @@ from kvserve.engine.policies.parts.arguments import (
     field_names,
     require,
 )
-from kvserve.engine.policies.scoring import Observation, Remainder
-from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.layout import Granularity
-from kvserve.scheduler.triggers.periodic import QuantizeTrigger
-from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
+
+if TYPE_CHECKING:
+    from kvserve.engine.policies.scoring import Observation, Remainder
 
 __all__ = [
     "Policy",
@@ -81,6 +82,14 @@ class Policy:
     protects: ClassVar[str] = ""
     """The field that counts the newest entries which an event always keeps and does not score."""
 
+    # ---- arguments that many have: what one without them would say ----
+
+    query_reduce: str | None = None
+    query_dtype: str = "auto"
+    attention: str | None = "window"
+    remainder: str = "off"
+    reuse_layers: int | None = 1
+
     # ---- whether its arguments can work ----
 
     def __post_init__(self) -> None:
@@ -93,10 +102,10 @@ class Policy:
 
     def _check_log(self) -> None:
         """Check that int4 goes with a log of all heads, and absolute attention with int4."""
-        if getattr(self, "query_dtype", "") == "int4":
+        if self.query_dtype == "int4":
             allowed = "another unless query_source is log and query_reduce is heads"
             require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
-        if getattr(self, "attention", "") == "absolute":
+        if self.attention == "absolute":
             allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
             logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
             require(logged, "attention", "absolute", allowed)
@@ -123,6 +132,11 @@ class Policy:
 
     # ---- when it has events, and what the engine has ready for them ----
 
+    @cached_property
+    def demands(self) -> Demands:
+        """All of these in one record, which is what engines read."""
+        return Demands(**{f.name: getattr(self, f.name) for f in fields(Demands)})
+
     @property
     def event_trigger(self) -> Trigger:
         """When events are due, and what they do to lengths.
@@ -134,11 +148,8 @@ class Policy:
     @property
     def event_kind(self) -> EventKind:
         """The kind of its events: what decides how much they keep."""
-        trigger = self.event_trigger
-        if isinstance(trigger, Pruned):
-            return EventKind.PRUNED
-        if isinstance(trigger, QuantizeTrigger):
-            return EventKind.CODED
+        if (kind := self.event_trigger.event_kind) is not None:
+            return kind
         if self.keeps_blocks:
             return EventKind.BLOCKS
         return EventKind.EVEN if self.granularity is Granularity.MODEL else EventKind.UNEVEN
@@ -155,8 +166,7 @@ class Policy:
 
         By default, the argument ``query_reduce``.
         """
-        reduction: str | None = getattr(self, "query_reduce", None)
-        return reduction
+        return self.query_reduce
 
     @property
     def logged_dtype(self) -> str:
@@ -164,14 +174,13 @@ class Policy:
 
         By default, the argument ``query_dtype``, where auto is int4 if absolute attention needs it.
         """
-        dtype: str = getattr(self, "query_dtype", "auto")
-        absolute = getattr(self, "attention", "window") == "absolute"
-        return "int4" if dtype == "auto" and absolute else dtype
+        absolute = self.attention == "absolute"
+        return "int4" if self.query_dtype == "auto" and absolute else self.query_dtype
 
     @property
     def sees_all(self) -> bool:
         """Whether attention is absolute: by default, what the argument ``attention`` says."""
-        return getattr(self, "attention", "window") == "absolute"
+        return self.attention == "absolute"
 
     @property
     def recomputed_reduction(self) -> str | None:
@@ -199,10 +208,22 @@ class Policy:
         an event say what dropped entries were worth if they are those of the newest entries, which
         see all that is dropped. Where layers share a choice, those that are not scored get means.
         """
-        remainder: str = getattr(self, "remainder", "off")
         reduction = self.query_reduction or self.recomputed_reduction
         fits = reduction is not None and not self.kept_scores
-        return "mean" if remainder == "fitted" and not fits else remainder
+        return "mean" if self.remainder == "fitted" and not fits else self.remainder
+
+    @property
+    def statistics_file(self) -> str | None:
+        """The file that it names of where the model's queries point."""
+        return None
+
+    def with_statistics(self, file: str | None) -> Policy:
+        """The same, which names another file, if it reads any."""
+        return self
+
+    def as_configured(self, servers: Policy) -> Policy:
+        """The same without what was chosen for its request, where ``servers`` says that."""
+        return self
 
     @property
     def expects_turns(self) -> bool:
@@ -235,7 +256,7 @@ class Policy:
     def leaders(self, num_layers: int) -> list[int]:
         """For each layer, the layer whose scores and choice it uses: by default, the first of as
         many as the argument ``reuse_layers`` says."""
-        size = getattr(self, "reuse_layers", 1)
+        size = self.reuse_layers or 1
         return [layer - layer % size for layer in range(num_layers)]
 
     # ---- what is kept ----
@@ -259,6 +280,8 @@ class Policy:
 
         By default: all places behind the scored ones, and the best of the scored ones.
         """
+        from kvserve.engine.policies.selection import best_and_newest
+
         return best_and_newest(scores, length, keep)
 
     def choose(self, scores: Tensor, length: int, keep: int) -> Selection:

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvserve.engine.policies.base import Policy, PolicyError, field_names
 from kvserve.engine.policies.parts.arguments import check_counts
-from kvserve.engine.policies.parts.schema import describe
 
 _GROUP = "kvserve.policies"
 _BUILT_IN = {
@@ -89,4 +88,6 @@ def make_policy(spec: str | Mapping[str, Any], defaults: Mapping[str, Any] = {})
 
 def describe_policies() -> list[dict[str, Any]]:
     """The descriptions of all policies, their arguments and JSON Schemas."""
+    from kvserve.engine.policies.parts.schema import describe
+
     return [describe(name, policy_class(name)) for name in policy_names()]

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES
+from kvserve.kernels.checks import AGGREGATES, FUTURES, GQA_REDUCTIONS, GROUP_AGGREGATES
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.causal_scores import (
-    GQA_REDUCTIONS,
-    Queries,
-    causal_log_sums,
-    causal_scores,
-    past_scores,
-    received_mass,
-)
-from kvserve.kernels.scores.centre_scores import FUTURES, Centres, centre_scores
-from kvserve.kernels.scores.fitted_remainder import fitted_remainder, probs_of
-from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.window_scores import window_scores
 from kvserve.kernels.shares import Given, Seen
+from kvserve.late import Late
+
+if TYPE_CHECKING:
+    from kvserve.kernels.scores.causal_scores import Queries
+    from kvserve.kernels.scores.centre_scores import Centres
+
+_Scores = Callable[..., Tensor]
+causal_log_sums: _Scores = Late("kernels.scores.causal_scores:causal_log_sums")
+causal_scores: _Scores = Late("kernels.scores.causal_scores:causal_scores")
+past_scores: _Scores = Late("kernels.scores.causal_scores:past_scores")
+received_mass: _Scores = Late("kernels.scores.causal_scores:received_mass")
+centre_scores: _Scores = Late("kernels.scores.centre_scores:centre_scores")
+probs_of: _Scores = Late("kernels.scores.fitted_remainder:probs_of")
+fitted_remainder: Callable[..., Remainder] = Late(
+    "kernels.scores.fitted_remainder:fitted_remainder"
+)
+anchor_similarity: _Scores = Late("kernels.scores.key_similarity:anchor_similarity")
+redundancy: _Scores = Late("kernels.scores.key_similarity:redundancy")
+window_scores: _Scores = Late("kernels.scores.window_scores:window_scores")
 
 __all__ = [
     "AGGREGATES",

@@ -5,13 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.scores.token_to_chunk import (
-    MOST_SCORES,
-    TOP_PLACES,
-    token_to_chunk_triton,
-    write_top_places,
-)
-
 
 def stable_order(scores: Tensor) -> Tensor:
     """Indices by falling score along the last axis, lower index first among equals."""
@@ -39,6 +32,8 @@ def mask_to_indices(mask: Tensor, count: int) -> Tensor:
 def best_places(scores: Tensor, count: int, room: int = 0) -> Tensor:
     """Ascending int64 indices of the ``count`` highest scores of the last axis, with ``room`` for
     more behind them: [..., count + room]."""
+    from kvserve.kernels.scores.token_to_chunk import TOP_PLACES, write_top_places
+
     if TOP_PLACES.takes(scores, torch.float32):
         places = scores.new_empty(*scores.shape[:-1], count + room, dtype=torch.int64)
         write_top_places(scores, places, count)
@@ -56,6 +51,8 @@ def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int)
     places; what the chosen gaps leave of the budget goes to the best tokens still outside, so
     exactly ``keep`` remain. Returns ascending int64 [..., keep].
     """
+    from kvserve.kernels.scores.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+
     fused = scores.is_cuda and scores.shape[-1] <= MOST_SCORES
     choose = token_to_chunk_triton if fused else token_to_chunk_torch
     return choose(scores, keep, chunk_budget, max_chunk)

@@ -8,7 +8,7 @@ are always kept, as in the released serving code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -90,6 +90,13 @@ class TriAttention(Policy):
         dropped = (1 - exact_ratio(self.ratio, "ratio")) * self.period
         allowed = f"small enough to drop an entry of every {self.period}"
         require(dropped >= 1, "ratio", self.ratio, allowed)
+
+    @property
+    def statistics_file(self) -> str | None:
+        return self.stats
+
+    def with_statistics(self, file: str | None) -> TriAttention:
+        return replace(self, stats=file)
 
     @property
     def newest(self) -> int:

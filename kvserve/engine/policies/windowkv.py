@@ -127,6 +127,9 @@ class WindowKV(Policy):
         require(policy.group_budgets(2)[0] >= 0, "reuse_layers", size, most)
         return policy
 
+    def as_configured(self, servers: Policy) -> Policy:
+        return replace(self, task=servers.task) if isinstance(servers, WindowKV) else self
+
     @property
     def caution(self) -> str:
         first, last = self.group_budgets(2)

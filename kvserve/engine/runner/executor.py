@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from kvserve.engine.device.child import start_child
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -147,6 +146,8 @@ class Executor:
                 pipe.send_bytes(message)
 
     def _start(self, start: RankStart) -> None:
+        from kvserve.engine.device.child import start_child
+
         process, pipe = start_child("kvserve.engine.runner.rank")
         self._processes.append(process)
         self._pipes.append(pipe)

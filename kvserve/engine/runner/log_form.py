@@ -35,7 +35,7 @@ def choose_log(
     cannot log it, or a block is too small for it. A block that has no size yet is made to hold a
     token's queries.
     """
-    reduction, logged = policy.query_reduction, policy.logged_dtype
+    reduction, logged = policy.query_reduction, policy.logged_dtype  # for no model yet
     if logged == "auto":
         logged = "fp8" if has_fp8 and dtype is not torch.float32 else "model"
     elif logged == "fp8" and device == "cuda" and not has_fp8:

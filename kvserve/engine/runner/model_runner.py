@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,19 +14,13 @@ from torch import Tensor
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.compressor import Compressor
+from kvserve.engine.compression.event_parts import EventParts
 from kvserve.engine.compression.event_runner import EventRunner
-from kvserve.engine.compression.forwards import PrunedPrefill, QueryRecomputer
-from kvserve.engine.compression.observer import Observer
-from kvserve.engine.compression.query_statistics import QueryStatistics
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.cuda_graph import DecodeGraphs
-from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks, allowed_bits
 from kvserve.engine.sampling.sampler import (
     NO_TOKEN,
     PromptScoring,
@@ -36,6 +31,12 @@ from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvserve.engine.compression.compressor import Compressor
+    from kvserve.engine.runner.cuda_graph import DecodeGraphs
+    from kvserve.engine.runner.recorded_steps import RecordedSteps
+    from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
 
 _SCORED_AT_ONCE = 256
 TokenLogprobs = dict[int, Logprob]
@@ -151,12 +152,12 @@ class ModelRunner:
         graphs: DecodeGraphs | RecordedSteps | None = None,
         *,
         overlaps: bool = False,
-        statistics: QueryStatistics | None = None,
+        statistics: Path | None = None,
         most_guesses: int = 0,
     ) -> None:
         """``overlaps``: a step may be launched before the one in front of it is collected.
-        ``statistics``: of the model's queries, for policies that score by them. ``most_guesses``: a
-        decoding row may compute so many tokens beside its newest one."""
+        ``statistics``: the file of the model's queries, for policies that score by them.
+        ``most_guesses``: a decoding row may compute so many tokens beside its newest one."""
         self.group = group
         self.graphs = graphs
         self.most_guesses = most_guesses
@@ -166,29 +167,18 @@ class ModelRunner:
         self.attention = attention
         self.policies: dict[int, Policy] = {}
         """By ``Events.policy_id``."""
-        recomputer = QueryRecomputer(model, cache, batch, attention)
-        left = batch.remainders
-        sinks = model.sinks_of_full_layers
-        observer = Observer(
-            cache,
-            model.scale,
-            recomputer,
-            group=group,
-            remainders=left,
-            sinks=sinks,
-            centres=None if statistics is None else statistics.centres(model),
-        )
-        self.compressor = Compressor(cache, observer, batch.kept_scores, group, left)
-        prefill = PrunedPrefill(model, cache, batch, attention, group)
-        self._events = EventRunner(
-            batch, self.compressor, prefill, self.policies, group, overlaps=overlaps
-        )
+        parts = EventParts(model, cache, batch, attention, group, statistics)
+        self._events = EventRunner(parts, self.policies, overlaps=overlaps)
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
         self.on_scored: Callable[[int, int, Tensor], None] | None = None
         """Called with a sequence's id, the position of the first token that is predicted and logits
         [T, V], where a prompt is scored."""
+
+    @property
+    def compressor(self) -> Compressor:
+        return self._events.compressor
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -283,8 +273,10 @@ class ModelRunner:
     ) -> SampledTokens:
         """Tokens for the sampled rows: logits [S, V], positions [S] of what is sampled."""
         step.grammars = self.batch.sampling.grammars(rows)
-        allowed = None
+        allowed: TokenMasks | None = None
         if step.grammars:
+            from kvserve.engine.sampling.grammar import TokenMasks, allowed_bits
+
             if self._last is not None:
                 self._last.collect()  # a mask depends on the token before
             # On a GPU the forward is still running while the host works out the masks.

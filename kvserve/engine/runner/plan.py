@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from kvserve.config import (
     read_speculation,
 )
 from kvserve.engine.attention.select import Choice, Needs, select_backend
-from kvserve.engine.cache.code_rows import check_codes
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.cache.row_groups import wanted_groups
@@ -29,17 +28,13 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.policies.triattention import TriAttention
-from kvserve.engine.runner.cuda_graph import LARGEST as MOST_CAPTURED
 from kvserve.engine.runner.log_form import choose_log
 from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
 from kvserve.entry_format import TILE, EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
-from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.speculation.speculation import MOST_ROWS, NgramSettings
+from kvserve.scheduler.speculation.settings import MOST_ROWS, NgramSettings
 from kvserve.scheduler.triggers.trigger import EventKind
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
@@ -79,7 +74,9 @@ class EnginePlan:
     def kept_score_bytes(self) -> int:
         """Memory outside the pool for scores that policies keep, requests' policies included."""
         may_choose = self.config.compression.allow_request_policy != "none"
-        return max(self._score_bytes * self.policy.kept_scores, KEPT_SCORE_BYTES * may_choose)
+        return max(
+            self._score_bytes * self.policy.demands.kept_scores, KEPT_SCORE_BYTES * may_choose
+        )
 
     @property
     def _score_bytes(self) -> int:
@@ -155,7 +152,9 @@ class EnginePlan:
             if wanted:
                 raise ConfigError(f"--cudagraph-capture-sizes: {refused}")
             return [], refused
-        usual = {1, 2, 4, 8, *range(16, MOST_CAPTURED + 1, 16), min(most, MOST_CAPTURED)}
+        from kvserve.engine.runner.cuda_graph import LARGEST
+
+        usual = {1, 2, 4, 8, *range(16, LARGEST + 1, 16), min(most, LARGEST)}
         sizes = sorted(size for size in wanted or usual if size <= most)
         if not sizes:
             raise ConfigError(f"--cudagraph-capture-sizes: all are above --max-num-seqs {most}")
@@ -174,8 +173,8 @@ class EnginePlan:
             per_head=layout.rows > 1,
             log_shares=self.log.dtype == "int4",
             form=self.form.name,
-            remainders=self.policy.leaves != "off",
-            codes=self.policy.event_kind is EventKind.CODED,
+            remainders=self.policy.demands.leaves != "off",
+            codes=self.policy.demands.event_kind is EventKind.CODED,
             windowed=self.spec.windowed,
             sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
@@ -224,8 +223,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
     check_policy(policy, spec, form, max_len, continues=config.cache.continuations == "on")
     statistics = statistics_of(policy, spec, directory)
-    if isinstance(policy, TriAttention):
-        policy = replace(policy, stats=None)  # read once, for requests too
+    policy = policy.with_statistics(None)  # read once, for requests too
     layout = KVLayout(
         num_layers,
         part.num_kv_heads,
@@ -237,11 +235,16 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     groups = wanted_groups(layout, block_bytes(layout, form))
     chunk = config.scheduler.max_num_batched_tokens
     if layers.windowed:
+        from kvserve.scheduler.blocks.window_group import WindowSpec
+
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
         groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk)
-    if policy.event_kind is EventKind.CODED:
+    if policy.demands.event_kind is EventKind.CODED:
+        from kvserve.engine.cache.code_rows import check_codes
+        from kvserve.scheduler.blocks.code_group import CodeSpec
+
         if form.quantized:
             raise ConfigError(
                 f"--kv-cache-dtype {form.name}: {policy.name} codes vectors as they were computed; "
@@ -254,8 +257,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
 def _exact_specs(
     spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int
-) -> tuple[NewestSpec, FirstSpec]:
+) -> tuple[GroupSpec, GroupSpec]:
     """The groups of entries as they were computed."""
+    from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
+
     size, lanes = layout.block_size, layout.layers_per_block * layout.heads_per_block
     tokens = block_bytes(layout, form) // (lanes * 2 * layout.head_dim * itemsize)
     if not tokens:

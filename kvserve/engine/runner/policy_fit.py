@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvserve.engine.compression.query_statistics import FILE, load_statistics, refusal
+from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.entry_format import EntryFormat
-from kvserve.log import ConfigError, logger
+from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import EventKind
 
@@ -25,7 +25,7 @@ def check_policy(
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-    if policy.expects_turns and not continues:
+    if policy.demands.expects_turns and not continues:
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
@@ -33,65 +33,72 @@ def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat) -> str | 
     """Why the model may not be served under this policy, if so."""
     if policy.name == "none":
         return None
-    prunes = policy.event_kind is EventKind.PRUNED
+    wants = policy.demands
+    prunes = wants.event_kind is EventKind.PRUNED
     if prunes and form.few:
         return f"{policy.name} may drop a row's first entry, which {form.name} keeps; use k8v4"
     if spec.borrowed and prunes:
         return f"{policy.name} prunes between layers, and these are transformers' own"
-    if spec.soft_cap and (policy.query_reduction or policy.recomputed_reduction):
+    if spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):
         return f"the model caps its logits, and {policy.name} scores by logits that are not"
     if spec.windowed and spec.layers.full:
         if prunes:
             return f"{policy.name} drops tokens between layers, and some have sliding windows"
-        if policy.event_kind is EventKind.CODED:
+        if wants.event_kind is EventKind.CODED:
             return f"{policy.name} is not built for models with sliding windows"
-        if policy.recomputed_reduction is not None:
+        if wants.recomputed_reduction is not None:
             return "query_source recompute wants what sliding windows have given back; use log"
     return spec.policy_refusal
 
 
 def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
     """Why sequences under ``policy`` cannot be continued on this model; ``None`` if they can."""
-    name = policy.name
+    name, wants = policy.name, policy.demands
     if spec.rope.kind == "dynamic":
         return "this model's keys depend on the prompt's length (dynamic NTK)"
-    if policy.kept_scores:
+    if wants.kept_scores:
         return f"policy {name} keeps scores beside its blocks"
-    if policy.event_kind is EventKind.CODED:
+    if wants.event_kind is EventKind.CODED:
         return f"policy {name} holds entries as codes"
-    if policy.granularity is not Granularity.MODEL and not policy.cuts_again:
+    if wants.granularity is not Granularity.MODEL and not wants.cuts_again:
         return f"policy {name} cannot cut a second prompt"
-    if not hasattr(policy.event_trigger, "next_turn"):
-        return f"policy {name} does not say what a second prompt means to it"
     return None
 
 
 def statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | None:
     """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
     if there are none and the policy does without."""
-    named = getattr(policy, "stats", None)
+    named = policy.demands.statistics_file
     folder = directory if directory.is_dir() else directory.parent
-    path = folder / FILE if named is None else Path(named)
-    if not policy.uses_centres and not path.is_file():
-        return None
+    path = folder / QUERY_STATISTICS if named is None else Path(named)
+    if not policy.demands.uses_centres:  # read when a request's policy asks
+        return path if path.is_file() else None
+    from kvserve.engine.compression.query_statistics import refusal
+
     if (reason := refusal(spec)) is not None:
-        if policy.uses_centres:
-            raise ConfigError(f"--policy {policy.name}: {reason}")
-        return None
+        raise ConfigError(f"--policy {policy.name}: {reason}")
     if not path.is_file():
         raise ConfigError(
             f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
             f"queries point, which this measures: kvserve calibrate --model {directory} "
             "--output FILE"
         )
+    if (reason := statistics_refusal(path, spec)) is not None:
+        raise ConfigError(f"--policy.stats: {reason}")
+    return path
+
+
+def statistics_refusal(path: Path, spec: ModelSpec) -> str | None:
+    """Why policies cannot score by the statistics in a file, if so."""
+    from kvserve.engine.compression.query_statistics import load_statistics, refusal
+
+    if (reason := refusal(spec)) is not None:
+        return reason
     try:
         load_statistics(path).check(spec, path)
     except ConfigError as error:
-        if policy.uses_centres:
-            raise ConfigError(f"--policy.stats: {error}") from None
-        logger.warning("%s: requests cannot have triattention", error)
-        return None
-    return path
+        return str(error)
+    return None
 
 
 def choose_granularity(policy: Policy, kv_layout: str, ranks: int) -> Granularity:
@@ -99,11 +106,12 @@ def choose_granularity(policy: Policy, kv_layout: str, ranks: int) -> Granularit
 
     ``ConfigError`` if the policy or the number of ranks does not allow it.
     """
-    layout = policy.granularity if kv_layout == "auto" else Granularity(kv_layout)
-    if not policy.granularity.fits(layout):
+    needed = policy.demands.granularity
+    layout = needed if kv_layout == "auto" else Granularity(kv_layout)
+    if not needed.fits(layout):
         raise ConfigError(
             f"--kv-layout {layout.value}: policy {policy.name} needs lengths that differ by "
-            f"{policy.granularity.value}; choose --kv-layout {policy.granularity.value} or auto"
+            f"{needed.value}; choose --kv-layout {needed.value} or auto"
         )
     if layout is Granularity.HEAD and ranks > 1:
         raise ConfigError(

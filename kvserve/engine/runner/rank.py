@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,28 +28,30 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
-from kvserve.engine.compression.observer import event_bytes
-from kvserve.engine.compression.query_statistics import load_statistics
-from kvserve.engine.device.child import parents_end
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import StepParts
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.engine.runner.recorded_steps import RecordedSteps
-from kvserve.engine.runner.warm_up import warm_up
 from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
+from kvserve.late import Late
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.messages.output import SchedulerOutput
-from kvserve.scheduler.speculation.speculation import NgramSettings
+from kvserve.scheduler.speculation.settings import NgramSettings
+
+if TYPE_CHECKING:
+    from kvserve.engine.runner.cuda_graph import DecodeGraphs
+    from kvserve.engine.runner.recorded_steps import RecordedSteps
+
+_decode_graphs = Late("engine.runner.cuda_graph:DecodeGraphs")
+_recorded_steps = Late("engine.runner.recorded_steps:RecordedSteps")
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,15 @@ def build_runner(
     graphs: DecodeGraphs | RecordedSteps | None = None
     alone = config.parallel.tensor_parallel_size == 1 and not config.enforce_eager
     if sizes:
-        graphs = DecodeGraphs(steps, sizes, longest, guesses.most_rows)
+        graphs = _decode_graphs(steps, sizes, longest, guesses.most_rows)
     elif alone and attention.name == "cpu" and not spec.borrowed:
-        graphs = RecordedSteps(steps, longest)
+        graphs = _recorded_steps(steps, longest)
     return ModelRunner(
         *parts,
         group,
         graphs,
         overlaps=plan.overlaps,
-        statistics=None if plan.statistics is None else load_statistics(plan.statistics),
+        statistics=plan.statistics,
         most_guesses=guesses.num_tokens,
     )
 
@@ -148,6 +150,8 @@ def ready_runner(
     """``build_runner``, warmed up if it is on a GPU."""
     runner = build_runner(plan, model, attention, pool, group)
     if plan.device == "cuda":
+        from kvserve.engine.runner.warm_up import warm_up
+
         warm_up(runner, plan.policy, plan.max_len, plan.config.scheduler.max_num_batched_tokens)
     return runner
 
@@ -163,6 +167,8 @@ def measure(plan: EnginePlan, model: Transformer, attention: Choice, group: Rank
     given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
     if plan.device != "cuda" or given:
         return Profile(weights, 0, 0, left)
+    from kvserve.engine.compression.observer import event_bytes
+
     tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
     step = taken_by(
         lambda: build_runner(plan, model, attention, smallest_pool(plan), group).rehearse(tokens)
@@ -204,6 +210,8 @@ FORGET_SCORES = "forget scores"
 def main() -> None:
     """Main function of the process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
+    from kvserve.engine.device.child import parents_end
+
     connection = parents_end()
     inbox: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()

@@ -32,7 +32,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     """
     for tokens in {16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
-    _attend(runner, max_tokens, events_too=policy.recomputed_reduction is not None)
+    _attend(runner, max_tokens, events_too=policy.demands.recomputed_reduction is not None)
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
@@ -76,7 +76,7 @@ def _draw(runner: ModelRunner) -> None:
 def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
     """Run the first event of rows whose tables name only the null block."""
     layout = runner.cache.layout
-    if policy.event_kind in (EventKind.CODED, EventKind.PRUNED):
+    if policy.demands.event_kind in (EventKind.CODED, EventKind.PRUNED):
         _move(runner)
         _store_rotated(runner)
         return  # the rest of their first events runs torch's operators and attention
@@ -84,13 +84,13 @@ def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) ->
     if task is None or task.old_lens.max() > max_len:
         return  # no sequence gets so long
     tables = runner.batch.block_tables, runner.batch.log_tables
-    if policy.event_kind is not EventKind.EVEN:
+    if policy.demands.event_kind is not EventKind.EVEN:
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
     runner.compressor.run(task, policy, *tables)
-    if policy.kept_scores:
-        runner.batch.kept_scores.first(policy.kept_scores).zero_()
+    if policy.demands.kept_scores:
+        runner.batch.kept_scores.first(policy.demands.kept_scores).zero_()
 
 
 def _store_rotated(runner: ModelRunner) -> None:
@@ -138,7 +138,7 @@ def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> E
     lanes = layout.layer_groups, events, layout.rows
     held = np.broadcast_to(due[None, :, None], lanes).copy()
     rows, token_ids = np.arange(events), None
-    if policy.recomputed_reduction is not None:
+    if policy.demands.recomputed_reduction is not None:
         span = int((plan.windows * plan.window_len + plan.num_queries).max())
         token_ids = np.zeros((events, span), np.int32)
     left = held - plan.evicted[None, :, None]

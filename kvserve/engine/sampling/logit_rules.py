@@ -36,15 +36,11 @@ class RowRules:
     words: IntArray
 
     @classmethod
-    def of(cls, new: NewSequence) -> RowRules | None:
-        """What a request asks for, if anything."""
-        penalties = new.presence_penalty, new.frequency_penalty, new.repetition_penalty
-        asked = new.logit_bias or new.allowed_token_ids or new.bad_words
-        if penalties == (0.0, 0.0, 1.0) and not asked:
-            return None
+    def of(cls, new: NewSequence) -> RowRules:
+        """Those of a request that ``has_rules``."""
         longest = max(map(len, new.bad_words), default=1)
         return cls(
-            penalties,
+            (new.presence_penalty, new.frequency_penalty, new.repetition_penalty),
             np.fromiter(new.logit_bias.keys(), np.int32),
             np.fromiter(new.logit_bias.values(), np.float32),
             np.array(new.allowed_token_ids, np.int32),

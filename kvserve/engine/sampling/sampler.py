@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,15 +16,19 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
-from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
-from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
 from kvserve.kernels import elementwise
-from kvserve.kernels.sampling.sample_tokens import sample_tokens
+from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NewRequest
 
+if TYPE_CHECKING:
+    from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
+    from kvserve.engine.sampling.logit_rules import LogitRules, RowRules
+
 NO_TOKEN = -1
 """What the host gets in place of a token whose logits are no numbers."""
+_logit_rules = Late("engine.sampling.logit_rules:LogitRules")
+sample_tokens = Late("kernels.sampling.sample_tokens:sample_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class SamplingRows:
         # position where it is forced, and the token that begins it (-1: none), with its position.
         self._numbers = torch.zeros(max_rows, 6, dtype=torch.int64, device=device)
         self._stop_ids = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)
-        self._rules = LogitRules(max_rows, vocab_size, device)
+        self._rules: Made[LogitRules] = Made(lambda: _logit_rules(max_rows, vocab_size, device))
         # Host: random, filtered, has min_len, log-probabilities wanted (-1: none), has rules,
         # limits its reasoning, has a grammar.
         self._host: IntArray = np.zeros((max_rows, 7), np.int32)
@@ -126,7 +130,8 @@ class SamplingRows:
             )
             self._prompts[seq.row], self._grammars[seq.row] = s.prompt, s.grammar
             self._set_stop_ids(seq.row, seq.stop_token_ids)
-            self._rules.set_row(seq, s.rules)
+            if s.rules is not None or self._rules.made is not None:
+                self._rules().set_row(seq, s.rules)
             output = seq.token_ids[seq.num_prompt_tokens :]
             plain = s.think_start >= 0 and len(output) > 0 and output[0] != s.think_start
             ended = plain or s.think_end in output
@@ -140,7 +145,8 @@ class SamplingRows:
         self._grammars[to] = self._grammars[source]
         device = self._settings.device
         dst, src = (to_device(x, device) for x in (to, source))
-        self._rules.move_rows(to, source)
+        if self._rules.made is not None:
+            self._rules.made.move_rows(to, source)
         for tensor in (self._settings, self._numbers, self._stop_ids):
             tensor[dst] = tensor[src]
 
@@ -159,7 +165,7 @@ class SamplingRows:
         """
         host, rows, raw = self._host[at], to_device(at, logits.device), logits
         if host[:, 4].any():
-            logits = self._rules.apply(logits, at)
+            logits = self._rules().apply(logits, at)
         if host[:, 2].any():
             logits = self._hold_back_stops(logits, rows, positions)
         if allowed is not None:
@@ -171,7 +177,7 @@ class SamplingRows:
         if host[:, 5].any():
             tokens = self._end_reasoning(tokens, rows, positions)
         if host[:, 4].any():
-            self._rules.observe(tokens, at)
+            self._rules().observe(tokens, at)
         wanted = int(host[:, 3].max(initial=-1))
         return with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
 
@@ -195,7 +201,8 @@ class SamplingRows:
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, filtered: bool) -> Tensor:
         """A token for each row; ``filtered``: some rows ask for top-k, top-p or min-p."""
         seeds = self._numbers[rows, 0]
-        return sample_tokens(logits, self._settings[rows], seeds, positions, filtered)
+        drawn: Tensor = sample_tokens(logits, self._settings[rows], seeds, positions, filtered)
+        return drawn
 
     def _end_reasoning(self, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Force the token that ends the reasoning in rows that have used up their budget."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import Entries, check_attention
-from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.few_bits import FewVectors
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
+from kvserve.late import Late
+
+if TYPE_CHECKING:
+    from kvserve.kernels.attention.paged_attention import Newest
+    from kvserve.kernels.coded_entries import Codes
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 _COMPILED = Compiled("paged_attention")
+_check_newest = Late("kernels.attention.paged_attention:check_newest")
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
     2: "chunk {} ends at token {}, which is not there",
@@ -68,8 +72,8 @@ def paged_attention_cpu(
     vector that is not there; no sequence holds block 0.
     """
     attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
-    check_newest(newest, shares)
     if newest is not None:
+        _check_newest(newest, shares)
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
         if shares is not None and newest.recent is not None:
             own = Shares(torch.empty_like(shares.out), newest.recent)
@@ -108,6 +112,8 @@ def _attend(
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "checked"
         k, v, head_stride = keys, values, 0
     else:
+        from kvserve.kernels.few_bits import FewVectors
+
         defines = defines_of(keys.form, values.form)
         if isinstance(keys, FewVectors) or isinstance(values, FewVectors):
             assert isinstance(keys, FewVectors) and isinstance(values, FewVectors), "checked"
@@ -166,7 +172,7 @@ def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -
         apart = isinstance(keys, Tensor) and keys.stride()[1:3] != entry
         return "a layer of a block is not dense" if apart else None
     forms = keys.form, values.form
-    if isinstance(keys, FewVectors) and isinstance(values, FewVectors):
+    if keys.form.few and values.form.few:
         return None
     if not any(forms == (each.key, each.value) for each in FORMATS.values()):
         return f"no keys of {keys.form} beside values of {values.form}"

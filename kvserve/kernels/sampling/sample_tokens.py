@@ -14,11 +14,12 @@ from torch import Tensor
 from kvserve.kernels.checks import check_dense
 from kvserve.kernels.dispatch import Helper, Kernel, num_processors
 from kvserve.kernels.ordering import order_of
-from kvserve.kernels.sampling.cut_offs import cut_offs
+from kvserve.late import Late
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+cut_offs = Late("kernels.sampling.cut_offs:cut_offs")
 # Tokens that a program takes at once.
 _DRAW_TILE = 1024
 

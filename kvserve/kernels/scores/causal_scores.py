@@ -12,8 +12,6 @@ from torch import Tensor
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder, logits_with
 
-GQA_REDUCTIONS = ("mean", "max", "sum")
-
 Queries = Tensor | Int4Queries
 """[..., Hq, W, D], as numbers or as they are logged in 4 bits."""
 
@@ -251,3 +249,10 @@ def over_group(x: Tensor, reduction: str, dim: int) -> Tensor:
     if reduction == "rms":
         return x.square().mean(dim).sqrt()
     return x.sum(dim) if reduction == "sum" else x.mean(dim)
+
+
+def five_dims(x: Tensor) -> Tensor:
+    """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
+    while x.dim() < 5:
+        x = x[None]
+    return x.flatten(0, -5)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 OFFSETS = tuple(2**i for i in range(17))
 """How far ahead of the newest token the queries are that scores stand for (section 4)."""
-FUTURES = ("mean", "max")
 _COMPILED = Compiled("centre_scores")
 _SMALLEST = 1e-6
 """The least deviation that scores are divided by."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,15 @@ from kvserve.kernels.checks import runs_triton
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.causal_scores import Queries, logits_of
+from kvserve.kernels.scores.causal_scores import Queries, five_dims, logits_of
 from kvserve.kernels.scores.window_scores import takes
-from kvserve.kernels.scores.window_scores_triton import five_dims, log_given_triton
 from kvserve.kernels.shares import Given
+from kvserve.late import Late
 
 COMPILED = Compiled("fitted_remainder")
+log_given_triton: Callable[..., Tensor] = Late(
+    "kernels.scores.window_scores_triton:log_given_triton"
+)
 
 
 def fitted_remainder(

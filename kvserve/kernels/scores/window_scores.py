@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, runs_triton
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
-from kvserve.kernels.scores.causal_scores import Queries, logits_of, over_group
-from kvserve.kernels.scores.window_scores_triton import five_dims, window_scores_triton
+from kvserve.kernels.scores.causal_scores import Queries, five_dims, logits_of, over_group
 from kvserve.kernels.shares import Given, Seen
+from kvserve.late import Late
 
 COMPILED = Compiled("window_scores")
+window_scores_triton: Callable[..., Tensor] = Late(
+    "kernels.scores.window_scores_triton:window_scores_triton"
+)
 
 
 def window_scores(

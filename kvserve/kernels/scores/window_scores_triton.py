@@ -13,7 +13,7 @@ from kvserve.kernels import dispatch
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel, Tile, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
-from kvserve.kernels.scores.causal_scores import Queries
+from kvserve.kernels.scores.causal_scores import Queries, five_dims
 from kvserve.kernels.shares import Given, Seen
 
 if TYPE_CHECKING:
@@ -119,13 +119,6 @@ class _Launch:
             POOL=GROUP_AGGREGATES.index(group_aggregate),
             **self.options,
         )
-
-
-def five_dims(x: Tensor) -> Tensor:
-    """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
-    while x.dim() < 5:
-        x = x[None]
-    return x.flatten(0, -5)
 
 
 def _scales(query: Queries, programs: int, heads: int, window: int) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import reduce
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup, EntryGroup, LogGroup
-from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import TableUpdate
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.blocks.continuations import Continuations
 
 G = TypeVar("G", bound=CacheGroup)
 

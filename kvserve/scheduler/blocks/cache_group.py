@@ -306,6 +306,8 @@ class GroupSpec:
     ``CacheGroup``; what is written is the device's matter (``engine/cache/row_groups.py``).
     """
 
+    rows: ClassVar[str] = ""
+    """The file that registers its tables on the device."""
     block_tokens: int
 
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:

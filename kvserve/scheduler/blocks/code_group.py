@@ -66,6 +66,8 @@ class CodeGroup(CacheGroup):
 class CodeSpec(GroupSpec):
     """Codes: ``block_tokens`` slots fit an index block."""
 
+    rows = "kvserve.engine.cache.code_rows"
+
     def make(
         self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
     ) -> CodeGroup:

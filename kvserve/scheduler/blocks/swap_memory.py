@@ -12,7 +12,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 
@@ -127,3 +127,34 @@ class SwapMemory:
         known = sorted(self._free + self._read_places + places)
         first = min(known, default=0)
         assert known == list(range(first, first + self._places)), "places leak, or have two owners"
+
+
+class NoContinuations:
+    """Does what is asked of ``Continuations`` where none are kept: ``host`` memory is for preempted
+    rows alone."""
+
+    num_evictable = num_blocks = num_hosted = 0
+    oldest = None
+
+    def __init__(self, host: SwapMemory) -> None:
+        self.host = host
+        self.all: list[Continuation] = []
+
+    def __len__(self) -> int:
+        return 0
+
+    def have_host_blocks(self, count: int) -> bool:
+        """Whether ``count`` host blocks are free."""
+        return count <= self.host.pool.num_free
+
+    def forget(self, blocks: IntArray) -> None:
+        """No block is kept for later."""
+
+    def clear(self) -> None:
+        """There are none."""
+
+    def named_blocks(self, *, hosted: bool = False) -> IntArray:
+        return np.zeros(0, np.int32)
+
+    def check_integrity(self) -> None:
+        """There is nothing to agree."""

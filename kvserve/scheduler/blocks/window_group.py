@@ -98,6 +98,7 @@ class WindowSpec(GroupSpec):
     """``num_layers`` layers of ``window`` tokens. As many of them share a table, and a block, as
     layers of the other kind do; blocks of the last table may have room for more."""
 
+    rows = "kvserve.engine.cache.window_rows"
     makes: ClassVar[type[WindowGroup]] = WindowGroup
     num_layers: int
     window: int
@@ -209,6 +210,8 @@ class FirstGroup(TokenGroup):
 @dataclass(frozen=True)
 class FirstSpec(GroupSpec):
     """Of the layers that see all tokens."""
+
+    rows = "kvserve.engine.cache.window_rows"
 
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         return layout.groups * layout.holds_entries

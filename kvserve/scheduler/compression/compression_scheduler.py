@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.compression.handlers import HANDLERS
+from kvserve.scheduler.compression.kinds import KINDS
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.triggers.periodic import EngineWide
-from kvserve.scheduler.triggers.pruning import Pruned
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
 from kvserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.compression.handlers import HostEvenEvents
+    from kvserve.scheduler.triggers.periodic import EngineWide
+    from kvserve.scheduler.triggers.pruning import Pruned
 
 
 class CompressionScheduler:
@@ -26,7 +30,7 @@ class CompressionScheduler:
     The events of a step observe at most ``max_observed`` queries together; only the first one may
     exceed that. Events that evict most go first, the oldest on ties. Lengths and blocks are exact
     as soon as an event is scheduled. A sequence whose event has to wait is skipped in this step.
-    The handler of an event's kind decides what it does to blocks and lengths (``HANDLERS``).
+    The handler of an event's kind decides what it does to blocks and lengths (``KINDS``).
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class CompressionScheduler:
         self._kinds: dict[int, EventKind] = {}
         self._steps_since: dict[int, int] = {}
         """Steps since the last event, of each policy with an ``EngineWide`` trigger."""
-        self._handlers = {kind: handler(blocks) for kind, handler in HANDLERS.items()}
+        self._handlers: dict[EventKind, HostEvenEvents] = {}
         self._blocked: tuple[int, int] | None = None
         """Rank of the first sequence whose due event found no blocks. Cleared when its event, or
         that of a sequence before it, is scheduled."""
@@ -55,9 +59,11 @@ class CompressionScheduler:
         policy_id, trigger = seq.policy_id, seq.trigger
         if self._triggers.get(policy_id) != trigger:
             self._steps_since.pop(policy_id, None)
-            if isinstance(trigger, EngineWide):
+            if trigger.counts_steps:
                 self._steps_since[policy_id] = 0
         self._triggers[policy_id], self._kinds[policy_id] = trigger, seq.event_kind
+        if seq.event_kind not in self._handlers:
+            self._handlers[seq.event_kind] = KINDS[seq.event_kind].host(self.blocks)
 
     @property
     def blocked_on_blocks(self) -> bool:
@@ -123,8 +129,7 @@ class CompressionScheduler:
         """Schedule the event of a row whose prompt is computed and pruned in this step."""
         num_prompt, policy_id = int(self.rows.num_prompt[row]), int(self.rows.policy_id[row])
         due = self._due_events(policy_id, np.array([row], np.int32))
-        trigger = self._triggers[policy_id]
-        assert isinstance(trigger, Pruned)
+        trigger = cast("Pruned", self._triggers[policy_id])
         by_layer = trigger.prompt_lengths(num_prompt, self.blocks.layout.num_layers)
         new = np.broadcast_to(np.array(by_layer, np.int32)[:, None, None], due.old_lens.shape)
         taken = self._handlers[EventKind.PRUNED].take_blocks(replace(due, new_lens=new.copy()))
@@ -136,8 +141,7 @@ class CompressionScheduler:
         """Count this step; if an engine-wide period is over, make its oldest eligible rows due."""
         rows = self.rows
         for policy_id in self._steps_since:
-            trigger = self._triggers[policy_id]
-            assert isinstance(trigger, EngineWide)
+            trigger = cast("EngineWide", self._triggers[policy_id])
             at = np.flatnonzero(rows.policy_id[: rows.num_decoding] == policy_id)
             if not len(at):
                 continue
@@ -261,7 +265,7 @@ class CompressionScheduler:
         handler = self._handlers[self._kinds[policy_id]]
         turns = rows.turn[at] < rows.num_turns[at]
         for row in at[turns]:
-            turn = rows.owner(row).turns[rows.turn[row]]
+            turn = rows.owner(row).talk.turns[rows.turn[row]]
             if turn.start == rows.num_computed[row]:
                 end = np.array([turn.end], np.int32)
                 begun = trigger.next_turn(rows.state(row[None]), end)
@@ -288,7 +292,7 @@ class CompressionScheduler:
         begun, log_from = [], []
         for row in at.tolist():
             seq, computed = self.rows.owner(row), int(self.rows.num_computed[row])
-            turn = seq.turns[self.rows.turn[row]]
+            turn = seq.talk.turns[self.rows.turn[row]]
             if turn.start == computed and computed not in seq.events:
                 begun.append(row)
                 log_from.append(self.schedule_next_event(seq.policy_id, np.array([row]))[0])

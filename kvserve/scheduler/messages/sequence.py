@@ -11,7 +11,6 @@ from typing import Any
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
 from kvserve.scheduler.messages.continuation import Resumption, Turn
-from kvserve.scheduler.triggers.pruning import prunes_prompt
 from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, Trigger
 
 
@@ -21,12 +20,59 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class Guessing:
+    """How a sequence's next tokens are guessed; ``drafter`` (a ``Drafter``) does it, once anything
+    has."""
+
+    start: int = NO_EVENT
+    """From how many tokens on the next ones may be guessed, and several verified in a step."""
+    refused: str | None = None
+    """Why they may not, if the engine guesses at all."""
+    drafter: Any = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The conversation that a sequence is a turn of."""
+
+    continues_as: Hashable = None
+    """A sequence resumes a continuation only if these are equal, besides the tokens. ``None``: it
+    leaves no continuation and resumes none."""
+    refuses: str | None = None
+    """Why it resumes no continuation (one of ``MISSES``), if that is known beforehand."""
+    resumed: Resumption | None = None
+    """The continuation that it has resumed."""
+    turns: tuple[Turn, ...] = ()
+    """Its turns after the first, if the sequence has resumed a continuation."""
+    first_prompt_tokens: int = -1
+    """Length of its first prompt."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a sequence held when it last left its row, and what its events had done by then."""
+
+    logical_tokens: int = 0
+    held_tokens: int = 0
+    held_entries: int = 0
+    held_blocks: Counter[str] = field(default_factory=Counter)
+    """By what they hold (``CacheGroup.kind``)."""
+    held_counts: dict[str, int] = field(default_factory=dict)
+    """What cache groups say of its entries (``CacheGroup.counts``)."""
+    remainder_entries: int = 0
+    compactions: int = 0
+    blocks_released: int = 0
+    peak_blocks: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """``token_ids`` is current while the sequence waits; a running one keeps its tokens in its row.
 
     ``max_len`` bounds prompt plus output in tokens; ``sampling`` is carried to the runner unread.
-    The counts at the end are those of the cache the sequence held when it last left its row.
     """
 
     seq_id: int
@@ -48,29 +94,12 @@ class Sequence:
     """Seed of its column hashes: only sequences with equal seeds share cached columns."""
     column_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
-    guess_from: int = NO_EVENT
-    """From how many tokens on the next ones may be guessed, and several verified in a step."""
-    guesses_refused: str | None = None
-    """Why they may not, if the engine guesses at all."""
-    drafter: Any = None
-    """What guesses them (a ``Drafter``), once anything has."""
-    num_drafted: int = 0
-    num_accepted: int = 0
+    guesses: Guessing = field(default_factory=Guessing)
     priority: int = 0
     client: str = ""
     """Who sent it: sequences of one client wait for each other."""
     arrival: int = 0
-    continues_as: Hashable = None
-    """A sequence resumes a continuation only if these are equal, besides the tokens. ``None``: it
-    leaves no continuation and resumes none."""
-    refuses: str | None = None
-    """Why it resumes no continuation (one of ``MISSES``), if that is known beforehand."""
-    resumed: Resumption | None = None
-    """The continuation that it has resumed."""
-    turns: tuple[Turn, ...] = ()
-    """Turns of its conversation after the first, if it has resumed a continuation."""
-    first_prompt_tokens: int = -1
-    """Length of its conversation's first prompt."""
+    talk: Conversation = field(default_factory=Conversation)
     events: list[int] = field(default_factory=list)
     """Logical positions of its events so far, those of earlier turns among them."""
     replay_until: int = 0
@@ -81,29 +110,19 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     stop_token: int | None = None
-    logical_tokens: int = 0
-    held_tokens: int = 0
-    held_entries: int = 0
-    held_blocks: Counter[str] = field(default_factory=Counter)
-    """By what they hold (``CacheGroup.kind``)."""
-    held_counts: dict[str, int] = field(default_factory=dict)
-    """What cache groups say of its entries (``CacheGroup.counts``)."""
-    remainder_entries: int = 0
-    compactions: int = 0
-    blocks_released: int = 0
-    peak_blocks: int = 0
+    usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
-        if self.first_prompt_tokens < 0:
-            self.first_prompt_tokens = self.num_prompt_tokens
+        if self.talk.first_prompt_tokens < 0:
+            self.talk.first_prompt_tokens = self.num_prompt_tokens
 
     @property
     def num_turns(self) -> int:
-        return len(self.turns)
+        return len(self.talk.turns)
 
     def prunes_from(self, computed: int) -> bool:
         """Whether it computes next all of its first prompt, and prunes it meanwhile."""
-        return not computed and prunes_prompt(self.trigger, self.first_prompt_tokens)
+        return not computed and self.trigger.prunes_prompt(self.talk.first_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -122,4 +141,4 @@ class Sequence:
 
     def next_stop(self, event: int, turn: int = 0) -> int:
         """Where a row that has begun ``turn`` turns stops next: at its event, or the next turn."""
-        return event if turn >= len(self.turns) else min(event, self.turns[turn].start)
+        return event if turn >= len(self.talk.turns) else min(event, self.talk.turns[turn].start)

@@ -21,7 +21,7 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 class RowTable(RowArrays):
     """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
-    num_prompt: IntArray = per_row("first_prompt_tokens")
+    num_prompt: IntArray = per_row("talk.first_prompt_tokens")
     """Prompt length for triggers: of a conversation's first prompt, or up to its last one's end."""
     num_tokens: IntArray = per_row("num_tokens")
     """Known tokens, and those being sampled."""
@@ -31,7 +31,7 @@ class RowTable(RowArrays):
     first_uncompressed_pos: IntArray = per_row()
     """The logical position of the oldest token that no event has taken."""
     next_event: IntArray = per_row()
-    guess_from: IntArray = per_row("guess_from")
+    guess_from: IntArray = per_row("guesses.start")
     """From how many tokens on its drafter is asked."""
     caught_up: IntArray = per_row()
     """1 once the row's next token comes from the sampler."""
@@ -118,16 +118,16 @@ class RowTable(RowArrays):
         """Write the row's tokens and counts, and what it holds, back to its sequence."""
         row, blocks, layout = seq.row, self._blocks, self._blocks.layout
         seq.token_ids = self.token_ids[row, : self.num_tokens[row]].copy()
-        seq.logical_tokens = int(self.num_computed[row])
-        seq.compactions = int(self.compactions[row])
-        seq.blocks_released = int(self.blocks_released[row])
-        seq.peak_blocks = max(seq.peak_blocks, int(self.peak_blocks[row]))
+        seq.usage.logical_tokens = int(self.num_computed[row])
+        seq.usage.compactions = int(self.compactions[row])
+        seq.usage.blocks_released = int(self.blocks_released[row])
+        seq.usage.peak_blocks = max(seq.usage.peak_blocks, int(self.peak_blocks[row]))
         lens, lanes = blocks.kv_lens[:, row], layout.num_layers * layout.num_kv_heads
-        seq.held_entries = int(lens.sum()) * layout.layers_per_block * layout.heads_per_block
-        seq.held_tokens = -(-int(lens.sum()) // lens.size)
-        seq.held_blocks = blocks.held_by_kind(slice(row, row + 1))
-        seq.held_counts = blocks.counts(slice(row, row + 1))
-        seq.remainder_entries = lanes * self.has_remainder(row)
+        seq.usage.held_entries = int(lens.sum()) * layout.layers_per_block * layout.heads_per_block
+        seq.usage.held_tokens = -(-int(lens.sum()) // lens.size)
+        seq.usage.held_blocks = blocks.held_by_kind(slice(row, row + 1))
+        seq.usage.held_counts = blocks.counts(slice(row, row + 1))
+        seq.usage.remainder_entries = lanes * self.has_remainder(row)
 
     def drop(self, seq: Sequence) -> None:
         """Free an emptied row; the decoding rows stay in front."""

@@ -12,7 +12,6 @@ than 6 w rows nobody guesses: more than six sevenths would have to be right.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,22 +20,12 @@ from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.messages.output import Confirmed, Drafts, SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.scheduler.speculation.settings import NgramSettings
 
 _FACTORS = np.random.default_rng(0).integers(2**20, 2**30, 64) * 2 + 1
 _SMALL: list[int] = _FACTORS.tolist()
 _BULK = 16
 """From so many new tokens on, numpy adds them faster than one by one."""
-
-
-@dataclass(frozen=True)
-class NgramSettings:
-    """At most ``num_tokens`` are guessed from what followed the newest ``longest`` to ``shortest``
-    tokens before, while at most ``most_rows`` decode."""
-
-    num_tokens: int
-    shortest: int
-    longest: int
-    most_rows: int = 4
 
 
 class NgramIndex:
@@ -117,12 +106,6 @@ class NgramIndex:
         self._asked = -1, []
 
 
-MOST_ROWS = {"cpu": 4, "cuda": 16}
-"""Rows that decode in a step with guesses: 6 w. On CPUs w is 1.2 (an EPYC) and 3.4 (a Xeon), as one
-row's token and five right guesses took 3.2 and 2.1 times as long as a plain step
-(docs/speculation.md). Half of the smaller is taken, since sixteen guesses say little of the next.
-It has not been measured on a GPU, where it is larger by far, but steps that guess do not overlap.
-"""
 _NEVER = 2.0
 """A share that no row reaches."""
 _NEWEST = 16
@@ -265,15 +248,15 @@ class Speculation:
         self._blocks.give_back_unused(at, rows.num_computed[at])
         for row, made, well in zip(at.tolist(), guessed.tolist(), right.tolist(), strict=True):
             seq = rows.owner(row)
-            seq.num_drafted += made
-            seq.num_accepted += well
+            seq.guesses.num_drafted += made
+            seq.guesses.num_accepted += well
             self._drafter(row).learn(made, well)
         newest = confirmed.at[np.cumsum(confirmed.counts) - 1]
         return output.sampled_at + confirmed.counts - 1, sampled[newest]
 
     def _drafter(self, row: int) -> Drafter:
         seq = self._rows.owner(row)
-        if seq.drafter is None:
-            seq.drafter = Drafter(self._settings)
-        drafter: Drafter = seq.drafter
+        if seq.guesses.drafter is None:
+            seq.guesses.drafter = Drafter(self._settings)
+        drafter: Drafter = seq.guesses.drafter
         return drafter

@@ -211,7 +211,7 @@ class Admission:
             target, limit = 0, self._saved.identity_tokens(seq)
             wanted = self._saved.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
-            due, log_from = first_event(seq.first_prompt_tokens, seq.trigger)
+            due, log_from = first_event(seq.talk.first_prompt_tokens, seq.trigger)
             target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)

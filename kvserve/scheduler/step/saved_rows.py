@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
-from kvserve.scheduler.blocks.continuation_index import LookedUp
 from kvserve.scheduler.messages.continuation import (
     MEMORY,
     Continuation,
@@ -26,6 +26,9 @@ from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState
 from kvserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.blocks.continuation_index import LookedUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class SavedRows:
         self._rows, self._blocks, self._memory = rows, blocks, self.store.host
         self.host_pool = self._memory.pool
         self._parked: dict[int, SavedRow] = {}
-        self._known: tuple[int, int, LookedUp] = (-1, -1, LookedUp(None, None, ""))
+        self._known: tuple[int, int, LookedUp] | None = None
 
     # ---- preempted rows ----------------------------------------------------------------------
 
@@ -121,7 +124,7 @@ class SavedRows:
     def save_row(self, seq: Sequence) -> None:
         """Save the row of a sequence that ends now, if it has got past its prompt."""
         rows, row = self._rows, seq.row
-        if seq.continues_as is None or not rows.caught_up[row]:
+        if seq.talk.continues_as is None or not rows.caught_up[row]:
             return
         if rows.has_remainder(row) and not self.store.make_place():
             return
@@ -133,28 +136,28 @@ class SavedRows:
         hashes = [seq.cache_seed, *rows.hashes(seq, tokens, seq.column_hashes)]
         self.store.add(
             Continuation(
-                seq.continues_as,
+                seq.talk.continues_as,
                 tokens,
                 seq.num_prompt_tokens,
                 floor,
                 self._with_remainder(self._save(row), row),
-                seq.first_prompt_tokens,
+                seq.talk.first_prompt_tokens,
                 seq.num_shareable,
-                seq.turns,
+                seq.talk.turns,
                 tuple(seq.events),
                 hashes[floor // size],
                 hashes[seq.num_prompt_tokens // size],
             )
         )
-        if seq.resumed is not None:
-            self.store.supersede(seq.resumed.continuation)
+        if seq.talk.resumed is not None:
+            self.store.supersede(seq.talk.resumed.continuation)
 
     def find(self, seq: Sequence) -> Resumption | None:
         """What a waiting sequence may resume; after a preemption, only what it had resumed."""
-        if seq.continues_as is None or seq.refuses is not None:
+        if seq.talk.continues_as is None or seq.talk.refuses is not None:
             return None
-        if seq.resumed is not None or seq.replay_until:
-            found = seq.resumed
+        if seq.talk.resumed is not None or seq.replay_until:
+            found = seq.talk.resumed
             return found if found is not None and found.continuation in self.store else None
         return self._look_up(seq).live
 
@@ -166,7 +169,7 @@ class SavedRows:
         held, saved = -(-int((lens - dropped).sum()) // lens.size), known.row.counters
         prompt, first = int(saved["num_prompt"]), int(saved["first_uncompressed_pos"])
         state = RowState.of(prompt, computed, held, first, self._blocks.layout.block_size)
-        turns = seq.turns or (*known.turns, Turn(computed, seq.num_prompt_tokens))
+        turns = seq.talk.turns or (*known.turns, Turn(computed, seq.num_prompt_tokens))
         end = np.array([turns[len(known.turns)].end])
         num_prompt, uncompressed = seq.trigger.next_turn(state, end)
         state = replace(state, num_prompt=num_prompt, first_uncompressed_pos=uncompressed)
@@ -182,8 +185,8 @@ class SavedRows:
     def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
         """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
         computed = turn.at.computed
-        if seq.resumed is None:
-            seq.resumed = turn.resumption
+        if seq.talk.resumed is None:
+            seq.talk.resumed = turn.resumption
             _take_history(seq, turn.resumption)
             self.store.take(turn.resumption)
             self._totals.resumed_total += 1
@@ -199,7 +202,7 @@ class SavedRows:
     def recall(self, seq: Sequence) -> None:
         """Let a sequence whose continuation was evicted be computed as that was: with its turns and
         its events, so that it holds no more than the continuation did."""
-        if seq.continues_as is None or seq.refuses is not None or seq.replay_until:
+        if seq.talk.continues_as is None or seq.talk.refuses is not None or seq.replay_until:
             return
         gone = self._look_up(seq).gone
         if gone is not None:
@@ -209,23 +212,23 @@ class SavedRows:
 
     def count_miss(self, seq: Sequence) -> None:
         """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""
-        if seq.resumed is not None or seq.replay_until:
+        if seq.talk.resumed is not None or seq.replay_until:
             return
-        if seq.refuses is not None:
-            self.misses[seq.refuses] += 1
-        elif seq.continues_as is not None:
+        if seq.talk.refuses is not None:
+            self.misses[seq.talk.refuses] += 1
+        elif seq.talk.continues_as is not None:
             found = self._look_up(seq)
             self.misses[found.cause if found.live is None else MEMORY] += 1
 
     def _look_up(self, seq: Sequence) -> LookedUp:
         """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
-        asked, changes, found = self._known
-        if (asked, changes) != (seq.seq_id, self.store.changes):
+        known = self._known
+        if known is None or known[:2] != (seq.seq_id, self.store.changes):
             hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
             keys = [seq.cache_seed, *hashes]
-            found = self.store.index.longest(seq.token_ids, keys, seq.continues_as)
-            self._known = seq.seq_id, self.store.changes, found
-        return found
+            found = self.store.index.longest(seq.token_ids, keys, seq.talk.continues_as)
+            known = self._known = seq.seq_id, self.store.changes, found
+        return known[2]
 
     # ---- both --------------------------------------------------------------------------------
 
@@ -294,7 +297,7 @@ def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
 def _take_history(seq: Sequence, found: Resumption) -> None:
     """Give a sequence the turns and the events of the continuation that it begins with."""
     known, computed = found
-    seq.first_prompt_tokens = known.first_prompt_tokens
-    seq.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
+    seq.talk.first_prompt_tokens = known.first_prompt_tokens
+    seq.talk.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
     seq.events = list(known.events)
     seq.num_shareable = min(seq.num_shareable, known.num_shareable)

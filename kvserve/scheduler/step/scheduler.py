@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import compress
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from kvserve.late import Late
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import make_groups
-from kvserve.scheduler.blocks.continuations import Continuations
-from kvserve.scheduler.blocks.swap_memory import SwapMemory, num_places
+from kvserve.scheduler.blocks.swap_memory import NoContinuations, SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import (
@@ -31,13 +32,19 @@ from kvserve.scheduler.messages.output import (
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.speculation import Speculation
 from kvserve.scheduler.step.admission import Admission, CaughtUp, first_event
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.saved_rows import SavedRows
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 from kvserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.blocks.continuations import Continuations
+    from kvserve.scheduler.speculation.speculation import Speculation
+
+_continuations = Late("scheduler.blocks.continuations:Continuations")
+_speculation = Late("scheduler.speculation.speculation:Speculation")
 
 
 class Scheduler:
@@ -62,7 +69,11 @@ class Scheduler:
         places = num_places(most_rows, continuations=settings.continuations)
         swapped = SwapMemory(most_rows, places, settings.num_host_blocks)
         limit = settings.max_continuation_blocks
-        store = Continuations(self.pool, swapped, layout.block_size, limit)
+        store: Continuations
+        if settings.continuations:
+            store = _continuations(self.pool, swapped, layout.block_size, limit)
+        else:
+            store = cast("Continuations", NoContinuations(swapped))
         logged, further = settings.log_block_tokens, settings.further_groups
         groups = make_groups(self.pool, layout, most_rows, longest, logged, further)
         caching = settings.prefix_caching
@@ -78,7 +89,7 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
             budget = settings.max_num_batched_tokens
-            self.speculation = Speculation(rows, self.blocks, settings.speculation, budget)
+            self.speculation = _speculation(rows, self.blocks, settings.speculation, budget)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------

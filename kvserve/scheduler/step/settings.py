@@ -9,7 +9,7 @@ from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.speculation import NgramSettings
+from kvserve.scheduler.speculation.settings import NgramSettings
 from kvserve.scheduler.step.saved_rows import SavedRows
 
 

@@ -11,6 +11,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.trigger import (
     NO_EVENT,
+    EventKind,
     EvictionSpec,
     RowState,
     Trigger,
@@ -102,6 +103,7 @@ class EngineWide(Trigger):
     """
 
     logs = False
+    counts_steps = True
     window: int
     buffer: int
     keep: int
@@ -186,6 +188,7 @@ class QuantizeTrigger(Trigger):
     ``raw_fallback`` lanes whose codes would save no block stay raw.
     """
 
+    event_kind = EventKind.CODED
     budget: Budget
     num_queries: int
     period: int

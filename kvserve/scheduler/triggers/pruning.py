@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.triggers.trigger import EvictionSpec, RowState, Trigger, whole_row
+from kvserve.scheduler.triggers.trigger import (
+    EventKind,
+    EvictionSpec,
+    RowState,
+    Trigger,
+    whole_row,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Pruned(Trigger):
     """
 
     num_queries = 1
+    event_kind = EventKind.PRUNED
     recent_ratio: float
     min_context: int
     prompt: Taper
@@ -55,6 +62,9 @@ class Pruned(Trigger):
     def prunes(self, num_prompt: IntArray) -> IntArray:
         """Which prompts are long enough to be computed in one step and pruned."""
         return np.asarray(num_prompt - self.recent(num_prompt) > self.min_context)
+
+    def prunes_prompt(self, num_prompt: int) -> bool:
+        return bool(self.prunes(np.array(num_prompt)))
 
     def prompt_lengths(self, num_prompt: int, num_layers: int) -> list[int]:
         """Tokens of a prompt that each layer computes and holds."""
@@ -94,8 +104,3 @@ class Pruned(Trigger):
     def _to_be_pruned(self, rows: RowState) -> IntArray:
         pending = rows.num_computed < rows.num_prompt
         return np.asarray(pending & self.prunes(rows.num_prompt))
-
-
-def prunes_prompt(trigger: Trigger, num_prompt: int) -> bool:
-    """Whether a prompt is computed in one step, fewer of its tokens from layer to layer."""
-    return isinstance(trigger, Pruned) and bool(trigger.prunes(np.array(num_prompt)))

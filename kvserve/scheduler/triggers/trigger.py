@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,8 +23,8 @@ NOT_LOGGING = 2**31 - 1
 
 
 class EventKind(enum.Enum):
-    """What decides how much an event keeps, and in which form: ``compression/handlers.py`` says
-    what each does to lengths and blocks, the engine's ``event_runner.py`` what to entries.
+    """What decides how much an event keeps, and in which form: ``compression/kinds.py`` says
+    which file says what each does to lengths and blocks, and which what to entries.
 
     ``EVEN``: its trigger alone, equally many in all lanes. The others are scored in one step, which
     answers with an array, and carried out in a later one. ``UNEVEN``: its scores, by layer or by
@@ -119,6 +119,15 @@ class Trigger:
     """Whether queries are logged; else they are recomputed from the tokens in the event's task."""
     log_span: int = ONE_WINDOW
     """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
+    event_kind: ClassVar[EventKind | None] = None
+    """The kind of its events, if no policy can have others."""
+    counts_steps: ClassVar[bool] = False
+    """The scheduler makes rows due, by its own steps (``EngineWide``)."""
+
+    def prunes_prompt(self, num_prompt: int) -> bool:
+        """Whether a prompt is computed in one step, fewer of its tokens from layer to layer
+        (``Pruned``)."""
+        return False
 
     def start(self, num_prompt: IntArray) -> IntArray:
         """``first_uncompressed_pos`` of a sequence that has computed nothing."""

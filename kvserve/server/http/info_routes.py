@@ -163,7 +163,7 @@ async def kv_policies(request: Request) -> Response:
     ``offer`` has arguments that do something on this server; ``refusal`` says why it cannot run.
     """
     state = _ready(request)
-    offers = {offer.name: offer for offer in state.engine.info.offers}
+    offers = {offer.name: offer for offer in await state.engine.offers()}
     # `args` describes the same arguments in words.
     data = [
         {**{k: v for k, v in p.items() if k != "args"}, **_offer_of(state, offers.get(p["name"]))}

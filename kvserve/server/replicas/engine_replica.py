@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.async_engine import AsyncEngine
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, PolicyOffer
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -78,6 +78,9 @@ class EngineReplica:
 
     async def stats(self) -> tuple[str, EngineStats]:
         return _rank(), self._engine.stats
+
+    async def offers(self) -> list[PolicyOffer]:
+        return await self._engine.offers()
 
     async def reset_prefix_cache(self) -> None:
         self._engine.reset_prefix_cache()

@@ -25,7 +25,7 @@ from ray.serve.handle import DeploymentHandle
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import load_tokenizer
 from kvserve.engine.frontend.tokenizer import Tokenizer, tokenize
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, PolicyOffer
 from kvserve.log import ConfigError, EngineDeadError, RequestError, configure_logging, logger
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
@@ -92,6 +92,11 @@ class ReplicatedEngine:
         running = f"{len(self.stats_by_engine)} on Ray Serve"
         row = "replicas", running, "--data-parallel-size"
         return replace(self._info, summary=[*self._info.summary, row])
+
+    async def offers(self) -> list[PolicyOffer]:
+        """Those of one replica; all are alike."""
+        found: list[PolicyOffer] = await self._handle.offers.remote()
+        return found
 
     async def generate(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, request_id: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, PolicyOffer
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.parsers.chat_format import ChatTokenizer
@@ -39,6 +39,7 @@ class Engine(Protocol):
     def suspended(self) -> bool: ...
     @property
     def stage(self) -> str: ...
+    async def offers(self) -> list[PolicyOffer]: ...
     async def start(self) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     @property

@@ -98,7 +98,7 @@ def test_greedy_equals_transformers(
     for settings in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}):
         llm, tokens = generate(directory, attention_backend=backend, kv_layout=layout, **settings)
         assert tokens == expected, settings
-        assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
+        assert ("attention", backend) in [row[:2] for row in llm.engine.core.described().summary]
 
 
 @pytest.mark.compiler

@@ -83,7 +83,7 @@ def generate(
     )
     params = [replace(each, max_tokens=tokens) for each in (GREEDY, DRAWN)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    assert ("attention", backend) in [row[:2] for row in llm.engine.core.info.summary]
+    assert ("attention", backend) in [row[:2] for row in llm.engine.core.described().summary]
     assert any(output.kv_cache_details.compactions for output in outputs)
     assert any(output.kv_cache_details.coded_entries for output in outputs) == (
         policy["name"] == "spindlekv"

@@ -102,7 +102,7 @@ def test_the_start_up_table_says_when_a_log_weighs_what_events_free(llama_dir: P
     kara = {"name": "kara", "window": 128, "buffer": 32}
 
     def row(**settings: Any) -> str:
-        summary = make(llama_dir, policy=kara, **settings).engine.core.info.summary
+        summary = make(llama_dir, policy=kara, **settings).engine.core.described().summary
         return next(why for name, _, why in summary if name == "query log")
 
     assert "times what its event frees" not in row(block_size=16)

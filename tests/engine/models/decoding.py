@@ -88,5 +88,5 @@ def check_parity(
 
 def row_of(llm: LLM, name: str) -> tuple[str, ...]:
     """The start-up table's row of this name."""
-    (row,) = [row for row in llm.engine.core.info.summary if row[0] == name]
+    (row,) = [row for row in llm.engine.core.described().summary if row[0] == name]
     return row

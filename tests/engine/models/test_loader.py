@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from kvserve import LLM
-from kvserve.engine.models import storage
+from kvserve.engine.models import plain_storage
 from kvserve.log import ConfigError
 from tests.checkpoints import (
     edit_config,
@@ -258,7 +258,7 @@ def test_pieces_make_the_whole(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     """Matrices larger than the buffer arrive in pieces that do not divide them."""
     directory = write_checkpoint(kind, tmp_path)
     prompts = random_prompts([7])
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 64 * 5)
+    monkeypatch.setattr(plain_storage, "_PIECE_BYTES", 4 * 64 * 5)
     assert tokens(make(directory), prompts, 10) == greedy(directory, prompts, 10)
 
 

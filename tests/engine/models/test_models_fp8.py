@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.engine.models import held, loader
-from kvserve.engine.models.linear import FP8, can_multiply_fp8, multiply_fp8
+from kvserve.engine.models.level_products import FP8, can_multiply_fp8, multiply_fp8
 from kvserve.kernels.weight_levels import Levels
 from tests.checkpoints import edited_tensors, random_prompts
 from tests.engine.models.decoding import make, row_of, tokens

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from kvserve.config import ModelConfig
-from kvserve.engine.models import held, storage
+from kvserve.engine.models import held, plain_storage
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
@@ -129,7 +129,7 @@ def test_answers_are_those_of_the_dequantised_weights(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, config, changes, held_as = FORMS[form]
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 4 * 96 * 40)  # pieces that divide no matrix
+    monkeypatch.setattr(plain_storage, "_PIECE_BYTES", 4 * 96 * 40)  # pieces that divide no matrix
     plain = quantize(kind, tmp_path, config, **changes)
     expected = generate(plain, PROMPTS, TOKENS)
     row = check(tmp_path, expected)
@@ -290,7 +290,7 @@ def test_a_tied_table_is_the_head(
 
 def loaded_in_pieces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Transformer:
     """In float32. All tensors together never take more than 1.15 times the result."""
-    monkeypatch.setattr(storage, "_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(plain_storage, "_PIECE_BYTES", 2**20)
     monkeypatch.setattr(linear_levels, "_PIECE", 2**18)
     monkeypatch.setattr(linear_numbers, "_PIECE", 2**18)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -21,6 +21,7 @@ from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.scores.centre_scores import Centres
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
+from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
@@ -65,7 +66,7 @@ def count_calls(policy: Policy, events: int, layers: int, kv_heads: int, group: 
     unused: Any = None  # these cases log their queries
     heads = torch.rand(layers, kv_heads * group, 4)
     centres = Centres(heads, heads[..., :2], torch.rand(layers, 2))
-    observer = Observer(cache, 0.5, recomputer=unused, centres=centres)
+    observer = Observer(cache, 0.5, recomputer=unused, centres=Made(lambda: centres))
     compressor = Compressor(cache, observer, KeptScores(layout, events, "cpu"))
     with CountCalls() as counter:
         compressor.run(task, policy, kv_tables, log_tables)

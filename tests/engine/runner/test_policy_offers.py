@@ -20,7 +20,7 @@ def engine(**settings: Any) -> LLM:
 @pytest.mark.parametrize("layout", ["model", "head"])
 def test_what_is_offered_runs_and_compacts(layout: str) -> None:
     llm = engine(kv_layout=layout)
-    offers = llm.engine.core.info.offers
+    offers = llm.engine.core.offers()
     assert [offer.name for offer in offers] == policy_names()
     (sample,) = make_samples("chain", 1, 0)
     taken = [offer for offer in offers if offer.refusal is None]
@@ -40,10 +40,10 @@ def test_what_is_offered_runs_and_compacts(layout: str) -> None:
 def test_the_servers_own_policy_and_its_choice_of_others_count() -> None:
     args = {"window": 64, "buffer": 8}
     own = {"name": "kara", **args}
-    offers = {each.name: each for each in engine(policy=own).engine.core.info.offers}
+    offers = {each.name: each for each in engine(policy=own).engine.core.offers()}
     assert "--kv-layout head" in str(offers["adakv"].refusal)
     assert offers["kara"].args == args and offers["kara"].refusal is None
-    found = engine(policy=own, allow_request_policy="none").engine.core.info.offers
+    found = engine(policy=own, allow_request_policy="none").engine.core.offers()
     assert {offer.name for offer in found if offer.refusal is None} == {"none", "kara"}
 
 

@@ -116,7 +116,7 @@ def _numbers(output: RequestOutput) -> list[float]:
 
 def test_ranks_that_hold_different_entries_end_the_engine(llama_dir: Path) -> None:
     with started(llama_dir, 2) as llm:
-        assert "tensor parallel" in str(llm.engine.core.info.summary)
+        assert "tensor parallel" in str(llm.engine.core.described().summary)
         last_token = llm.engine.core.runner.batch.last_token
         before_steps(llm, lambda _: last_token.fill_(3))
         with pytest.raises(EngineDeadError, match="no longer hold the same entries"):

@@ -25,6 +25,7 @@ from kvserve.engine.sampling.grammar import (
     TokenMasks,
     allowed_bits,
 )
+from kvserve.late import Made
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
 from tests.checkpoints import write_checkpoint, write_tokenizer
@@ -230,7 +231,7 @@ class NotingCompiler:
 
 def test_one_client_with_many_makes_others_wait_for_one() -> None:
     compiler = NotingCompiler()
-    queue = GrammarQueue(cast(GrammarCompiler, compiler))
+    queue = GrammarQueue(Made(lambda: cast(GrammarCompiler, compiler)))
     sent = [(f"a{i}", "a") for i in range(50)] + [("b0", "b"), ("c0", "c"), ("b1", "b")]
     new = NewSequence(0, "r", [1], 1, [], 1.0, 1.0, 0, 0.0, None, 0, 0, None, None)
     for seq_id, (value, client) in enumerate(sent):

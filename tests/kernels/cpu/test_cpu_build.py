@@ -114,7 +114,7 @@ def test_a_full_disk_leaves_the_next_folder(tmp_path: Path) -> None:
 START = """
 from kvserve import LLM
 llm = LLM("kvserve/tiny", num_gpu_blocks_override=8, attention_backend="auto", dtype="float32")
-for row in llm.engine.core.info.summary:
+for row in llm.engine.core.described().summary:
     print("|".join(row))
 print(len(llm.generate("a", use_tqdm=False)))
 """
