@@ -36,13 +36,11 @@ from kvserve.benchmarks.reports.report import Column, Report, measure_and_publis
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 from kvserve.engine.cache.entry_store import (
-    EntryStore,
-    FewEntries,
-    QuantizedEntries,
     RawEntries,
     block_bytes,
 )
 from kvserve.engine.cache.entry_table import EntryTable
+from kvserve.engine.cache.level_entries import FewEntries, QuantizedEntries
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
@@ -115,7 +113,7 @@ def compiled_block_sum() -> Any:
 
 def filled_store(
     blocks: int, layers: int, kv_heads: int, dim: int, name: str, tokens: int = BLOCK
-) -> EntryStore:
+) -> RawEntries:
     """Blocks of ``tokens`` random entries, in large pages as an engine's are."""
     form, dtype = form_of(name)
     if form.few:
@@ -134,7 +132,7 @@ def filled_store(
     return QuantizedEntries(held, COMPILED, dtype)
 
 
-def few_store(form: EntryFormat, dtype: torch.dtype, sizes: tuple[int, ...]) -> EntryStore:
+def few_store(form: EntryFormat, dtype: torch.dtype, sizes: tuple[int, ...]) -> RawEntries:
     """The same in few bits; by layer, as many in each as a model of which nothing was measured."""
     blocks, layers, kv_heads, tokens, dim = sizes
     layout = KVLayout(layers, kv_heads, dim, tokens)
@@ -160,12 +158,12 @@ def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
 class Held(NamedTuple):
     """What rows hold in blocks of one kind, in random order."""
 
-    store: EntryStore
+    store: RawEntries
     tables: Tensor
     chunks: QuerySegments
 
     @classmethod
-    def of(cls, store: EntryStore, batch: int, count: int) -> Held:
+    def of(cls, store: RawEntries, batch: int, count: int) -> Held:
         """``count`` entries of each row, in all blocks but the first."""
         blocks = len(store.memory) - 1
         last = torch.full((1, batch), count - 1)

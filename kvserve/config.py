@@ -129,8 +129,8 @@ class CacheConfig:
 
     block_size: int | None = setting(
         None,
-        "tokens per block (default: 64 on a GPU, else 16, or 32 in few bits; more if a token's "
-        "logged queries do not fit)",
+        "tokens per block (default: 64 on a GPU, else 16; up to 64 if smaller blocks of entries in "
+        "few bits would waste bytes; more if a token's logged queries do not fit)",
         aliases=("--page-size",),
         least=1,
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.cache.entry_store import FewEntries, QuantizedEntries
 from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.level_entries import FewEntries, QuantizedEntries
 from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
@@ -264,7 +264,7 @@ def vectors_of(levels: Tensor, cache: KVCache, layer: int) -> tuple[Stored | Qua
     for of in (form.key, form.value):
         widths = [of.levels(dim), *[2] * (1 + of.low)]
         own, *ranges = levels[..., first : first + sum(widths)].split(widths, dim=-1)
-        ranges = [part.contiguous().view(torch.bfloat16) for part in ranges]
+        ranges = [part.contiguous().view(torch.bfloat16)[..., 0] for part in ranges]
         found.append(QuantizedVectors(of, own, *ranges))
         first += sum(widths)
     return tuple(found)

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
-from kvserve.engine.cache.entry_store import (
-    EntryStore,
-    FewEntries,
-    QuantizedEntries,
-    RawEntries,
-    memory_shape,
-)
+from kvserve.engine.cache.entry_store import RawEntries, memory_shape
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
-from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels, by_device
 from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout, LayerKinds
@@ -33,7 +26,8 @@ if TYPE_CHECKING:
 
 _quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
 _few_blocks = Late("kernels.few_bits:FewBlocks")
-_turned = Late("kernels.turning:turn_torch")
+_quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
+_few_entries = Late("engine.cache.level_entries:FewEntries")
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
@@ -88,14 +82,14 @@ class KVCache:
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.entries: EntryStore = RawEntries(self.kv, kernels)
+        self.entries = RawEntries(self.kv, kernels)
         if few:
             sizes = layout.heads_per_block, layout.block_size, layout.head_dim
             parts = _few_blocks(self.kv.flatten(1), few, *sizes)
-            self.entries = FewEntries(parts, kernels, dtype, self.layers.full)
+            self.entries = _few_entries(parts, kernels, dtype, self.layers.full)
         elif self.form.quantized:
             blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
-            self.entries = QuantizedEntries(blocks, kernels, dtype)
+            self.entries = _quantized_entries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
         view = partial(log.read_as_log, self.kv, layout, tokens, dtype)
         self.query_log = QueryLog(view, tokens, log, kernels)
@@ -111,7 +105,7 @@ class KVCache:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
         self.entries.write(self.entries.index(layer, place), slots, k, v)
-        if isinstance(self.entries, FewEntries) and self.writers:
+        if self.writers:
             k, v = self.entries.turn(k, layer), self.entries.turn(v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
             writer.write(layer, slots, k, v)
@@ -119,19 +113,7 @@ class KVCache:
     def turn(self, x: Tensor) -> Tensor:
         """Queries [T, Hq, D] as entries are held, or attention's output turned back; the same, if
         entries are held as they came."""
-        return self.entries.turn(x) if isinstance(self.entries, FewEntries) else x
-
-    def turn_remainder(self, left: Remainder, layers: Tensor | None, *, back: bool) -> Remainder:
-        """What stands for entries of ``layers [L']`` (``None``: all that see all tokens), [E, L',
-        Hkv, ...], as entries are held, or ``back``."""
-        if not isinstance(self.entries, FewEntries):
-            return left
-        means = self.entries.means if layers is None else self.entries.means[layers]
-        if back:
-            keys, values = (_turned(x.float()) for x in left.numbers())
-            return Remainder(keys + means, values, left.bias)
-        keys, values = left.numbers()
-        return Remainder(_turned(keys, means), _turned(values), left.bias)
+        return self.entries.turn(x)
 
     @property
     def rotate_and_store(self) -> RotateAndStore | None:
@@ -212,8 +194,8 @@ class KVCache:
         """As ``keys_values``, of entries as they were computed."""
         assert self._newest is not None
         group, place = self._where(layer)
-        keys, values = self._newest.layer(place)
-        return keys, values, group
+        blocks = self._newest.memory[:, place]
+        return blocks[:, 0], blocks[:, 1], group
 
     def _slots(self, layer: int, batch: ForwardBatch) -> tuple[int, Tensor]:
         """A layer's place in a block, and where its new entries go: [R, T]."""

@@ -42,7 +42,7 @@ class Remainders:
         turned: Callable[..., Remainder] | None = None,
     ) -> None:
         """``layers``: what the model calls the layers of ``layout`` (default: by their number).
-        ``turned``: how attention reads entries, if not as they came (``KVCache.turn_remainder``).
+        ``turned``: how attention reads entries, if not as they came (``turn_remainder`` of these).
         """
         lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
         vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=torch.float32, device=device)

@@ -13,8 +13,8 @@ from kvserve.scheduler.layout import KVLayout
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
-FEW_BLOCK_SIZE = 32
-"""At least so many in few bits: blocks that hold few entries as computed would waste their ends."""
+LARGEST = 64
+"""Of few bits, where smaller blocks would waste their ends (``_size_of``)."""
 
 
 def choose_log(
@@ -43,7 +43,7 @@ def choose_log(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    size = block_size or max(BLOCK_SIZES[device], FEW_BLOCK_SIZE if form.few else 0)
+    size = block_size or _size_of(form, device, part.head_dim, dtype.itemsize)
     layout = KVLayout(part.num_layers, part.num_kv_heads, part.head_dim, size)
     means = LogForm(part.num_kv_heads, logged, "group_mean")
     logs = [means if reduction == "group_mean" else LogForm(part.num_heads, logged)]
@@ -59,3 +59,15 @@ def choose_log(
             f"{least[at]} or more, or leave it out"
         )
     return logs[at], -(-least[at] // size) * size
+
+
+def _size_of(form: EntryFormat, device: str, dim: int, itemsize: int) -> int:
+    """Entries of a block: in few bits so many that the newest, as computed, fill nine tenths."""
+    size, entry = BLOCK_SIZES[device], 2 * dim * itemsize
+    while (
+        form.few
+        and size < LARGEST
+        and form.lane_bytes(size, dim) % entry * 10 > form.lane_bytes(size, dim)
+    ):
+        size *= 2
+    return size

@@ -102,7 +102,7 @@ def build_runner(
     remainders = None
     if attention.backend.reads_remainders:
         places = num_places(rows, continuations=config.cache.continuations == "on")
-        full, turned = spec.layers.full or None, cache.turn_remainder if few else None
+        full, turned = spec.layers.full or None, cache.entries.turn_remainder if few else None
         remainders = Remainders(plan.layout, rows, plan.device, places, full, turned)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [

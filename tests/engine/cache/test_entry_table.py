@@ -131,7 +131,7 @@ def test_models_without(
         llm = started(directory)
     (said,) = [x.message for x in caplog.records if "rounded plainly" in x.message]
     assert why in said and table_of(llm).name == ""
-    rows = {name: (state, why) for name, state, why in llm.engine.core.info.summary}
+    rows = {name: (state, why) for name, state, why in llm.engine.core.described().summary}
     assert rows["entry table"] == ("none", "entries are rounded plainly: the log says why")
     assert len(answers(llm)[0]) == 40
 
@@ -140,12 +140,12 @@ def test_what_is_said(tmp_path: Path, cache: Path) -> None:
     """In the start-up table and with every answer; and others say what 3 bits would hold."""
     directory = model(tmp_path / "model")
     llm = started(directory)
-    rows = {name: (state, why) for name, state, why in llm.engine.core.info.summary}
+    rows = {name: (state, why) for name, state, why in llm.engine.core.described().summary}
     state, why = rows["entry table"]
     assert table_of(llm).name.startswith(state) and "bits of keys and" in why
     (output,) = llm.generate([[3, 4, 5]], PARAMS, use_tqdm=False)
     assert output.kv_cache_details.entry_table == table_of(llm).name
-    others = {name: why for name, _, why in make(directory).engine.core.info.summary}
+    others = {name: why for name, _, why in make(directory).engine.core.described().summary}
     assert "3bit holds 9.8 times as many tokens" in others["kv cache dtype"]
     assert "entry table" not in others
 
