@@ -79,12 +79,13 @@ def some_text() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def few_newest() -> Iterator[None]:
-    """Of forms in few bits, the newest 16 tokens are held as they were computed, not more than what
+    """Of forms in few bits, the newest 32 tokens are held as they were computed, not more than what
     most tests compute."""
     with pytest.MonkeyPatch.context() as patch:
         for name, form in FORMATS.items():
-            patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 16)))
-        patch.setattr("kvserve.engine.runner.log_form.LARGEST", 16)  # they are a multiple of blocks
+            patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 32)))
+        # They are a multiple of blocks, which others may make smaller.
+        patch.setattr("kvserve.engine.runner.log_form.LARGEST", 16)
         yield
 
 

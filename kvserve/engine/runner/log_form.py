@@ -7,7 +7,7 @@ import torch
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
-from kvserve.entry_format import EntryFormat
+from kvserve.entry_format import TILE, EntryFormat
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 
@@ -50,7 +50,9 @@ def choose_log(
     if reduction is None:
         packages = {"flash-attn", "xformers"} & set(backend.split(","))
         logs = [means] if packages else [LogForm(part.num_heads, "int4"), means]
-    least = [log.least_block(layout, form, dtype.itemsize) for log in logs]
+    least, unit = [log.least_block(layout, form, dtype.itemsize) for log in logs], TILE * form.few
+    if unit:  # blocks are multiples of it
+        least = [-(-tokens // unit) * unit for tokens in least]
     at = next((at for at, tokens in enumerate(least) if tokens <= size), -1)
     if least[at] > size and block_size is not None:
         raise ConfigError(

@@ -36,7 +36,9 @@ def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat) -> str | 
     wants = policy.demands
     prunes = wants.event_kind is EventKind.PRUNED
     if prunes and form.few:
-        return f"{policy.name} may drop a row's first entry, which {form.name} keeps; use k8v4"
+        return (
+            f"{policy.name} may drop a row's first entry, which {form.name} keeps and k8v4 does not"
+        )
     if spec.borrowed and prunes:
         return f"{policy.name} prunes between layers, and these are transformers' own"
     if spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):

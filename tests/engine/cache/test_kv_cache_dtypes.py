@@ -51,10 +51,10 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
         assert stats.bytes_total == stats.blocks_total * size
         assert cache.host.nbytes // size - 1 == 2**30 // size
         (output,) = llm.generate(random_prompts([50]), PARAMS, use_tqdm=False)
-        # Beside 73 tokens: those from the last multiple of 16 before the newest 17 on, as computed,
+        # Beside 73 tokens: those from the last multiple of 32 before the newest 33 on, as computed,
         # and a block with the first.
         tokens = size // (6 * 2 * DIM * 4) if FORMATS.get(dtype, FORMATS["int8"]).few else 0
-        newest = 1 + -(-73 // tokens) - 48 // tokens if tokens else 0
+        newest = 1 + -(-73 // tokens) - 32 // tokens if tokens else 0
         held[dtype] = output.kv_cache_details.held_bytes - newest * size
         assert held[dtype] == 5 * size
         assert f"{stats.blocks_total} blocks" in row_of(llm, "kv pool")[1]

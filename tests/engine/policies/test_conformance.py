@@ -165,7 +165,7 @@ class Lab:
     @property
     def small_blocks(self) -> int:
         """Tokens in the smallest block that holds a token's queries of all heads too."""
-        return 4 if self.form == "auto" else 16
+        return 4 if self.form == "auto" else 32 if FORMATS[self.form].few else 16
 
     @cached_property
     def _model(self) -> PreTrainedModel:
