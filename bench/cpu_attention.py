@@ -35,17 +35,24 @@ from tqdm import tqdm
 from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
 from kvserve.benchmarks.setup.checkpoint import SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.engine.cache.entry_store import EntryStore, QuantizedEntries, RawEntries
+from kvserve.engine.cache.entry_store import (
+    RawEntries,
+    block_bytes,
+)
+from kvserve.engine.cache.entry_table import EntryTable
+from kvserve.engine.cache.level_entries import FewEntries, QuantizedEntries
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
 from kvserve.kernels.attention.paged_attention import Newest
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.few_bits import TILE, FewBlocks
 from kvserve.kernels.int4_log import quantize as quantize_queries
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores
 from kvserve.kernels.storage import COMPILED
+from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 BLOCK = 16
 FORMS = ("bfloat16", "float32", *FORMATS)
@@ -106,9 +113,11 @@ def compiled_block_sum() -> Any:
 
 def filled_store(
     blocks: int, layers: int, kv_heads: int, dim: int, name: str, tokens: int = BLOCK
-) -> EntryStore:
+) -> RawEntries:
     """Blocks of ``tokens`` random entries, in large pages as an engine's are."""
     form, dtype = form_of(name)
+    if form.few:
+        return few_store(form, dtype, (blocks, layers, kv_heads, tokens, dim))
     lane = form.lane_bytes(tokens, dim)
     block = (lane * kv_heads,) if form.quantized else (2, tokens, kv_heads, dim)
     pool = torch.empty((blocks, layers, *block), dtype=torch.uint8 if form.quantized else dtype)
@@ -123,6 +132,23 @@ def filled_store(
     return QuantizedEntries(held, COMPILED, dtype)
 
 
+def few_store(form: EntryFormat, dtype: torch.dtype, sizes: tuple[int, ...]) -> RawEntries:
+    """The same in few bits; by layer, as many in each as a model of which nothing was measured."""
+    blocks, layers, kv_heads, tokens, dim = sizes
+    layout = KVLayout(layers, kv_heads, dim, tokens)
+    table = EntryTable.plain(layers, kv_heads, dim, "cpu")
+    few = table.layers(form, layout, LayerKinds(layers))
+    pool = torch.empty(blocks, block_bytes(layout, form), dtype=torch.uint8)
+    use_large_pages(pool.data_ptr(), pool.nbytes, written=False)
+    pool.random_(0, 256)
+    held = FewBlocks(pool, few, kv_heads, tokens, dim)
+    for layer in range(layers):
+        for vectors in held.layer(layer):  # of numbers about 1, as other forms hold here
+            codes = vectors.tiles[..., vectors.codes_at :][..., :TILE]
+            codes[...] = torch.randint(120, 136, codes.shape)
+    return FewEntries(held, COMPILED, dtype, range(layers))
+
+
 def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
     """A form, and the type of the numbers that attention and events compute with."""
     dtype = DTYPES.get(name, torch.bfloat16)
@@ -132,12 +158,12 @@ def form_of(name: str) -> tuple[EntryFormat, torch.dtype]:
 class Held(NamedTuple):
     """What rows hold in blocks of one kind, in random order."""
 
-    store: EntryStore
+    store: RawEntries
     tables: Tensor
     chunks: QuerySegments
 
     @classmethod
-    def of(cls, store: EntryStore, batch: int, count: int) -> Held:
+    def of(cls, store: RawEntries, batch: int, count: int) -> Held:
         """``count`` entries of each row, in all blocks but the first."""
         blocks = len(store.memory) - 1
         last = torch.full((1, batch), count - 1)
@@ -154,13 +180,13 @@ class Reads:
         raw = entry_format("auto", dtype.itemsize)
         newest = own.newest // 2
         blocks = batch * -(-(context - newest) // BLOCK) + 1
-        lane = own.lane_bytes(BLOCK, dim)
-        self.layers = max(1, round(mib * 2**20 / (lane * kv_heads * blocks)))
+        layer = own.block_bytes(BLOCK, dim, LAYERS, kv_heads) / LAYERS
+        self.layers = max(1, round(mib * 2**20 / (layer * blocks)))
         shape = self.layers, kv_heads, dim
         self.held = Held.of(filled_store(blocks, *shape, form), batch, context - newest)
         self.newest = None
         if newest:
-            tokens = own.newest_tokens(BLOCK, dim, dtype.itemsize)
+            tokens = int(layer // (kv_heads * raw.entry_bytes(dim)))
             store = filled_store(batch * -(-newest // tokens) + 1, *shape, "bfloat16", tokens)
             self.newest = Held.of(store, batch, newest)
         self.block_sum = block_sum
@@ -169,7 +195,7 @@ class Reads:
         self.scale = dim**-0.5
         lanes = batch * kv_heads * self.layers
         self.entries = lanes * context
-        each = (context - newest) * own.entry_bytes(dim) + newest * raw.entry_bytes(dim)
+        each = (context - newest) * own.mean_bytes(dim, LAYERS) + newest * raw.entry_bytes(dim)
         self.bytes = lanes * each
 
     def attend(self) -> None:
@@ -189,6 +215,7 @@ class Reads:
             if held is None:
                 continue
             pool, blocks = held.store.memory, held.tables.view(-1)
+            pool = pool.view(len(pool), self.layers, -1)
             stride, size = (pool.stride(at) * pool.itemsize for at in (0, 1))
             for layer in range(self.layers):
                 start = pool.data_ptr() + layer * size
@@ -237,7 +264,8 @@ def events(args: argparse.Namespace) -> Iterator[Figures]:
 
 def _event_parts(heads: str, form: str, mib: int, repeat: int) -> Iterator[Figures]:
     (dim, group, kv_heads), (own, _) = HEADS[heads], form_of(form)
-    rows = max(1, mib * 2**20 // (LENGTH * LAYERS * kv_heads * own.entry_bytes(dim)))
+    entry = LAYERS * kv_heads * own.mean_bytes(dim, LAYERS)
+    rows = max(1, int(mib * 2**20 / (LENGTH * entry)))
     blocks, lanes = rows * LENGTH // BLOCK, (LAYERS, kv_heads, LENGTH)
     store = filled_store(blocks + 1, LAYERS, kv_heads, dim, form)
     order = (torch.randperm(blocks) + 1).view(rows, -1, 1) * BLOCK

@@ -34,7 +34,7 @@ from bench.machine import ROOT, Ended, machine, run_apart, write_json
 
 VARIANTS = ROOT / "build" / "lease" / "variants.json"
 _LEAST = 20.0
-"""Seconds below which no stage begins."""
+"""Seconds below which no stage begins, if it does not say what it needs."""
 _FACTS = (
     "import json, subprocess, sys, torch, triton, numpy; from bench.machine import machine; "
     "print(subprocess.run(['nvidia-smi'], capture_output=True, text=True).stdout) "
@@ -48,7 +48,7 @@ _ROW = (
 )
 
 
-_SOME_TESTS = ("--seconds", "130"), ("--seconds", "60", "--groups", "policies-uneven")
+_SOME_TESTS = ("--seconds", "50"), ("--seconds", "60", "--groups", "policies-uneven")
 """On a GPU, and to try the command."""
 
 
@@ -61,18 +61,21 @@ class Stage:
     arguments: tuple[str, ...]
     options: tuple[str, ...] = ()
     shown: Callable[[dict[str, Any]], list[str]] = lambda found: []
+    least: float = _LEAST
 
 
 def stages(part: int, smoke: bool, row_seconds: float) -> list[Stage]:
     small = ("--smoke",) * smoke
     if part == 1:
         check = ("-m", "bench.gpu_check", "--save-result")
+        levels = ("-m", "bench.gpu_runs.tile", "--kernel", "decode levels", "--result")
         return [
             Stage("facts", 30, ("-c", _FACTS), shown=lambda found: [json.dumps(found)]),
-            Stage("check", 280, check, ("--seconds", "270"), _wrong),
-            Stage("tests", 170, ("-m", "bench.gpu_runs.engine_tests"), _SOME_TESTS[smoke], _tests),
-            Stage("served", 200, ("-m", "bench.gpu_runs.served"), small, _said),
-            Stage("sdpa", 90, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
+            Stage("levels", 60, levels, small, _fastest),
+            Stage("check", 130, check, ("--seconds", "125"), _wrong),
+            Stage("served", 90, ("-m", "bench.gpu_runs.served"), small, _said),
+            Stage("sdpa", 60, ("-m", "bench.gpu_runs.sdpa"), small, _attention),
+            Stage("tests", 60, ("-m", "bench.gpu_runs.engine_tests"), _SOME_TESTS[smoke], _tests),
         ]
     jobs = (job.small() if smoke else job for job in JOBS[:7])
     none, kara, snapkv, *k8v4, none4, kara4 = (_row(job, row_seconds, small) for job in jobs)
@@ -86,13 +89,24 @@ def _row(job: Job, seconds: float, small: tuple[str, ...]) -> Stage:
     name = f"row-{job.policy.partition(':')[0]}{form}"
     arguments = ("-m", "bench.gpu_runs.row", job.name)
     options = (f"--row-seconds={seconds}", *small)
-    return Stage(name, seconds + 80, arguments, options, _figures)
+    return Stage(name, seconds + 80, arguments, options, _figures, seconds + 18)
 
 
 def _figures(found: dict[str, Any]) -> list[str]:
     shown = {name: found.get(name) for name in _ROW}
     rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in shown.items()}
     return [json.dumps({name: value for name, value in rounded.items() if value is not None})]
+
+
+def _fastest(found: dict[str, Any]) -> list[str]:
+    """The three fastest tiles of each kernel, with microseconds by batch."""
+    return [
+        f"{kernel} {row['tile']}: "
+        + ", ".join(f"{name} {us:.0f}" for name, us in row.items() if name != "tile")
+        for kernel, rows in found.items()
+        if kernel != "machine"
+        for row in rows[:3]
+    ]
 
 
 def _wrong(found: dict[str, Any]) -> list[str]:
@@ -142,14 +156,14 @@ class Lease:
         left = self.until - time.monotonic()
         result = self.folder / f"{stage.name}.json"
         ended = Ended(0.0, {}, "no time was left for it")
-        if left > _LEAST:
+        if left > stage.least:
             command = [*stage.arguments, str(result), *stage.options]
             ended = run_apart(command, result, min(stage.limit, left))
         self.found["stages"][stage.name] = {"seconds": ended.seconds, "error": ended.error}
         write_json(self.folder / "lease.json", self.found)
         self._pack()
         lines = [f"== {stage.name}: {ended.seconds:.0f} s, {left - ended.seconds:.0f} s left"]
-        log = result.with_suffix(".log").read_text() if ended.seconds else ""
+        log = result.with_suffix(".log").read_text(errors="replace") if ended.seconds else ""
         shown = stage.shown(ended.found) or log.splitlines()[-6:]
         lines += [f"   {line[:700]}" for line in shown]
         if ended.error is not None:

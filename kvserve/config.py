@@ -129,7 +129,8 @@ class CacheConfig:
 
     block_size: int | None = setting(
         None,
-        "tokens per block (default: 64 on a GPU, else 16; more if logged queries do not fit)",
+        "tokens per block (default: 64 on a GPU, else 16; up to 64 if smaller blocks of entries in "
+        "few bits would waste bytes; more if a token's logged queries do not fit)",
         aliases=("--page-size",),
         least=1,
     )
@@ -180,7 +181,8 @@ class CacheConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "how keys and values are stored: as numbers of the model's dtype (auto), or in fewer bits: "
-        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), 4 (k4v4), or 4 and 2 (k4v2)",
+        "8 (int8, or e4m3 as fp8), 8 for keys and 4 for values (k8v4), or few of both: the same in "
+        "all layers (k4v4, k3v3, k2v2), or on average, each layer as many as it needs (3bit)",
         choices=KV_CACHE_DTYPES,
         synonyms={"fp8_e4m3": "fp8"},
     )

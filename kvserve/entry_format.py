@@ -1,32 +1,37 @@
-"""How many bytes a key and a value take in a block, and where they stand in it. No torch here.
+"""How many bytes a key and a value take in a block. No torch here.
 
 A vector (the key or the value of one token and KV head) is held as it was computed, or as *levels*:
-whole numbers of few bits, or e4m3 numbers. Each group of its channels has a *step* and, where
-levels count from the group's lowest number, that number, its *low*: both bfloat16. A *lane* is one
-KV head of one layer; its part of a block is one run of bytes: all keys' levels, all values' levels,
-then the keys' steps and lows and the values', group by group.
+whole numbers of few bits, or e4m3 numbers. Of 8 bits, and values of 4 beside such keys, it has a
+*step* and, where levels count from its lowest number, that number, its *low*: both bfloat16. A
+*lane* is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all
+values' levels, then the keys' steps, the values' steps and their lows. Keys and values that both
+have *few* bits are turned before they are rounded, and have a code of one byte
+(``kernels/few_bits.py``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-_ALIGNED = 16  # bytes: so that a lane's part can be read as any type
+ALIGNED = 16
+"""Bytes, so that a lane's part of a block can be read as any type."""
+TILE = 16
+"""Entries in few bits that are stored together."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorForm:
     """How a vector is held, as numbers that every kernel is made from.
 
-    ``bits`` for each channel. ``group`` channels share a step; 0, or a head that is no multiple of
-    it: all channels of a head do. ``low``: a number is low + step * level; without it, step *
-    level. ``e4m3``: levels are such numbers.
+    ``bits`` for each channel. ``low``: a number is low + step * level; without it, step * level.
+    ``e4m3``: levels are such numbers. ``few``: see the module.
     """
 
     bits: int
-    group: int = 0
     low: bool = False
     e4m3: bool = False
+    few: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -42,72 +47,128 @@ class VectorForm:
 
     @property
     def code(self) -> int:
-        """``bits``, ``low`` and ``e4m3`` as one number, the constant of kernels."""
-        return self.bits + 16 * self.low + 32 * self.e4m3
+        """The form as one number, the constant of kernels, which read few bits of any number."""
+        return 64 if self.few else self.bits + 16 * self.low + 32 * self.e4m3
 
-    def groups(self, dim: int) -> int:
-        """How many steps a vector of ``dim`` channels has."""
-        return dim // self.group if self.group and dim % self.group == 0 else 1
+    def strips(self, dim: int) -> tuple[int, int]:
+        """Of few bits: how many strips a vector has, and the bytes of each."""
+        fields = 8 if self.bits == 3 else 8 // self.bits
+        return (3 if self.bits == 3 else 1), -(-dim // (4 * fields)) * 4
 
     def levels(self, dim: int) -> int:
         """Bytes of a vector's levels."""
-        return dim * self.bits // 8
+        return math.prod(self.strips(dim)) if self.few else dim * self.bits // 8
 
     def size(self, dim: int) -> int:
         """All bytes of a vector."""
-        steps = 2 * self.groups(dim) * (1 + self.low) if self.quantized else 0
-        return self.levels(dim) + steps
+        if self.few:
+            return self.levels(dim) + 1
+        return self.levels(dim) + 2 * (1 + self.low) * self.quantized
 
 
 @dataclass(frozen=True, slots=True)
 class EntryFormat:
     """The forms of a key and of a value.
 
-    ``newest``, if not 0: those from a row's last multiple of so many tokens on are held as they
-    were computed, too, and read so.
+    ``newest``, if not 0: those from a row's last multiple of so many tokens on, and the row's
+    first, are held as they were computed, too, and read so. ``average``, if not 0: keys' and
+    values' bits differ by layer, so many on average; not those of ``key`` and ``value``.
     """
 
     name: str
     key: VectorForm
     value: VectorForm
     newest: int = 0
+    average: float = 0.0
 
     @property
     def quantized(self) -> bool:
         """Whether levels are held, not the numbers themselves."""
         return self.key.quantized
 
-    def entry_bytes(self, dim: int) -> int:
-        """Bytes of one token's key and value, of one layer and head."""
-        return self.key.size(dim) + self.value.size(dim)
+    @property
+    def few(self) -> bool:
+        """Whether both are of few bits."""
+        return self.key.few
+
+    def level_bytes(self, dim: int, layers: int) -> int:
+        """Bytes of levels of one token's keys and values, of ``layers`` that share a block and one
+        head: what layers of different bits share among them."""
+        if not self.average:
+            return layers * (self.key.levels(dim) + self.value.levels(dim))
+        there = bits_of_layers(dim)
+        low = max(bits for bits in there if bits <= self.average)
+        high = min(bits for bits in there if bits >= self.average)
+        less, more = few(low).levels(dim), few(high).levels(dim)
+        share = (self.average - low) / (high - low) if high > low else 0.0
+        return int(2 * layers * (less + share * (more - less))) // 4 * 4
+
+    def entry_bytes(self, dim: int, layers: int = 1) -> int:
+        """Bytes of one token's keys and values, of ``layers`` that share a block and one head."""
+        if self.few:
+            return self.level_bytes(dim, layers) + 2 * layers
+        return layers * (self.key.size(dim) + self.value.size(dim))
+
+    def mean_bytes(self, dim: int, layers: int) -> float:
+        """Bytes of one token's key and value in one layer and head, of ``layers`` that share a
+        block."""
+        return self.entry_bytes(dim, layers) / layers
+
+    def block_bytes(self, block_size: int, dim: int, layers: int, heads: int) -> int:
+        """Bytes of a block of so many layers and KV heads."""
+        size = heads * block_size * self.entry_bytes(dim, layers)
+        if self.quantized and not self.few:
+            lane = -(-block_size * self.entry_bytes(dim) // ALIGNED) * ALIGNED
+            size = heads * layers * lane
+        return size
 
     def lane_bytes(self, block_size: int, dim: int) -> int:
-        """Bytes of a block for one layer and KV head."""
-        size = block_size * self.entry_bytes(dim)
-        return -(-size // _ALIGNED) * _ALIGNED if self.quantized else size
+        """Bytes of a block for one layer and KV head, if all layers have as many."""
+        return self.block_bytes(block_size, dim, 1, 1)
 
     def newest_tokens(self, block_size: int, dim: int, itemsize: int) -> int:
-        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number."""
+        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number; of layers
+        that have as many bytes."""
         return self.lane_bytes(block_size, dim) // (2 * dim * itemsize)
 
     def refusal(self, dim: int) -> str | None:
         """Why this format cannot hold heads of this size; ``None`` if it can."""
         least = min(self.key.bits, self.value.bits)
         multiple = 1 if least > 8 else 8 * (1 + (least < 8))  # kernels read bytes by eights
-        return f"head_dim {dim} is not a multiple of {multiple}" if dim % multiple else None
+        if dim % multiple:
+            return f"head_dim {dim} is not a multiple of {multiple}"
+        if self.few and not self.average and least not in bits_of_layers(dim):
+            return f"head_dim {dim} takes as many bytes in {least} bits as in 4 (k4v4)"
+        return None
 
 
-_INT8, _E4M3 = VectorForm(8), VectorForm(8, e4m3=True)
-_INT4 = VectorForm(4, low=True)
-_GROUPS_OF_4, _GROUPS_OF_2 = (VectorForm(bits, group=32, low=True) for bits in (4, 2))
+def few(bits: int) -> VectorForm:
+    """Vectors in few bits."""
+    return VectorForm(bits, few=True)
+
+
+def bits_of_layers(dim: int) -> tuple[int, ...]:
+    """Bits that a layer's keys or values may have: each takes more bytes than fewer bits do. With
+    fewer than 2, single layers lose too much."""
+    return tuple(
+        bits
+        for bits in (2, 3, 4)
+        if all(few(bits).levels(dim) < few(more).levels(dim) for more in range(bits + 1, 5))
+    )
+
+
+_INT8, _E4M3, _INT4 = VectorForm(8), VectorForm(8, e4m3=True), VectorForm(4, low=True)
 _NEWEST = 128
 FORMATS = {
     form.name: form
     for form in (
         EntryFormat("int8", _INT8, _INT8),
         EntryFormat("k8v4", _INT8, _INT4),
-        EntryFormat("k4v4", _GROUPS_OF_4, _GROUPS_OF_4, newest=_NEWEST),
-        EntryFormat("k4v2", _GROUPS_OF_4, _GROUPS_OF_2, newest=_NEWEST),
+        *(EntryFormat(f"k{bits}v{bits}", few(bits), few(bits), _NEWEST) for bits in (4, 3, 2)),
+        EntryFormat("3bit", few(3), few(3), _NEWEST, 3.0),
+        EntryFormat("2.75bit", few(3), few(2), _NEWEST, 2.75),
+        EntryFormat("2.5bit", few(3), few(2), _NEWEST, 2.5),
+        EntryFormat("2bit", few(2), few(2), _NEWEST, 2.0),
         EntryFormat("fp8", _E4M3, _E4M3),
     )
 }

@@ -76,6 +76,9 @@ class KVCacheDetails:
     """Codebook vectors for the keys and values of coded entries."""
     resumed_tokens: int = 0
     """Tokens whose entries were taken over from an earlier turn (``--continuations on``)."""
+    entry_table: str = ""
+    """The name of the model's table that entries in few bits are written by (``--kv-cache-dtype``);
+    empty: by none."""
     remainder_entries: int = 0
     """Entries that stand for dropped ones, one for each layer and KV head; they are not counted in
     ``held_entries``."""

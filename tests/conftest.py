@@ -18,6 +18,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
     # Kernels then run in Triton's interpreter, if Triton finds this when transformers imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kvserve.engine.cache import entry_statistics
 from kvserve.entry_format import FORMATS
 from tests.checkpoints import write_checkpoint
 
@@ -65,12 +67,25 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module")
+def some_text() -> Iterator[None]:
+    """Entries in few bits are shaped for models without a tokenizer, too, by a random text; and
+    nothing of that is kept."""
+    ids = np.random.default_rng(0).integers(5, 60, 200).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry_statistics, "_text_ids", lambda *_: (ids, None))
+        patch.setattr(entry_statistics, "cache_folder", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module")
 def few_newest() -> Iterator[None]:
-    """Of forms in 4 bits, the newest 16 tokens are held as they were computed, not more than what
+    """Of forms in few bits, the newest 32 tokens are held as they were computed, not more than what
     most tests compute."""
     with pytest.MonkeyPatch.context() as patch:
         for name, form in FORMATS.items():
-            patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 16)))
+            patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 32)))
+        # They are a multiple of blocks, which others may make smaller.
+        patch.setattr("kvserve.engine.runner.log_form.LARGEST", 16)
         yield
 
 

@@ -102,7 +102,8 @@ def small_engine(folder: Path, policy: dict[str, Any], **settings: Any) -> LLM:
         "max_num_seqs": 6,
         "num_gpu_blocks_override": 240,
     }
-    model = write_checkpoint("llama", folder, num_attention_heads=settings.pop("heads", 4))
+    sizes = {"num_attention_heads": settings.pop("heads", 4), "head_dim": settings.pop("dim", 16)}
+    model = write_checkpoint("llama", folder, **sizes)
     return LLM(str(model), policy=policy, **defaults | settings)
 
 

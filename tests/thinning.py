@@ -12,14 +12,29 @@ from _pytest.mark import ParameterSet
 
 
 def thinned(
-    axes: Mapping[str, Sequence[Any]], *, together: int = 1, rest: bool = True
+    axes: Mapping[str, Sequence[Any]], *, together: int = 1, rest: bool | int = True
 ) -> pytest.MarkDecorator:
     """Parametrize with combinations of the axes' values, which stand under the names of arguments:
     ``{"size": [1, 2], "groups,heads": [(1, 1), (3, 2)]}``.
 
     By default so few of them run that each value is met, or each pair of values of two axes if
-    ``together`` is 2. The others are slow, or are left out where ``rest`` is not asked for.
+    ``together`` is 2. The others are slow, or are left out where ``rest`` is not asked for; if it
+    is a number, as many as such a ``together`` would choose are slow.
     """
+    cases = list(product(*axes.values()))
+    chosen = _chosen(axes, together)
+    slow = set(range(len(cases))) if rest is True else _chosen(axes, rest) if rest else set()
+    names = [name.split(",") for name in axes]
+    params = []
+    for at, case in enumerate(cases):
+        if at in chosen | slow:
+            marks = [*_marks(case), *([] if at in chosen else [pytest.mark.slow])]
+            params.append(pytest.param(*_flat(names, case), marks=marks))
+    return pytest.mark.parametrize(list(chain(*names)), params)
+
+
+def _chosen(axes: Mapping[str, Sequence[Any]], together: int) -> set[int]:
+    """Few of the cases that meet each value, or several of them together."""
     cases = list(product(*axes.values()))
     # What each case meets: a value is known by its axis and its place in it.
     met = [
@@ -36,13 +51,7 @@ def thinned(
         chosen.add(best)
         missing -= met[best]
         used.update(met[best])
-    names = [name.split(",") for name in axes]
-    params = []
-    for at, case in enumerate(cases):
-        if rest or at in chosen:
-            marks = [*_marks(case), *([] if at in chosen else [pytest.mark.slow])]
-            params.append(pytest.param(*_flat(names, case), marks=marks))
-    return pytest.mark.parametrize(list(chain(*names)), params)
+    return chosen
 
 
 def slow(*values: Any) -> list[Any]:

@@ -295,10 +295,11 @@ def check_choices(found: Findings) -> None:
     with found.case("products in 4 bits"):
         setting = Setting("llama-8b", Granularity.MODEL, 1, 1, torch.bfloat16, "cuda")
         levels = random_levels(AWQ, (28_672, 4096), setting)
-        plain = levels.numbers(slice(None)).bfloat16()
+        exact = levels.numbers(slice(None)).float()
+        plain = exact.bfloat16()
         for rows in (1, 16, 64, WIDENED_ROWS - 1, WIDENED_ROWS, 256, 2048):
             x = torch.randn(rows, 4096, device="cuda").bfloat16()
-            apart = _apart(linear_levels_triton(x, levels), F.linear(x, plain))
+            apart = _apart(linear_levels_triton(x, levels), F.linear(x.float(), exact))
             widen = partial(widen_triton, levels, x.dtype)
             half, small, whole = (
                 median_seconds(run) * 1e6

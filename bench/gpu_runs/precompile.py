@@ -76,10 +76,10 @@ def note_kernels() -> None:
     import torch
 
     from bench.gpu_runs.sdpa import CASES
-    from bench.gpu_runs.tile import decoding, prefilling
+    from bench.gpu_runs.tile import DECODE_LEVELS, batches, decoding, prefilling
     from bench.kernel_rows.cases import Setting, Sizes, cases
+    from bench.kernel_rows.level_cases import level_decodes
     from bench.kernel_rows.model_cases import all_cases
-    from bench.kernel_rows.stored_cases import level_decodes
     from kvserve.kernels.tiles import TILES
     from kvserve.scheduler.layout import Granularity
 
@@ -96,6 +96,11 @@ def note_kernels() -> None:
         setting = Setting(shape, layout, context, rows, torch.bfloat16, "cpu", Sizes(1))
         _launch((*cases(setting), *level_decodes(setting)))
     size, table = ("llama-8b", "meta", Sizes(layers=1)), TILES[9, 0]
+    for levels in DECODE_LEVELS:
+        before, table["decode levels"] = table["decode levels"], levels
+        for batch in batches("decode levels", "meta"):
+            batch.run()
+        table["decode levels"] = before
     tile = table["decode"]
     for longest in (0, 1024, 2048, 4096):
         table["decode"] = tile._replace(longest=longest)
@@ -170,12 +175,15 @@ def note_engines() -> None:
         CONFIGS / "llama-3.1-8b", parts.POLICIES["none"], "bfloat16", **BOTH, **eight
     )
     play(engine, parts.POLICIES["none"], 256, [100], 20)
+    served: dict[str, Any] = {"name": "kara"}  # bench/gpu_runs/served.py
+    long = Path("kvserve/tiny-long")
+    engine = small_engine(long, served, "bfloat16", kv_cache_dtype="k8v4", **BOTH, **eight)
+    play(engine, served, 2048, [3, 290, 60, 130], 600)
     for job in JOBS[:7]:
         given = settings_of(job, "cuda") | {
             "num_gpu_blocks_override": 5234,
             "swap_space": 0.001,
             "dtype": "bfloat16",
-            "cudagraph_capture_sizes": sorted({1, 2, 4, 8, *range(16, job.seqs + 1, 16)}),
         }
         del given["device"], given["kv_cache_memory"]
         policy = {"name": given["policy"], **given["policy_args"]}
@@ -210,7 +218,8 @@ def compile_one(entry: dict[str, Any]) -> tuple[str, str | None]:
 def compile_all(entries: list[dict[str, Any]]) -> int:
     """Compile on all cores; returns how many failed."""
     began, failed = time.perf_counter(), 0
-    slowest_first = sorted(entries, key=lambda entry: entry["kernel"] != "attend")
+    attention = "attend", "decode_levels"
+    slowest_first = sorted(entries, key=lambda entry: entry["kernel"] not in attention)
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for done in as_completed([pool.submit(compile_one, entry) for entry in slowest_first]):
             kernel, error = done.result()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu_runs.jobs import JOBS, KARA, Job
@@ -28,7 +29,8 @@ _SKIPPED = 2  # the first steps of a kind set things up
 
 
 class Watch:
-    """Profiles the third step of each kind that an engine launches."""
+    """Profiles the third step with events that an engine launches, and the decode step behind it,
+    over rows of the same lengths."""
 
     def __init__(self, engine: LLMEngine, folder: Path, stem: str) -> None:
         self.found: dict[str, Any] = {}
@@ -47,7 +49,8 @@ class Watch:
         kind = "event" if output.events.compactions else "decode"
         alone = output.num_tokens == output.num_decoding > 0
         self._seen[kind] += alone
-        if not alone or self._seen[kind] != _SKIPPED + 1:
+        due = self._seen["event"] == _SKIPPED + 1 if kind == "event" else "event" in self.found
+        if not alone or not due or kind in self.found:
             return self._launch(output)
         if self._cuda:
             torch.cuda.synchronize()
@@ -65,6 +68,7 @@ class Watch:
         path = self._folder / f"{self._stem}-{kind}"
         path.with_suffix(".txt").write_text(averages.table(sort_by=order, row_limit=_ROWS))
         profiler.export_chrome_trace(str(path.with_suffix(".trace.json")))
+        # On a GPU kernels alone: the operators that launched them have their times once more.
         times = [
             (
                 row.key,
@@ -72,6 +76,7 @@ class Watch:
                 row.self_device_time_total if self._cuda else row.self_cpu_time_total,
             )
             for row in averages
+            if not self._cuda or row.device_type is DeviceType.CUDA
         ]
         times.sort(key=lambda row: -row[2])
         self.found[kind] = {

@@ -129,10 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU")
     args = parser.parse_args(arguments)
     found: list[dict[str, Any]] = []
-    for case in _SMOKE_CASES if args.smoke else CASES:
+    shapes = [("llama-8b", case) for case in CASES]
+    shapes += [("qwen2.5-7b", (f"{case[0]}, Qwen2.5-7B", *case[1:])) for case in CASES[1:5]]
+    for shape, case in [("smoke", case) for case in _SMOKE_CASES] if args.smoke else shapes:
         _, rows, context, _ = case
         model = Granularity.MODEL
-        setting = Setting("llama-8b", model, context, rows, torch.bfloat16, "cuda", Sizes(layers=1))
+        setting = Setting(shape, model, context, rows, torch.bfloat16, "cuda", Sizes(layers=1))
         if args.smoke:
             setting = Setting("smoke", model, context, rows, torch.float32, "cpu", SMOKE)
         for entry in measured(setting, case):

@@ -13,7 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
-from bench.kernel_rows.stored_cases import level_cases
+from bench.kernel_rows.level_cases import chunks_of, level_blocks
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
+from kvserve.entry_format import FORMATS
 from kvserve.kernels import tiles
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.scores.window_scores import window_scores_torch
@@ -40,6 +42,13 @@ DECODE = [
     for columns, warps, stages, programs in (
         *((32, 1, 3, 6), (32, 2, 3, 5), (32, 4, 3, 5), (32, 2, 4, 4), (32, 4, 5, 3)),
         *((64, 2, 3, 3), (64, 4, 3, 3), (64, 8, 3, 3), (128, 4, 3, 1), (128, 8, 3, 1)),
+    )
+]
+DECODE_LEVELS = [
+    Tile(16, columns, 1, stages, programs=programs, longest=2048)
+    for columns, stages, programs in (
+        *((32, 3, 12), (32, 5, 12), (32, 3, 16), (32, 3, 8)),
+        *((64, 3, 12), (64, 5, 8)),
     )
 ]
 PREFILL = [
@@ -57,7 +66,12 @@ SCORES = [
 ]
 _AT_ONCE = 64
 """Tokens whose reference is computed at once."""
-CANDIDATES = {"decode": DECODE, "prefill": PREFILL, "scores": SCORES}
+CANDIDATES = {
+    "decode levels": DECODE_LEVELS,
+    "decode": DECODE,
+    "prefill": PREFILL,
+    "scores": SCORES,
+}
 SPREADS = [(programs, longest) for programs in (2, 3, 4, 6) for longest in (0, 1024, 2048, 4096)]
 """Variants of the best decode tile: programs per multiprocessor, and entries above which a row is
 split."""
@@ -89,11 +103,16 @@ def decoding(name: str, lengths: list[int], shape: str, device: str, sizes: Size
 def decoding_levels(
     name: str, rows: int, context: int, form: str, shape: str, device: str, sizes: Sizes
 ) -> Batch:
-    """Equal rows of a cache of levels."""
+    """Equal rows of a cache of levels, without newest entries beside them."""
+    dim = SHAPES[shape][2]
     setting = _setting(shape, context, rows, device, sizes)
+    if device == "cpu":  # float32 is for another kernel
+        setting = replace(setting, dtype=torch.float16)
     _, tables = setting.cache()
-    case = next(level_cases(setting, form, tables))
-    return Batch(name, case.triton, case.torch)
+    held = level_blocks(setting, FORMATS[form], tables).blocks.layer(0)
+    q, chunks = chunks_of(setting, 1)
+    inputs = q, *held, tables[0], chunks, dim**-0.5
+    return Batch(name, lambda: paged_attention_triton(*inputs), lambda: in_pieces(*inputs))
 
 
 def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes: Sizes) -> Batch:
@@ -111,7 +130,7 @@ def prefilling(name: str, rows: int, chunk: int, shape: str, device: str, sizes:
 
 
 def in_pieces(
-    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, chunks: QuerySegments, scale: float
+    q: Tensor, keys: Entries, values: Entries, tables: Tensor, chunks: QuerySegments, scale: float
 ) -> Tensor:
     """``paged_attention_torch`` of a few tokens at a time: it copies their keys for each query
     head."""
@@ -148,6 +167,8 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
         shape = "smoke", device, SMOKE
         if kernel == "decode":
             yield decoding("3 rows", [40, 20, 5], *shape)
+        elif kernel == "decode levels":
+            yield decoding_levels("2 rows, k8v4", 2, 40, "k8v4", *shape)
         elif kernel == "prefill":
             yield prefilling("a chunk", 1, 20, *shape)
         else:
@@ -160,9 +181,14 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
         yield decoding("64 rows of 2,000", [2000] * 64, *shape)
         yield decoding("17 rows of 2,000", [2000] * 17, *shape)
         yield decoding("a row of 8,000", [8000], *shape)
+    elif kernel == "decode levels":
         e4m3 = capability(torch.device(device)) >= (8, 9)
-        for form in ("int8", "fp8") if e4m3 else ("int8",):
-            yield decoding_levels(f"64 rows of 2,000, {form}", 64, 2000, form, *shape)
+        for form in ("k8v4", "int8", *(("fp8",) if e4m3 else ()), "k4v4", "k3v3", "k2v2"):
+            yield decoding_levels(f"128 rows of 1,024, {form}", 128, 1024, form, *shape)
+        for form in ("k8v4", "k3v3"):
+            yield decoding_levels(f"a row of 8,000, {form}", 1, 8000, form, *shape)
+            other = "qwen2.5-7b", *shape[1:]
+            yield decoding_levels(f"32 rows of 4,096, Qwen, {form}", 32, 4096, form, *other)
     elif kernel == "prefill":
         yield prefilling("a chunk of 2,048", 1, 2048, *shape)
         yield prefilling("4 chunks of 512", 4, 512, *shape)
@@ -172,7 +198,7 @@ def batches(kernel: str, device: str) -> Iterator[Batch]:
 
 def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: str) -> float | str:
     """Seconds, or what is wrong: the result, or the error that came instead of it."""
-    table = _table(device)
+    table = _table(device, kernel)
     before = table[kernel]
     table[kernel] = tile
     try:
@@ -190,10 +216,10 @@ def time_tile(kernel: str, tile: Tile, batch: Batch, expected: Tensor, device: s
         table[kernel] = before
 
 
-def _table(device: str) -> dict[str, Tile]:
+def _table(device: str, kernel: str) -> dict[str, Tile]:
     """The table of tiles that launchers read on this device."""
     if device != "cuda":
-        return tiles.FLOAT32_TILES
+        return tiles.TILES[9, 0] if kernel == "decode levels" else tiles.FLOAT32_TILES
     generation = capability(torch.device(device))
     known = max(each for each in tiles.TILES if each <= generation)
     return tiles.TILES.setdefault(generation, dict(tiles.TILES[known]))
@@ -246,11 +272,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = ROOT / "build" / "bench-gpu.json"
     parser.add_argument("--save-result", type=Path, default=default, metavar="FILE")
     parser.add_argument("--smoke", action="store_true", help="tries the command, writes no table")
+    parser.add_argument("--kernel", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    words = "just this file, and the table beside it, which may be all that is kept of a machine"
+    parser.add_argument("--result", type=Path, metavar="FILE", help=words)
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = args.save_result.with_name(f"{args.save_result.stem}-tiles.json")
+    path = args.result or args.save_result.with_name(f"{args.save_result.stem}-tiles.json")
     found: dict[str, Any] = {"machine": machine()}
-    for kernel, candidates in CANDIDATES.items():
+    for kernel in args.kernel:
+        candidates = CANDIDATES[kernel]
         some = candidates[:2] if args.smoke else candidates
         if args.smoke:  # float32 tiles are smaller
             some = [tile._replace(rows=16, columns=16) for tile in some]
@@ -267,9 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in ranked:
             print(kernel, *(f"{k} {v:.1f}" if k != "tile" else v for k, v in row.items()), sep="  ")
         if ranked and not args.smoke:
-            _table(device)[kernel] = Tile(*ranked[0]["tile"])
+            _table(device, kernel)[kernel] = Tile(*ranked[0]["tile"])
             TABLE.write_text(written(TABLE.read_text(), tiles.TILES))
-    return int(not all(found[kernel] for kernel in CANDIDATES))
+            path.with_name("tiles.py").write_text(TABLE.read_text())
+    return int(not all(found[kernel] for kernel in args.kernel))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ SHAPES = {
     "qwen2.5-7b": (28, 4, 128),
     "smoke": (4, 2, 16),
 }
+GRAPH_ENTRIES = 8_442
 VOCABULARY = {"llama-8b": 128_256, "qwen3-4b": 151_936, "qwen2.5-7b": 152_064, "smoke": 90}
 
 
@@ -120,14 +121,18 @@ def remainder_of(setting: Setting) -> Remainder:
 
 def cases(setting: Setting) -> Iterator[Case]:
     """The kernels' work in a step and in an event of Kara."""
+    yield from step_cases(setting)
+    yield from event_cases(setting)
+
+
+def step_cases(setting: Setting) -> Iterator[Case]:
+    """Attention, the store, and sampling."""
     cache, tables = setting.cache()
     yield from attention_cases(setting, cache, tables)
     if setting.granularity is Granularity.HEAD:
         yield coded_case(setting)
     yield store_case(setting, cache, tables)
     yield from sampling_cases(setting)
-    if setting.context >= setting.sizes.window:
-        yield from event_cases(setting, cache, tables)
 
 
 def beside_torch(case: Case) -> Iterator[Case]:
@@ -139,7 +144,14 @@ def beside_torch(case: Case) -> Iterator[Case]:
 def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     keys, values = cache[:, 0, 0], cache[:, 0, 1]
-    for kernel, chunk in (("decode", 1), ("prefill", max(2, min(512, setting.context // 8)))):
+    few = max(2, min(512, setting.context // 8))
+    # A graph's decode is split for as many entries as a row of bench/gpu.py may have.
+    captured = "decode in a graph", 1, max(setting.context, GRAPH_ENTRIES)
+    for kernel, chunk, most in (
+        ("decode", 1, setting.context),
+        captured,
+        ("prefill", few, setting.context),
+    ):
         # A chunk for as many rows as make a batch of 2,048 tokens.
         rows = setting.rows if chunk == 1 else max(1, min(setting.rows, 2048 // chunk))
         own = torch.arange(rows, device=setting.device)
@@ -147,7 +159,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
         last = torch.arange(chunk, device=setting.device).repeat(rows).int()
         last = (last + setting.context - chunk).expand(tables.shape[2], -1).contiguous()
         starts = None if chunk == 1 else torch.arange(rows + 1, device=setting.device) * chunk
-        chunks = QuerySegments(own, last, setting.context, starts, chunk)
+        chunks = QuerySegments(own, last, most, starts, chunk)
         inputs = q, keys, values, tables[0], chunks, dim**-0.5
         read = 2 * rows * setting.context * kv_heads * dim + 2 * q.numel()
         left = remainder_of(setting)
@@ -156,7 +168,7 @@ def attention_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator
             partial(paged_attention_triton, *inputs, remainder=left),
             partial(paged_attention_torch, *inputs, remainder=left),
             read * q.itemsize,
-            4 * q_heads * dim * int((last[0] + 1).sum()),
+            4 * q_heads * dim * rows * (chunk * setting.context - chunk * (chunk - 1) // 2),
         )
 
 
@@ -252,9 +264,12 @@ def sampling_cases(setting: Setting) -> Iterator[Case]:
         )
 
 
-def event_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def event_cases(setting: Setting) -> Iterator[Case]:
     """An event of every row: gather a window's keys and queries, score, select, move entries."""
     layout, rows, sizes = setting.layout, setting.rows, setting.sizes
+    if setting.context < sizes.window:
+        return
+    cache, tables = setting.cache()
     layers, size = sizes.layers, sizes.window
     _, kv_heads, dim = SHAPES[setting.shape]
     lanes, seen = (layout.num_layers, kv_heads), size - sizes.buffer

@@ -3,16 +3,28 @@ and of weights held as levels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bench.kernel_rows.cases import SHAPES, Case, Setting, cases
-from bench.kernel_rows.stored_cases import chunks_of, kinds_of, stored_cases
+from bench.kernel_rows.cases import SHAPES, Case, Setting, event_cases, step_cases
+from bench.kernel_rows.level_cases import (
+    FORMS,
+    chunks_of,
+    kinds_of,
+    level_cases,
+    unequal_cases,
+)
+from bench.kernel_rows.stored_cases import (
+    elementwise_cases,
+    inputs_cases,
+    log_cases,
+    rotated_cases,
+    share_cases,
+)
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.scores.centre_scores import (
@@ -41,19 +53,9 @@ WEIGHTS = {
 }
 
 
-def all_cases(setting: Setting) -> Iterator[Case]:
-    """Those of ``cases`` and ``stored_cases``, then these."""
-    yield from cases(setting)
-    cache, tables = setting.cache()
-    yield from stored_cases(setting, cache, tables)
-    yield from split_cases(setting, cache, tables)
-    yield from window_cases(setting, cache, tables)
-    yield from centre_cases(setting)
-    yield from weight_cases(setting)
-
-
-def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def split_cases(setting: Setting) -> Iterator[Case]:
     """Attention as under ``none``; decoding in three parts."""
+    cache, tables = setting.cache()
     _, kv_heads, dim = SHAPES[setting.shape]
     num_bytes = 2 * setting.rows * setting.context * kv_heads * dim * setting.dtype.itemsize
     forms = [(f"{kind} of none", chunk, parts) for kind, chunk, parts in kinds_of(setting)]
@@ -68,8 +70,9 @@ def split_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Cas
         )
 
 
-def window_cases(setting: Setting, cache: Tensor, tables: Tensor) -> Iterator[Case]:
+def window_cases(setting: Setting) -> Iterator[Case]:
     """Tokens that see the newest third of the context, a sink for each head, and capped logits."""
+    cache, tables = setting.cache()
     q_heads, kv_heads, dim = SHAPES[setting.shape]
     window = setting.context // 3
     sinks = torch.randn(q_heads, device=setting.device)
@@ -144,3 +147,27 @@ def weight_cases(setting: Setting) -> Iterator[Case]:
         weight.nbytes,
         2 * 70 * width**2,
     )
+
+
+GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
+    "step": step_cases,
+    "event": event_cases,
+    "shares": share_cases,
+    "log": log_cases,
+    **{form.name: partial(level_cases, form) for form in FORMS},
+    "unequal bits": unequal_cases,
+    "elementwise": elementwise_cases,
+    "rotated": rotated_cases,
+    "inputs": inputs_cases,
+    "none": split_cases,
+    "window": window_cases,
+    "centres": centre_cases,
+    "weights": weight_cases,
+}
+"""All kernels, by what needs them. Groups share no tensors."""
+
+
+def all_cases(setting: Setting) -> Iterator[Case]:
+    """Those of all groups."""
+    for group in GROUPS.values():
+        yield from group(setting)

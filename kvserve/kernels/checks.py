@@ -17,6 +17,7 @@ from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     from kvserve.kernels.coded_entries import Codes
+    from kvserve.kernels.few_bits import FewVectors
     from kvserve.kernels.quantized_entries import QuantizedVectors
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -27,8 +28,8 @@ GROUP_AGGREGATES = ("mean", "max", "rms")
 GQA_REDUCTIONS = ("mean", "max", "sum")
 FUTURES = ("mean", "max")
 
-Entries: TypeAlias = "Tensor | QuantizedVectors"
-"""Keys or values [..., D]: numbers, or levels of them."""
+Entries: TypeAlias = "Tensor | QuantizedVectors | FewVectors"
+"""Keys or values [num_blocks, B, Hb, D]: numbers, or levels of them."""
 
 
 def check_head_dim(*tensors: Tensor) -> None:
@@ -114,7 +115,7 @@ def _problem(q: Tensor, keys: Entries, tables: Tensor, chunks: QuerySegments) ->
         return "query heads do not divide over the KV heads of the blocks and tables"
     if tables.dtype is not torch.int32 or not tables.is_contiguous():
         return "tables are not dense int32"
-    given = [x for x in (chunks.last, chunks.first) if x is not None]
+    given = [x for x in (chunks.last, chunks.first, chunks.always) if x is not None]
     count = tokens if starts is None else len(starts) - 1
     if len(chunks.rows) != count or any(x.shape != (per_row, tokens) for x in given):
         return f"rows of {len(chunks.rows)} chunks do not fit the query and the tables"

@@ -5,6 +5,7 @@ Triton is imported by the first launch: a machine that only runs the torch refer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -20,7 +21,12 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {"firsts", "last", "recent", "rows", "shares", "slots", "starts", "sums"}
+UNALIGNED = {"always", "firsts", "last", "recent", "rows", "shares", "slots", "starts", "sums"}
+
+
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Helper:

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.checks import Entries, check_head_dim
+from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.quantized_entries import form_of, parts_of
+from kvserve.kernels.held_arguments import told_of
+from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, vectors_at
 
 if TYPE_CHECKING:
     import triton.language as tl
 
+Vectors = Tensor | QuantizedVectors
+"""Numbers, or levels with steps."""
 _GATHER_KV, _MOVE_KV = Compiled("gather_kv", "storage"), Compiled("move_kv", "storage")
 
 
@@ -44,7 +47,7 @@ def move_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> 
     move_torch(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst)
 
 
-def move_torch(keys: Entries, values: Entries, src: Tensor, dst: Tensor) -> None:
+def move_torch(keys: Vectors, values: Vectors, src: Tensor, dst: Tensor) -> None:
     """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], bit for bit."""
     source, target = (places_of(keys.shape, slots) for slots in (src, dst))
     for held in (keys, values):
@@ -94,7 +97,7 @@ def gather_kv_triton(
 
 
 def gather_triton(
-    held: Entries,
+    held: Vectors,
     slots: Tensor,
     layer_ids: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -107,18 +110,17 @@ def gather_triton(
         layer_ids = torch.arange(slots.shape[0], device=slots.device)
     out = torch.empty(*slots.shape, dim, dtype=dtype, device=slots.device)
     check_head_dim(held if isinstance(held, Tensor) else out)
-    (stored, *beside), (form, groups) = parts_of(held), form_of(held)
+    told = told_of(held)
     tile = max(16, 4096 // dim)
     _gather.launch(
         (slots.shape[0] * slots.shape[1], -(-slots.shape[2] // tile)),
-        *(out, stored, *beside, slots.contiguous(), layer_ids),
-        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *stored.stride()[:4]),
+        *(out, told.stored, told.steps, told.lows, slots.contiguous(), layer_ids),
+        *(slots.shape[2], slots.shape[1], layers, num_blocks * block, *told.strides),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=tile,
-        FORM=form,
-        GROUPS=groups,
+        FORM=told.form,
         num_warps=4,
     )
     return out
@@ -130,29 +132,24 @@ def move_kv_triton(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) ->
     move_triton(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst, runs)
 
 
-def move_triton(keys: Entries, values: Entries, src: Tensor, dst: Tensor, runs: int) -> None:
+def move_triton(keys: Vectors, values: Vectors, src: Tensor, dst: Tensor, runs: int) -> None:
     """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], strided views."""
     num_blocks, layers, block, heads, dim = keys.shape
     if src.shape != dst.shape or src.shape[-1] % runs:
         raise ValueError(f"slots {list(src.shape)} to {list(dst.shape)} are not {runs} equal runs")
-    k, v = parts_of(keys), parts_of(values)
+    k, v = told_of(keys), told_of(values)
     _compact.launch(
         (src.shape[0] * src.shape[1], runs),
-        *(*k, *v, src.contiguous(), dst.contiguous(), src.shape[-1] // runs, src.shape[1]),
-        *(layers, num_blocks * block, *k[0].stride()[:4]),
+        *(k.stored, k.steps, v.stored, v.steps, v.lows, src.contiguous(), dst.contiguous()),
+        *(src.shape[-1] // runs, src.shape[1], layers, num_blocks * block, *k.strides),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
         TILE=max(16, 4096 // dim),
-        **forms_of(keys, values),
+        KEY=k.form,
+        VALUE=v.form,
         num_warps=4,
     )
-
-
-def forms_of(keys: Entries, values: Entries) -> dict[str, int]:
-    """Constants of both forms, for kernels."""
-    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
-    return {"KEY": key, "KEY_GROUPS": key_groups, "VALUE": value, "VALUE_GROUPS": value_groups}
 
 
 @Helper
@@ -182,7 +179,6 @@ def _gather(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     layer = tl.load(layer_ids + lane // kv_heads) % layers
@@ -200,7 +196,7 @@ def _gather(
         slot = tl.where(known, slot, 0)
         base = slot // BLOCK * block_stride + base
         entry = slot % BLOCK
-        at = (base // 2 + entry)[:, None] + dims // (DIM // GROUPS) * BLOCK
+        at = base // 2 + entry
         BITS: tl.constexpr = FORM % 16
         WIDTH: tl.constexpr = DIM * BITS // 8
         held = tl.load(stored + (base + entry * WIDTH)[:, None] + dims % WIDTH)
@@ -211,43 +207,26 @@ def _gather(
             numbers = held.to(tl.float32)
         else:
             numbers = held.to(tl.int8, bitcast=True).to(tl.float32)
-        numbers *= bfloat16_as_float(tl.load(steps + at))
+        numbers *= bfloat16_as_float(tl.load(steps + at))[:, None]
         if FORM % 32 >= 16:
-            numbers += bfloat16_as_float(tl.load(lows + at))
+            numbers += bfloat16_as_float(tl.load(lows + at))[:, None]
         numbers = tl.where(known[:, None], numbers, 0.0).to(out.dtype.element_ty)
     tl.store(out + (first + place)[:, None] * DIM + dims, numbers, mask=wanted[:, None])
 
 
 @Helper
-def part_of(
-    stored,
-    steps,
-    lows,
-    base,
-    entry,
-    entry_stride,
-    DIM: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Where vectors ``entry [N]`` of the lanes ``base [N]`` on lie, and their steps and lows.
-
-    Levels lie side by side; numbers ``entry_stride`` apart.
-    """
-    at = (base // 2 + entry)[:, None] + (tl.arange(0, GROUPS) * BLOCK)[None, :]
+def vectors_of(stored, base, entry, entry_stride, DIM: tl.constexpr, FORM: tl.constexpr):
+    """Where vectors ``entry [N]`` of the lanes ``base [N]`` on lie: levels side by side, numbers
+    ``entry_stride`` apart."""
     WIDTH: tl.constexpr = DIM * (FORM % 16) // 8 if FORM > 0 else DIM
-    vector = (base + entry * (WIDTH if FORM > 0 else entry_stride))[:, None] + tl.arange(0, WIDTH)[
-        None, :
-    ]
-    return stored + vector, steps + at, lows + at
+    first = base + entry * (WIDTH if FORM > 0 else entry_stride)
+    return stored + first[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @Kernel
 def _compact(
     keys,
     key_steps,
-    key_lows,
     values,
     value_steps,
     value_lows,
@@ -266,9 +245,7 @@ def _compact(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     KEY: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
 ):
     lane = tl.program_id(0)
     first = (lane.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * length
@@ -279,29 +256,24 @@ def _compact(
         source = tl.load(src + first + place, mask=place < length, other=0)
         target = tl.load(dst + first + place, mask=place < length, other=0)
         wanted = (target >= BLOCK) & (target < num_slots) & (source != target)
-        every = (wanted & (source >= 0) & (source < num_slots))[:, None]
-        k, v = (keys, key_steps, key_lows), (values, value_steps, value_lows)
+        moved = wanted & (source >= 0) & (source < num_slots)
+        every = moved[:, None]
         old = base + source // BLOCK * block_stride, source % BLOCK
         new = base + target // BLOCK * block_stride, target % BLOCK
-        k_old = part_of(*k, *old, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
-        v_old = part_of(*v, *old, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
-        k_new = part_of(*k, *new, entry_stride, DIM, KEY, KEY_GROUPS, BLOCK)
-        v_new = part_of(*v, *new, entry_stride, DIM, VALUE, VALUE_GROUPS, BLOCK)
-        key, value = tl.load(k_old[0], mask=every), tl.load(v_old[0], mask=every)
+        key = tl.load(vectors_of(keys, *old, entry_stride, DIM, KEY), mask=every)
+        value = tl.load(vectors_of(values, *old, entry_stride, DIM, VALUE), mask=every)
+        was, at = old[0] // 2 + old[1], new[0] // 2 + new[1]
         if KEY > 0:
-            k_step, v_step = tl.load(k_old[1], mask=every), tl.load(v_old[1], mask=every)
-        if KEY % 32 >= 16:
-            k_low = tl.load(k_old[2], mask=every)
+            k_step = tl.load(key_steps + was, mask=moved)
+            v_step = tl.load(value_steps + was, mask=moved)
         if VALUE % 32 >= 16:
-            v_low = tl.load(v_old[2], mask=every)
+            v_low = tl.load(value_lows + was, mask=moved)
         # A tile may overwrite its own sources (never a later tile's): all of it is read first.
         tl.debug_barrier()
-        tl.store(k_new[0], key, mask=every)
-        tl.store(v_new[0], value, mask=every)
+        tl.store(vectors_of(keys, *new, entry_stride, DIM, KEY), key, mask=every)
+        tl.store(vectors_of(values, *new, entry_stride, DIM, VALUE), value, mask=every)
         if KEY > 0:
-            tl.store(k_new[1], k_step, mask=every)
-            tl.store(v_new[1], v_step, mask=every)
-        if KEY % 32 >= 16:
-            tl.store(k_new[2], k_low, mask=every)
+            tl.store(key_steps + at, k_step, mask=moved)
+            tl.store(value_steps + at, v_step, mask=moved)
         if VALUE % 32 >= 16:
-            tl.store(v_new[2], v_low, mask=every)
+            tl.store(value_lows + at, v_low, mask=moved)

@@ -1,15 +1,14 @@
 """Keys and values held as levels: how a vector is rounded, once, and which numbers it stands for.
 
-The channels of a vector are rounded in groups (``VectorForm``), each for itself: number = low +
-step * level, over the group's range; without a low, number = step * level, where the step is the
-group's largest magnitude over the largest level. Step and low are bfloat16, rounded outwards before
-anything is divided by them, so no number is cut off. All of it is float32 arithmetic; levels are
-rounded to nearest, ties to even. A number and what it is held as differ by at most half a step: of
-int8 by 0.51 / 127 of the largest magnitude, of 4 bits by 0.52 / 15 of the range (widened to hold
-its rounded ends), of fp8 by 1/16 of the number itself or, below 2 ** -6, by 2 ** -10 steps.
+A vector is rounded for itself: number = low + step * level, over its range; without a low, number =
+step * level, where the step is the largest magnitude over the largest level. Step and low are
+bfloat16, rounded outwards before anything is divided by them, so no number is cut off. All of it is
+float32 arithmetic; levels are rounded to nearest, ties to even. A number and what it is held as
+differ by at most half a step: of int8 by 0.51 / 127 of the largest magnitude, of 4 bits by 0.52 /
+15 of the range (widened to hold its rounded ends), of fp8 by 1/16 of the number itself or, below
+2 ** -6, by 2 ** -10 steps.
 
-Levels of fewer than 8 bits share bytes: of D channels byte j holds number j, above it number j + D
-/ 2 (4 bits), or numbers j + D / 4, j + D / 2 and j + 3 D / 4 (2 bits).
+Levels of 4 bits share bytes: of D channels byte j holds number j, and above it number j + D / 2.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _STORE_LEVELS, _GATHER_LEVELS, _MOVE_LEVELS = (
 @dataclass(frozen=True, slots=True)
 class QuantizedVectors:
     """Keys or values: ``levels`` uint8 [..., C], C bytes a vector; ``step`` and, if the form has
-    them, ``low``: bfloat16 [..., G], of G groups. Indices are of the leading dimensions."""
+    one, ``low``: bfloat16 [...]. Indices are of the leading dimensions."""
 
     form: VectorForm
     levels: Tensor
@@ -65,58 +64,32 @@ class QuantizedVectors:
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers: [..., D]."""
-        form, groups = self.form, self.step.shape[-1]
+        form = self.form
         if form.e4m3:
             levels = self.levels.view(torch.float8_e4m3fn).float()
         elif form.low:
-            shifts = range(0, 8, form.bits)
-            parts = [self.levels >> shift & form.most for shift in shifts]
-            levels = torch.cat(parts, dim=-1).float()
+            levels = torch.cat([self.levels & 15, self.levels >> 4], dim=-1).float()
         else:
             levels = self.levels.view(torch.int8).float()
-        numbers = levels.unflatten(-1, (groups, -1)) * self.step[..., None].float()
+        numbers = levels * self.step[..., None].float()
         if self.low is not None:
             numbers = numbers + self.low[..., None].float()
-        return numbers.flatten(-2).to(dtype)
-
-
-def numbers(x: Tensor | QuantizedVectors) -> Tensor:
-    """Vectors as numbers: as they are, or widened to float32."""
-    return x if isinstance(x, Tensor) else x.widened()
-
-
-def form_of(held: Tensor | QuantizedVectors) -> tuple[int, int]:
-    """The code of keys' or values' form and how many groups a vector has; 0 and 1 of numbers."""
-    return (0, 1) if isinstance(held, Tensor) else (held.form.code, held.step.shape[-1])
-
-
-def parts_of(held: Tensor | QuantizedVectors) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, and steps and lows as int16, which no device rounds; without lows, the steps again.
-
-    Of numbers, they alone, three times.
-    """
-    if isinstance(held, Tensor):
-        return held, held, held
-    step = held.step.view(torch.int16)
-    return held.levels, step, step if held.low is None else held.low.view(torch.int16)
+        return numbers.to(dtype)
 
 
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
-    """Round vectors [..., D]. Equal numbers of a group give equal levels."""
-    x = x.float().unflatten(-1, (form.groups(x.shape[-1]), -1))
+    """Round vectors [..., D]. Equal numbers of a vector give equal levels."""
+    x = x.float()
     # A tensor: torch multiplies by the inverse of a number on CUDA, which rounds otherwise.
     most = x.new_full((), form.most)
     if form.low:
         low = -_above(-x.amin(dim=-1))
         step = _above((x.amax(dim=-1) - low.float()) / most)
         levels = (x - low[..., None].float()) / _divisor(step)
-        levels = levels.round().clamp(x.new_zeros(()), most).flatten(-2).to(torch.uint8)
-        first, *others = levels.unflatten(-1, (8 // form.bits, -1)).unbind(-2)
-        for number, more in enumerate(others, 1):
-            first = first | more << number * form.bits
-        return QuantizedVectors(form, first, step, low)
+        first, second = levels.round().clamp(x.new_zeros(()), most).to(torch.uint8).chunk(2, dim=-1)
+        return QuantizedVectors(form, first | second << 4, step, low)
     step = _above(x.abs().amax(dim=-1) / most)
-    levels = (x / _divisor(step)).flatten(-2)
+    levels = x / _divisor(step)
     if form.e4m3:
         stored = levels.clamp(-most, most).to(torch.float8_e4m3fn)
     else:
@@ -145,7 +118,7 @@ class QuantizedBlocks:
 
     def __init__(self, pool: Tensor, form: EntryFormat, block_size: int, dim: int) -> None:
         self.pool = pool
-        self.lane_bytes = form.lane_bytes(block_size, dim)
+        self.lane_bytes = form.block_bytes(block_size, dim, 1, 1)
         lead = *pool.shape[:2], block_size, pool.shape[2] // self.lane_bytes
         block, layer, head = pool.stride(0), pool.stride(1), self.lane_bytes
         numbers = pool.view(torch.bfloat16)
@@ -157,12 +130,12 @@ class QuantizedBlocks:
             at += block_size * width
         held = []
         for vector, own in zip((form.key, form.value), levels, strict=True):
-            groups, parts = vector.groups(dim), []
-            for _ in range(1 + vector.low):  # group by group, entry by entry
-                strides = block // 2, layer // 2, 1, head // 2, block_size
+            parts = []
+            for _ in range(1 + vector.low):
                 offset = (pool.storage_offset() + at) // 2
-                parts.append(numbers.as_strided((*lead, groups), strides, offset))
-                at += 2 * groups * block_size
+                apart = block // 2, layer // 2, 1, head // 2
+                parts.append(numbers.as_strided(lead, apart, offset))
+                at += 2 * block_size
             held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held
 
@@ -170,8 +143,7 @@ class QuantizedBlocks:
     def fields(self) -> tuple[object, ...]:
         """``Blocks`` of the C++ file."""
         held = (
-            (x.levels, x.step, x.low, x.form.bits, x.form.e4m3, x.step.shape[-1])
-            for x in (self.keys, self.values)
+            (x.levels, x.step, x.low, x.form.bits, x.form.e4m3) for x in (self.keys, self.values)
         )
         return (*held, *self.pool.stride()[:2], self.lane_bytes, *self.keys.shape)
 

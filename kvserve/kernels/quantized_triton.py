@@ -13,8 +13,10 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.move_kv import bfloat16_as_float, forms_of, gather_triton, move_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks, parts_of
+from kvserve.kernels.few_moves_triton import levels_at
+from kvserve.kernels.held_arguments import told_of
+from kvserve.kernels.move_kv import bfloat16_as_float, gather_triton, move_triton
+from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -33,16 +35,17 @@ def store_levels_triton(
                 f"[{tokens}, {rows * heads}, {dim}] with contiguous tokens expected, got "
                 f"{list(new.shape)}, strides {list(new.stride())}"
             )
-    keys, values = blocks.layer(layer)
+    k, v = map(told_of, blocks.layer(layer))
     _store_levels.launch(
         (tokens, rows * heads),
-        *(key, value, *parts_of(keys), *parts_of(values), slots.contiguous()),
+        *(key, value, k.stored, k.steps, v.stored, v.steps, v.lows, slots.contiguous()),
         *(tokens, key.stride(0), value.stride(0), num_blocks * block),
         *(blocks.pool.stride(0), blocks.lane_bytes),
         BLOCK=block,
         HEADS=heads,
         DIM=dim,
-        **forms_of(blocks.keys, blocks.values),
+        KEY=k.form,
+        VALUE=v.form,
         num_warps=1,
     )
 
@@ -69,39 +72,49 @@ def numbers_at(
     levels,
     byte,
     steps,
-    lows,
     at,
     known,
+    log,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """The vectors at ``byte [N]`` of ``levels``, with steps and lows from ``at [N]`` on.
+    """The vectors at ``byte [N]`` of ``levels``, whose steps (or codes) are at ``at [N]``, without
+    their lows.
 
     Numbers [N, DIM] of ``dtype``, float16 or float32, in the order of ``channels_of``, and what
     each vector's are multiplied by, float32 [N]. Those that are not ``known`` are finite, times 0.
     """
-    BITS: tl.constexpr = FORM % 16
-    WORDS: tl.constexpr = DIM * BITS // 32
-    if FORM >= 32:  # e4m3, the only levels that may be nan
-        dims = tl.arange(0, DIM)
-        found = tl.load(levels + byte[:, None] + dims[None, :], mask=known[:, None], other=0)
-        found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
-        unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
+    unit = tl.load(steps + at, mask=known, other=0)
+    if FORM > 64:
+        BITS: tl.constexpr = FORM - 64
+        unit = tl.exp2(unit.to(tl.float32) * 0.0625 + log)
+        found = levels_at(levels + byte, (at % 16).to(tl.int32), DIM, BITS, WIDTH, KEYS)
+        found = (found.to(tl.float32) - ((1 << (BITS - 1)) - 0.5)).to(dtype)
     else:
-        words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
-        words = tl.load(words + tl.arange(0, WORDS)[None, :])
-        if FORM < 16:  # without lows
-            unit = bfloat16_as_float(tl.load(steps + at, mask=known, other=0))
-            # Two numbers are made at once: small ones stand in the last bits of 1024.
-            even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
-            found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
-            found = found.to(dtype)
+        unit = bfloat16_as_float(unit)
+        if FORM >= 32:  # e4m3, the only levels that may be nan
+            bytes_at = byte[:, None] + tl.arange(0, DIM)[None, :]
+            found = tl.load(levels + bytes_at, mask=known[:, None], other=0)
+            found = found.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
         else:
-            found, unit = with_lows(words, steps, lows, at, known, BITS, GROUPS, BLOCK, dtype)
-        found = found.reshape(byte.shape[0], DIM)
+            words = levels.to(tl.pointer_type(tl.int32)) + (byte // 4)[:, None]
+            words = tl.load(words + tl.arange(0, DIM * (FORM % 16) // 32)[None, :])
+            if FORM < 16:
+                # Two numbers are made at once: small ones stand in the last bits of 1024.
+                even, odd = words & 0x00FF00FF ^ 0x64806480, words >> 8 & 0x00FF00FF ^ 0x64806480
+                found = tl.join(halves_of(even), halves_of(odd)).permute(0, 1, 3, 2) - 1152.0
+                found = found.to(dtype)
+            else:
+                # Of each plane the levels of bytes 0 and 2, 1 and 3: their bits are 2 ** 24 times
+                # less as float16.
+                number = tl.arange(0, 4)
+                found = words[:, :, None] >> (number // 2 * 4 + number % 2 * 8)[None, None, :]
+                found = halves_of(found & 0x000F000F).to(dtype) * 32768.0
+                unit *= 512.0
+            found = found.reshape(byte.shape[0], DIM)
     return found, unit
 
 
@@ -117,62 +130,10 @@ def channels_of(DIM: tl.constexpr, FORM: tl.constexpr):
 
 
 @Helper
-def with_lows(
-    words,
-    steps,
-    lows,
-    at,
-    known,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """low + step * level of each number, and what each vector's are multiplied by.
-
-    A level's own bits are 2 ** 24 times less as float16. Numbers are in units of a 512th of a power
-    of two that is near the largest of an entry's, so that neither they nor steps leave float16.
-    """
-    MOST: tl.constexpr = (1 << BITS) - 1
-    J: tl.constexpr = words.shape[1]
-    # Never one alone, and more in large tiles: Triton would have each thread find all that its
-    # numbers need by itself.
-    PARTS: tl.constexpr = max(GROUPS, 2, words.shape[0] // 16)
-    group = at[:, None] + (tl.arange(0, PARTS) * GROUPS // PARTS * BLOCK)[None, :]
-    step = bfloat16_as_float(tl.load(steps + group, mask=known[:, None], other=0))
-    low = bfloat16_as_float(tl.load(lows + group, mask=known[:, None], other=0))
-    most = tl.max(tl.maximum(tl.abs(low), tl.abs(low + MOST * step)), axis=1)
-    unit, per_unit = power_of_two(most)
-    step = spread((step * (per_unit * 32768.0)[:, None]).to(dtype), J, BITS)
-    low = spread((low * (per_unit * 0.001953125)[:, None]).to(dtype), J, BITS)
-    return halves_of(shifted(words, BITS)).to(dtype) * step + low, unit * 512.0
-
-
-@Helper
-def shifted(words, BITS: tl.constexpr):
-    """Words [N, J] -> [N, J, 16 / BITS], of each plane the levels of bytes 0 and 2, 1 and 3."""
-    LEVEL: tl.constexpr = (1 << BITS) - 1
-    number = tl.arange(0, 16 // BITS)
-    pairs = words[:, :, None] >> (number // 2 * BITS + number % 2 * 8)[None, None, :]
-    return pairs & (LEVEL << 16 | LEVEL)
-
-
-@Helper
 def halves_of(words):
     """Words as two numbers of float16 each: one more dimension."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
     return both.to(tl.float16, bitcast=True)
-
-
-@Helper
-def spread(x, J: tl.constexpr, BITS: tl.constexpr):
-    """[N, G], of each group -> [N, J, 16 / BITS, 1], for J words as ``shifted``."""
-    N: tl.constexpr = x.shape[0]
-    PLANES: tl.constexpr = min(8 // BITS, x.shape[1])  # that have groups of their own
-    EACH: tl.constexpr = x.shape[1] // PLANES
-    of_word = x.reshape(N, PLANES, EACH).permute(0, 2, 1)[:, :, None, :, None]
-    of_word = tl.broadcast_to(of_word, N, EACH, J // EACH, PLANES, 16 // BITS // PLANES)
-    return of_word.reshape(N, J, 16 // BITS)[:, :, :, None]
 
 
 @Helper
@@ -227,33 +188,28 @@ def store_vector(
     real,
     DIM: tl.constexpr,
     FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Round the vector at ``x`` and write it as entry ``entry`` of the lane ``at`` bytes on."""
     BITS: tl.constexpr = FORM % 16
     LOW: tl.constexpr = FORM % 32 >= 16
     MOST: tl.constexpr = 448.0 if FORM >= 32 else (1 << (BITS if LOW else BITS - 1)) - 1.0
     WIDTH: tl.constexpr = DIM * BITS // 8
-    group = tl.arange(0, GROUPS)
-    place = at // 2 + group * BLOCK + entry
-    numbers = tl.load(x + tl.arange(0, DIM)).to(tl.float32).reshape(GROUPS, DIM // GROUPS)
+    place = at // 2 + entry
+    numbers = tl.load(x + tl.arange(0, DIM)).to(tl.float32)
     if LOW:
-        least = tl.min(numbers, axis=1)
         # Negated by its sign bit: Triton's minus makes 0 of 0, not -0.
-        opposite = (least.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
-        low_bits = bfloat16_above(opposite)
+        opposite = tl.min(numbers, axis=0).to(tl.int32, bitcast=True) ^ -2147483648
+        low_bits = bfloat16_above(opposite.to(tl.float32, bitcast=True))
         low = -bfloat16_as_float(low_bits)
-        span = tl.max(numbers, axis=1) - low
-        numbers -= low[:, None]
+        span = tl.max(numbers, axis=0) - low
+        numbers -= low
         tl.store(lows + place, (low_bits ^ -32768).to(tl.int16), mask=real)
     else:
-        span = tl.max(tl.abs(numbers), axis=1)
-    step_bits = bfloat16_above(tl.div_rn(span, tl.full([GROUPS], MOST, tl.float32)))
+        span = tl.max(tl.abs(numbers), axis=0)
+    step_bits = bfloat16_above(tl.div_rn(span, MOST))
     tl.store(steps + place, step_bits, mask=real)
     step = bfloat16_as_float(step_bits)
-    divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], GROUPS, DIM // GROUPS)
-    numbers = tl.div_rn(numbers, divisor)
+    numbers = tl.div_rn(numbers, tl.full([DIM], 1.0, tl.float32) * tl.where(step > 0, step, 1.0))
     if FORM >= 32:
         rounded = e4m3_bits(numbers)
     else:
@@ -261,8 +217,6 @@ def store_vector(
     if BITS < 8:
         plane = rounded.reshape(8 // BITS, WIDTH)
         rounded = tl.sum(plane << (tl.arange(0, 8 // BITS) * BITS)[:, None], axis=0)
-    else:
-        rounded = rounded.reshape(WIDTH)
     at_byte = levels + at + entry * WIDTH + tl.arange(0, WIDTH)
     tl.store(at_byte, rounded.to(tl.uint8), mask=real)
 
@@ -273,7 +227,6 @@ def _store_levels(
     value,
     key_levels,
     key_steps,
-    key_lows,
     value_levels,
     value_steps,
     value_lows,
@@ -288,14 +241,12 @@ def _store_levels(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEY: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + head // HEADS * tokens + token)
     real = (slot >= 0) & (slot < num_slots)
     at = slot // BLOCK * block_stride + head % HEADS * lane_stride, slot % BLOCK, real
     k, v = key + token * key_stride + head * DIM, value + token * value_stride + head * DIM
-    store_vector(k, key_levels, key_steps, key_lows, *at, DIM, KEY, KEY_GROUPS, BLOCK)
-    store_vector(v, value_levels, value_steps, value_lows, *at, DIM, VALUE, VALUE_GROUPS, BLOCK)
+    store_vector(k, key_levels, key_steps, key_steps, *at, DIM, KEY)
+    store_vector(v, value_levels, value_steps, value_lows, *at, DIM, VALUE)

@@ -12,7 +12,8 @@ class QuerySegments(NamedTuple):
 
     ``rows [P]`` of the block tables; token t sees entries ``first[r, t]`` (``None``: 0) to
     ``last[r, t]`` (``[R, T]``, below ``max_held``) of table r of its row. ``starts [P + 1]`` are
-    the first tokens of chunks of at most ``max_chunk``; ``None``: P = T chunks of one.
+    the first tokens of chunks of at most ``max_chunk``; ``None``: P = T chunks of one. Entries
+    before ``always[r, t]`` are seen as well, as far as they are not behind the last.
     """
 
     rows: Tensor
@@ -21,3 +22,4 @@ class QuerySegments(NamedTuple):
     starts: Tensor | None = None
     max_chunk: int = 1
     first: Tensor | None = None
+    always: Tensor | None = None

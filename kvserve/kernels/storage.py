@@ -13,11 +13,24 @@ from kvserve.late import LateModule
 if TYPE_CHECKING:
     from kvserve.kernels.quantized_entries import QuantizedBlocks
 
+few_bits = LateModule("kernels.few_bits")
+few_moves_triton = LateModule("kernels.few_moves_triton")
+few_triton = LateModule("kernels.few_triton")
 int4_log = LateModule("kernels.int4_log")
 move_kv = LateModule("kernels.move_kv")
 quantized_entries = LateModule("kernels.quantized_entries")
 quantized_triton = LateModule("kernels.quantized_triton")
 store_kv = LateModule("kernels.store_kv")
+turning = LateModule("kernels.turning")
+
+
+class FewKernels(NamedTuple):
+    """The same of entries in few bits (``few_bits.py``, ``turning.py``)."""
+
+    store: Callable[..., None]
+    gather: Callable[..., Tensor]
+    move: Callable[..., None]
+    turn: Callable[..., Tensor]
 
 
 class StorageKernels(NamedTuple):
@@ -33,6 +46,7 @@ class StorageKernels(NamedTuple):
     store_levels: Callable[..., None]
     gather_levels: Callable[..., Tensor]
     move_levels: Callable[..., None]
+    few: FewKernels
     store_rotated: Callable[..., Tensor] | None = None
     """``rotate_and_store_torch``, if that is one launch; ``None``: keys come rotated."""
 
@@ -52,6 +66,12 @@ TORCH = StorageKernels(
     quantized_entries.store_levels_torch,
     quantized_entries.gather_levels_torch,
     _move_levels_torch,
+    FewKernels(
+        few_bits.store_few_torch,
+        few_bits.gather_few_torch,
+        few_bits.move_few_torch,
+        turning.turn_torch,
+    ),
 )
 COMPILED = StorageKernels(
     store_kv.store_kv_cpu,
@@ -64,6 +84,9 @@ COMPILED = StorageKernels(
     quantized_entries.store_levels_cpu,
     quantized_entries.gather_levels_cpu,
     quantized_entries.move_levels_cpu,
+    FewKernels(
+        few_bits.store_few_cpu, few_bits.gather_few_cpu, few_bits.move_few_cpu, turning.turn_cpu
+    ),
 )
 TRITON = StorageKernels(
     store_kv.store_kv_triton,
@@ -76,6 +99,12 @@ TRITON = StorageKernels(
     quantized_triton.store_levels_triton,
     quantized_triton.gather_levels_triton,
     quantized_triton.move_levels_triton,
+    FewKernels(
+        few_triton.store_few_triton,
+        few_moves_triton.gather_few_triton,
+        few_moves_triton.move_few_triton,
+        turning.turn_triton,
+    ),
     store_kv.rotate_and_store_triton,
 )
 
@@ -86,7 +115,7 @@ def by_device(device: str, head_dim: int) -> StorageKernels:
     if device != "cuda":
         return TORCH
     if head_dim in HEAD_DIMS:
-        levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels
+        levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels, TORCH.few
         return StorageKernels(*TRITON[:7], *levels)
     return TORCH._replace(
         store_kv=store_kv.store_kv_triton, store_queries=store_kv.store_queries_triton

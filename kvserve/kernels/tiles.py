@@ -34,6 +34,7 @@ TILES = {
     (8, 0): {
         "decode": Tile(16, 64, 4, 2),
         "decode codes": Tile(16, 32, 4, 2),
+        "decode levels": Tile(16, 32, 1, 3, programs=8, longest=2048),
         "prefill": Tile(64, 64, 8, 2, programs=1),
         "prefill codes": Tile(64, 32, 8, 2, programs=1),
         "scores": Tile(64, 64, 4, 2),
@@ -41,6 +42,7 @@ TILES = {
     (9, 0): {
         "decode": Tile(16, 32, 2, 3, programs=5, longest=2048),
         "decode codes": Tile(16, 32, 4, 3),
+        "decode levels": Tile(16, 32, 1, 3, programs=12, longest=2048),
         "prefill": Tile(128, 64, 8, 3, programs=1),
         "prefill codes": Tile(128, 32, 8, 2, programs=1),
         "scores": Tile(64, 64, 4, 3),

@@ -120,6 +120,6 @@ def test_it_measures_a_model(tmp_path: Path) -> None:
     assert cli.run(["bench", "frontier", *flags]) == 0
     found = json.loads(file.read_text())["rows"]
     assert all(row["ratio_to_first"] > 0 for row in found)
-    dtypes = ["auto", "int8", "k8v4", "k4v4", "auto", "k8v4", "auto"]
+    dtypes = ["auto", "int8", "k8v4", "k4v4", "3bit", "auto", "k8v4", "auto"]
     assert [row["kv_cache_dtype"] for row in found] == dtypes
     assert (tmp_path / "frontier.png").stat().st_size > 1000

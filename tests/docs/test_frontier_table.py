@@ -13,7 +13,6 @@ FILE = ROOT / "bench/results/2026-11-27-frontier-smollm2.json"
 README = {
     "full cache": ("none", "auto"),
     "`k8v4`": ("none", "k8v4"),
-    "`k4v4`": ("none", "k4v4"),
     "`chunkkv` in `k8v4`": ("chunkkv", "k8v4"),
     "`kara`, ratio .1, in `k8v4`": ("kara:ratio=0.1", "k8v4"),
     "vLLM, `fp8`": ("vLLM", "fp8"),

@@ -66,6 +66,7 @@ def dense_pass(
     heads, count = model.config.num_attention_heads, len(tokens)
     full = full_layers(model)
     near = exact_entries(count, events, form, pruned=pruned)
+    of_windows = exact_entries(count, events, form, pruned=pruned, first=False)
     found: list[tuple[Tensor, Vectors, Vectors]] = []
     sinks: list[Tensor] = []
 
@@ -90,6 +91,7 @@ def dense_pass(
         if held is not None:
             keys, values = (x.double() for x in held[layer])
         elif form is not None:
+            assert not form.few, "what layers hold has to be given"
             keys = quantize(keys, form.key).widened().double()
             values = quantize(values, form.value).widened().double()
         rounded = keys, values
@@ -101,8 +103,8 @@ def dense_pass(
         logits = q[0] @ keys.mT * how["scaling"]
         if how.get("softcap") is not None:
             logits = torch.tanh(logits / how["softcap"]) * how["softcap"]
-        seen = visible(layer)
-        hidden = ~torch.cat([seen & ~near, seen & near], dim=-1)
+        seen, own = visible(layer), near if layer in full else of_windows
+        hidden = ~torch.cat([seen & ~own, seen & own], dim=-1)
         logits = logits.masked_fill(hidden, -torch.inf)
         if hasattr(module, "sinks"):
             sink = module.sinks.detach()
@@ -141,17 +143,25 @@ def full_layers(model: PreTrainedModel) -> list[int]:
 
 
 def exact_entries(
-    length: int, events: Sequence[Event], form: EntryFormat | None, *, pruned: bool = False
+    length: int,
+    events: Sequence[Event],
+    form: EntryFormat | None,
+    *,
+    pruned: bool = False,
+    first: bool = True,
 ) -> Tensor:
     """Which entries each token reads as they were computed, bool [T, T]: those from the last
-    multiple of ``newest`` on, but none from before the last event that dropped any."""
+    multiple of ``newest`` on, but none from before the last event that dropped any; and the
+    ``first``."""
     if form is None or not form.newest:
         return torch.zeros(length, length, dtype=torch.bool)
     at = torch.arange(length)
-    first = at // form.newest * form.newest
+    begin = at // form.newest * form.newest
     for number, event in enumerate(events):
         if pruned and number == 0:
-            first[: event.seen] = length
+            begin[: event.seen] = length
         if (event.held >= 0).sum(-1).min() < event.before or (pruned and number == 0):
-            first[event.seen :] = first[event.seen :].clamp(min=event.seen)
-    return (at >= first[:, None]) & (at <= at[:, None])
+            begin[event.seen :] = begin[event.seen :].clamp(min=event.seen)
+    exact = (at >= begin[:, None]) & (at <= at[:, None])
+    exact[:, 0] |= first
+    return exact

@@ -5,6 +5,7 @@ What it keeps lies in host memory, wherever the engine runs."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM
-from kvserve.engine.cache.entry_store import QuantizedEntries
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.level_entries import FewEntries, QuantizedEntries
 from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.entry_format import EntryFormat
+from kvserve.kernels.few_bits import FewBlocks, _bytes_at
 from kvserve.kernels.move_kv import gather_kv_torch
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, slot_mapping
@@ -28,6 +30,7 @@ from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.triggers.trigger import EvictionSpec
+from tests.engine.few_reference import Stored
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,11 @@ class Recorder:
             end, computed = int(batch.kv_lens[0, row, 0]), int(batch.num_computed[row])
             new = computed - record.num_stored
             tables, at = batch.block_tables[:, [row]], range(end - new, end)
-            parts = [self._entries(tables, at, len(kinds.full))]
+            parts = [self._entries(tables, at, kinds.full)]
             if batch._windows is not None:  # in the columns of their positions
                 [tables] = batch._windows.tables
                 at = range(computed - new, computed)
-                parts.append(self._entries(tables[:, [row]], at, len(kinds.windowed)))
+                parts.append(self._entries(tables[:, [row]], at, sorted(kinds.windowed)))
             record.stored.append(parts)
 
     def _on_logits(self, hidden: Tensor) -> Tensor:
@@ -176,8 +179,8 @@ class Recorder:
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
-        count = self._runner.cache.layout.num_layers
-        before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), count) for e in events]
+        full = self._runner.cache.layers.full
+        before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), full) for e in events]
         watched: Any = _Watched(policy, self._choices)
         self._run(task, watched, block_tables, log_tables)
         size = self._runner.cache.layout.block_size
@@ -187,7 +190,7 @@ class Recorder:
             after_table = tables[e].clone()
             written = torch.as_tensor(task.dst_blocks[:, e])
             after_table[:, 0, :, columns] = written[..., : columns.stop - columns.start]
-            after = self._entries(after_table, range(new), count)
+            after = self._entries(after_table, range(new), full)
             source = self._sources.pop(int(task.rows[e]))
             moved = before[e].gather(
                 3, source[None, ..., None].expand(len(after), -1, -1, -1, after.shape[4])
@@ -218,33 +221,50 @@ class Recorder:
             record.choices.append(Choice(part.plan, scores[at], kept[at]))
             self._sources[int(row)] = one.src[0].cpu()
 
-    def _entries(self, table: Tensor, at: range, num_layers: int) -> Tensor:
-        """Keys and values of a row's entries ``at``, as they are stored: [2, L', Hkv, n, D], or
-        bytes [1, L', Hkv, n, bytes]. ``table [LG, 1, R, M]`` is one kind of layers'."""
+    def _entries(self, table: Tensor, at: range, layers: Sequence[int]) -> Tensor:
+        """Keys and values of a row's entries ``at``, as ``layers [L']`` of one kind store them: [2,
+        L', Hkv, n, D], or bytes [1, L', Hkv, n, bytes]. ``table [LG, 1, R, M]`` is theirs."""
         cache = self._runner.cache
         layout = cache.layout
-        layers = len(table) * layout.layers_per_block  # a last table may have room for more
+        places = len(table) * layout.layers_per_block  # a last table may have room for more
         device = table.device
         rows = torch.zeros(len(at), dtype=torch.long, device=device)
         lanes = torch.arange(at.start, at.stop, device=device)
-        lanes = lanes.expand(layers, layout.num_kv_heads, -1)
+        lanes = lanes.expand(places, layout.num_kv_heads, -1)
         slots = slot_mapping(table, rows, lanes, layout.block_size)
+        if isinstance(cache.entries, FewEntries):
+            parts = [
+                _bytes_of(cache.entries.blocks, *each) for each in zip(layers, slots, strict=False)
+            ]
+            return torch.stack(parts)[None].cpu()
         if isinstance(cache.entries, QuantizedEntries):
             blocks, where = cache.entries.blocks, places_of(cache.entries.blocks.keys.shape, slots)
             parts = [part[where] for held in (blocks.keys, blocks.values) for part in held.parts]
             stored = [part.view(torch.uint8).view(*slots.shape, -1) for part in parts]
-            return torch.cat(stored, dim=-1)[None, :num_layers].cpu()
+            return torch.cat(stored, dim=-1)[None, : len(layers)].cpu()
         parts = [gather_kv_torch(cache.kv, slots, None, values) for values in (False, True)]
         return torch.stack(parts).cpu()
 
 
-def vectors_of(levels: Tensor, form: EntryFormat, dim: int) -> tuple[QuantizedVectors, ...]:
-    """Keys and values from their levels [..., bytes], as ``Record.levels`` gives them."""
+def _bytes_of(blocks: FewBlocks, layer: int, slots: Tensor) -> Tensor:
+    """What is stored of the entries in slots [Hkv, n]: uint8 [Hkv, n, bytes]."""
+    return torch.cat([_bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
+
+
+def vectors_of(levels: Tensor, cache: KVCache, layer: int) -> tuple[Stored | QuantizedVectors, ...]:
+    """A layer's keys and values from their levels [..., bytes], as ``Record.levels`` gives them."""
+    form, dim = cache.form, cache.layout.head_dim
+    if isinstance(cache.entries, FewEntries):
+        blocks = cache.entries.blocks
+        keys, values = blocks.layer(layer)
+        parts = levels.split([keys.form.size(dim), values.form.size(dim)], dim=-1)
+        shaping = blocks.layers[layer].shaping
+        return tuple(Stored.of(x, of, shaping) for x, of in zip(parts, (keys, values), strict=True))
     found, first = [], 0
     for of in (form.key, form.value):
-        widths = [of.levels(dim), *[2 * of.groups(dim)] * (1 + of.low)]
+        widths = [of.levels(dim), *[2] * (1 + of.low)]
         own, *ranges = levels[..., first : first + sum(widths)].split(widths, dim=-1)
-        ranges = [part.contiguous().view(torch.bfloat16) for part in ranges]
+        ranges = [part.contiguous().view(torch.bfloat16)[..., 0] for part in ranges]
         found.append(QuantizedVectors(of, own, *ranges))
         first += sum(widths)
     return tuple(found)

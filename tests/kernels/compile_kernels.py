@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
 from kvserve.kernels.elementwise import (
@@ -40,6 +41,9 @@ from kvserve.kernels.elementwise import (
     rotate_triton,
     silu_and_mul_triton,
 )
+from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.few_moves_triton import gather_few_triton, move_few_triton
+from kvserve.kernels.few_triton import store_few_triton
 from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
 from kvserve.kernels.move_kv import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks
@@ -56,6 +60,7 @@ from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
+from kvserve.kernels.turning import turn_triton
 from kvserve.kernels.weight_levels import LevelForm, Levels
 from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton
 
@@ -94,12 +99,24 @@ def cache(
     return new(4096, layers, 2, block, heads, dim, dtype=dtype)
 
 
-def levels(form: str, heads: int = 8, dim: int = 128, layers: int = 32) -> QuantizedBlocks:
+def levels(form: str, heads: int = 8, dim: int = 128, block: int = 64) -> QuantizedBlocks:
     """The same cache of --kv-cache-dtype ``form``."""
     stored = FORMATS[form]
-    lane = stored.lane_bytes(64, dim)
-    pool = new(4096, layers, heads * lane, dtype=torch.uint8)
-    return QuantizedBlocks(pool, stored, 64, dim)
+    pool = new(4096, 32, stored.block_bytes(block, dim, 1, heads), dtype=torch.uint8)
+    return QuantizedBlocks(pool, stored, block, dim)
+
+
+def few_levels(
+    form: str, heads: int = 8, dim: int = 128, block: int = 64, *, shaped: bool = False
+) -> FewBlocks:
+    """Two layers in few bits."""
+    stored, each = FORMATS[form], new(heads, dim, dtype=torch.float32)
+    shaping = Shaping(each)
+    if shaped:
+        shaping = Shaping(each, new(heads, dim, dim, dtype=torch.float32), slots(heads, dim))
+    size = heads * block * (stored.key.size(dim) + stored.value.size(dim))
+    layers = tuple(FewLayer(stored.key, stored.value, at, shaping) for at in (0, size))
+    return FewBlocks(new(4096, 2 * size, dtype=torch.uint8), layers, heads, block, dim)
 
 
 def attend(
@@ -115,19 +132,21 @@ def attend(
     remainder: bool = False,
     window: bool = False,
     sinks: bool = False,
+    always: bool = False,
     soft_cap: float = 0.0,
     block: int = 64,
 ) -> None:
     """8 KV heads in blocks of 64; 8 sequences, each with ``chunk`` new tokens. ``codes``: rows may
     hold some, of at most 32,768 tokens. ``form``: the cache's --kv-cache-dtype. ``shares``: what
     newest entries got is handed out too, for a log in 4 bits. ``remainder``: rows may have one, as
-    an engine's always may. ``window``, ``sinks``, ``soft_cap``: what some layers' attention has."""
+    an engine's always may. The rest is what some layers' attention has."""
     kv = cache(8 // rows, dim, dtype=dtype, block=block)[:, 1]
     q = new(8 * chunk, 8 * group, dim, dtype=dtype)
     tables, last = (new(*s, dtype=torch.int32) for s in ((256, rows, 512), (rows, 8 * chunk)))
     starts = None if chunk == 1 else slots(9)
     first = new(rows, 8 * chunk, dtype=torch.int32) if window else None
-    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk, first)
+    early = first if always else None
+    chunks = QuerySegments(slots(8), last, 32_768, starts, chunk, first, early)
     coded = None
     if codes:
         kv = new(4096, 2, 64, 1, dim, dtype=dtype)
@@ -139,7 +158,11 @@ def attend(
             new(256, rows, 512, dtype=torch.int32),
             new(32_768, dim, dtype=torch.float32),
         )
-    keys, values = (kv[:, 0], kv[:, 1]) if form is None else levels(form, 8 // rows, dim).layer(1)
+    keys: Entries = kv[:, 0]
+    values: Entries = kv[:, 1]
+    if form is not None:
+        made = few_levels if FORMATS[form].few else levels
+        keys, values = made(form, 8 // rows, dim, block).layer(1)
     told = Shares(new(*q.shape[:2], dtype=torch.float32), slots(8 * chunk)) if shares else None
     left = None
     if remainder:
@@ -238,15 +261,36 @@ def levels_variants(what: str, *forms: str) -> dict[str, Callable[[], object]]:
     }
 
 
+def few_variants() -> dict[str, Callable[[], object]]:
+    """What is done to a cache in few bits; the turn of 64 tokens' queries."""
+    lanes, entries = slots(2, 8, 4096), new(64, 8, 128)
+    found: dict[str, Callable[[], object]] = {"turn_heads": lambda: turn_triton(new(64, 32, 128))}
+    for form in ("k4v4", "k3v3", "k2v2"):
+        stored, shaped = few_levels(form), few_levels(form, shaped=True)
+        found |= {
+            f"store_few/{form}": partial(
+                store_few_triton, stored, 1, slots(1, 64), entries, entries
+            ),
+            f"store_few/{form}_shaped": partial(
+                store_few_triton, shaped, 1, slots(1, 64), entries, entries
+            ),
+            f"gather_few/{form}": partial(gather_few_triton, stored, [0, 1], lanes, BF16),
+            f"move_few/{form}": partial(move_few_triton, stored, [0, 1], lanes, lanes, 8),
+        }
+    return found
+
+
 def gather_values(form: str) -> None:
     gather_levels_triton(levels(form), slots(32, 8, 4096), None, BF16, values=True)
 
 
 AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
 
+FORMS = tuple(name for name, form in FORMATS.items() if not form.average)
+"""Of --kv-cache-dtype; others have layers of several of these."""
 BOTH: dict[str, dict[str, Any]] = {
     "": {},
-    **{f"/{form}": {"form": form} for form in FORMATS},
+    **{f"/{form}": {"form": form} for form in FORMS},
     **{f"/dim{dim}": {"dim": dim} for dim in (64, 256)},
     **{"/group7": {"group": 7}, "/head": {"rows": 8}, "/float32": {"dtype": torch.float32}},
     **{"/codes": {"rows": 8, "codes": True}, "/shares": {"shares": True}},
@@ -254,19 +298,28 @@ BOTH: dict[str, dict[str, Any]] = {
 }
 """Attention of a token and of long chunks."""
 DECODES = BOTH | {
-    **{
-        f"/{form}_remainder": {"form": form, "remainder": True}
-        for form in FORMATS
-        if form != "k4v4"
-    },
+    **{f"/{form}_remainder": {"form": form, "remainder": True} for form in FORMS},
     **{
         f"{name}_split": BOTH[name] | {"splits": 8}
         for name in ("/codes", "/k8v4", "/k4v4", "/shares")
     },
+    # What an engine asks for under Kara: shares for its log, and remainders.
+    **{
+        f"/{form}_shares": {"form": form, "splits": 8, "shares": True, "remainder": True}
+        for form in FORMS
+    },
+    **{f"/{form}_group7": {"form": form, "group": 7} for form in FORMS},
+    **{f"/{form}_dim{dim}": {"form": form, "dim": dim} for form in FORMS for dim in (16, 64, 256)},
+    **{
+        f"/{form}_window": {"form": form, "group": 8, "dim": 64, "window": True, "sinks": True}
+        for form in ("k8v4", "k4v4")
+    },
+    "/k8v4_always": {"form": "k8v4", "window": True, "always": True, "soft_cap": 50.0},
+    "/k8v4_block16": {"form": "k8v4", "block": 16},
+    "/k4v4_head": {"form": "k4v4", "rows": 8},
     **{f"/codes_dim{dim}": BOTH["/codes"] | {"dim": dim} for dim in (64, 256)},
     "/codes_float32": BOTH["/codes"] | {"dtype": torch.float32},
-    **{f"/{form}_dim64": {"form": form, "dim": 64} for form in ("k8v4", "k4v4")},
-    **{"/k4v4_dim256": {"form": "k4v4", "dim": 256}, "/split": {"splits": 8}},
+    "/split": {"splits": 8},
 }
 
 VARIANTS: dict[str, Callable[[], object]] = {
@@ -322,14 +375,18 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode/few": lambda: attend(chunk=4),
     "decode/many": lambda: attend(chunk=16),
     "decode/float16": lambda: attend(dtype=torch.float16),
-    # The newest entries beside k4v4, 20 of which a block of it holds.
-    "decode/newest": lambda: attend(splits=2, shares=True, remainder=True, window=True, block=20),
-    "prefill/newest": lambda: attend(chunk=512, splits=2, remainder=True, window=True, block=20),
-    **levels_variants("store", "int8", "k8v4", "k4v2", "fp8"),
-    **levels_variants("gather", "int8", "fp8", "k4v4"),
-    "gather_levels/k4v2": partial(gather_values, "k4v2"),
+    # The newest entries beside k4v4, 16 of which a block of it holds, and each row's first one.
+    "decode/newest": lambda: attend(
+        splits=2, shares=True, remainder=True, window=True, always=True, block=16
+    ),
+    "prefill/newest": lambda: attend(
+        chunk=512, splits=2, remainder=True, window=True, always=True, block=16
+    ),
+    **levels_variants("store", "int8", "k8v4", "fp8"),
+    **levels_variants("gather", "int8", "fp8"),
     "gather_levels/int4": partial(gather_values, "k8v4"),
-    **levels_variants("move", "int8", "k8v4", "k4v2"),
+    **levels_variants("move", "int8", "k8v4"),
+    **few_variants(),
     "prefill/split": lambda: attend(chunk=512, splits=4),
     "window_scores": score,
     "window_scores/heads": lambda: score(heads=32),
@@ -372,7 +429,7 @@ def is_budgeted(name: str, arch: int) -> bool:
     """e4m3 came with sm_89; reading codes or levels spills 8 to 16 bytes but on sm_90."""
     if name in SPILLING.get(arch, ()):
         return False
-    levels = tuple(f"{kind}/{form}" for kind in ("decode", "prefill") for form in FORMATS)
+    levels = tuple(f"{kind}/{form}" for kind in ("decode", "prefill") for form in FORMS)
     if "codes" in name or name.startswith(levels):
         return arch == 90
     e4m3 = "window_scores/e4m3", "quantize_rows", "prefill/fp8", "gather_levels/fp8"
@@ -422,7 +479,7 @@ class Compiler:
         self.ptx[name] = compiled.asm["ptx"]
         cubin = compiled.asm["cubin"]
         self.costs[name] = {**usage(cubin), "shared": compiled.metadata.shared}
-        if name == "attend":
+        if name in ("attend", "decode_levels"):
             share = 32 * warps["num_warps"] / options["TILE"]
             for i, length in enumerate(hot_loops(cubin), 1):
                 self.costs[name][f"loop {i}"] = round(length * share)

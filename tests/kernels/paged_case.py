@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.entry_format import EntryFormat
+from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping, store_few_torch
 from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
@@ -99,11 +100,12 @@ class Case:
     starts: Tensor
     last: Tensor
     first: Tensor | None = None
+    always: Tensor | None = None
 
     def inputs(self, group: int = 0) -> Inputs:
         last, most = self.last[group], int(self.starts.diff().max())
-        first = None if self.first is None else self.first[group]
-        chunks = QuerySegments(self.rows, last, int(last.max()) + 1, self.starts, most, first)
+        shown = [None if x is None else x[group] for x in (self.first, self.always)]
+        chunks = QuerySegments(self.rows, last, int(last.max()) + 1, self.starts, most, *shown)
         return self.query, self.keys, self.values, self.tables[group], chunks, SCALE
 
     def shares(self, recent: int = 3) -> Shares:
@@ -149,19 +151,25 @@ def make(
     return Case(wide[:, : shape.heads], keys, values, tables, rows, starts, last)
 
 
-def windowed(case: Case, window: int) -> Case:
-    """Each token sees its ``window`` newest entries; columns that no token of a row's chunk sees
-    name no block, and what no token sees is NaN."""
+def windowed(case: Case, window: int, always: int = 0) -> Case:
+    """Each token sees its ``window`` newest entries, and up to ``always`` first ones; columns that
+    no token of a row's chunk sees name no block, and what no token sees is NaN."""
     size = case.keys.shape[1]
     first = (case.last - window + 1).clamp(min=0)
+    ever = (always - torch.arange(first.shape[-1])).clamp(min=0).expand_as(first)
     for chunk, row in enumerate(case.rows.tolist()):
         tokens = slice(int(case.starts[chunk]), int(case.starts[chunk + 1]))
         for group, table in torch.cartesian_prod(*map(torch.arange, first.shape[:2])).tolist():
-            column, inside = divmod(int(first[group, table, tokens].min()), size)
-            block = int(case.tables[group, row, table, column])
-            case.keys[block, :inside] = case.values[block, :inside] = torch.nan
-            case.tables[group, row, table, :column] = 0
-    return replace(case, first=first)
+            least, most = (
+                int(first[group, table, tokens].min()),
+                int(ever[group, table, tokens].max()),
+            )
+            names = case.tables[group, row, table]
+            for place in range(min(most, least), least):
+                at = names[place // size], place % size
+                case.keys[at] = case.values[at] = torch.nan
+            names[-(-most // size) : least // size] = 0
+    return replace(case, first=first, always=ever.contiguous() if always else None)
 
 
 def random_remainder(rows: int, heads: int, dim: int) -> Remainder:
@@ -178,6 +186,21 @@ def random_remainder(rows: int, heads: int, dim: int) -> Remainder:
 BLOCK = 16
 
 
+def level_blocks(
+    form: EntryFormat, count: int, heads: int, block: int, dim: int, tables: int = 1
+) -> QuantizedBlocks | FewBlocks:
+    """A pool of two layers. What has not been stored is no number, if the form has such."""
+    if not form.few:
+        shape = count, 2, form.block_bytes(block, dim, 1, heads)
+        return QuantizedBlocks(torch.full(shape, 255, dtype=torch.uint8), form, block, dim)
+    layers, at = [], 0
+    for own in (FORMATS["k4v4"], form):  # the first is of other bits
+        layers.append(FewLayer(own.key, own.value, at, Shaping(torch.zeros(tables * heads, dim))))
+        at += replace(own, average=0.0).block_bytes(block, dim, 1, heads)
+    pool = torch.full((count, at), 255, dtype=torch.uint8)
+    return FewBlocks(pool, tuple(layers), heads, block, dim)
+
+
 class LevelRows:
     """Three rows of random entries held as levels: layer 1 of a pool of two. What no row holds
     reads as not a number."""
@@ -190,29 +213,39 @@ class LevelRows:
         tables: int = 1,
         held: tuple[int, ...] = (200, 1, 77),
         dropped: tuple[int, ...] = (0, 0, 0),
+        block: int = BLOCK,
+        group: int = 3,
     ) -> None:
         """Rows of so many entries, less the first ones that have been ``dropped``."""
-        self.held, heads, columns = list(held), 4 // tables, -(-max(held) // BLOCK)
+        self.held, heads, columns = list(held), 4 // tables, -(-max(held) // block)
         names = torch.randperm(len(held) * tables * columns).int() + 1
         self.tables = names.view(len(held), tables, columns)
-        shape = len(names) + 1, 2, heads * form.lane_bytes(BLOCK, dim)
-        pool = torch.full(shape, 255, dtype=torch.uint8)
-        self.blocks = QuantizedBlocks(pool, form, BLOCK, dim)
+        self.blocks = level_blocks(form, len(names) + 1, heads, block, dim, tables)
+        store: Any = store_few_torch if form.few else store_levels_torch
         self.entries = [torch.randn(2, length, 4, dim).to(dtype) for length in held]
         for row, (both, gone) in enumerate(zip(self.entries, dropped, strict=False)):
             both[1] += 0.3
             place = torch.arange(held[row] - gone)
-            slots = self.tables[row][:, place // BLOCK].long() * BLOCK + place % BLOCK
-            store_levels_torch(self.blocks, 1, slots, *both[:, gone:])
-        self.q = torch.randn(max(held), 12, dim).to(dtype)
+            slots = self.tables[row][:, place // block].long() * block + place % block
+            store(self.blocks, 1, slots, *both[:, gone:])
+        self.q = torch.randn(max(held), 4 * group, dim).to(dtype)
 
-    def inputs(self, lengths: Sequence[int]) -> Inputs:
-        """Chunks of the last tokens of the first rows."""
+    def inputs(self, lengths: Sequence[int], window: int | None = None, always: int = 0) -> Inputs:
+        """Chunks of the last tokens of the first rows. With a ``window`` each token sees its newest
+        entries, and up to ``always`` first ones; columns that no token sees name no block."""
         last = torch.cat([torch.arange(h - n, h) for h, n in zip(self.held, lengths, strict=False)])
         last = last.expand(self.tables.shape[1], -1).contiguous()
         starts, rows = torch.tensor([0, *lengths]).cumsum(0), torch.arange(len(lengths))
         chunks = QuerySegments(rows, last, max(self.held), starts, max(lengths))
-        return self.q[: len(last[0])], *self.blocks.layer(1), self.tables, chunks, SCALE
+        tables = self.tables.clone()
+        if window is not None:
+            first = (last - window + 1).clamp(min=0)
+            ever = torch.full_like(first, always) if always else None
+            chunks = chunks._replace(first=first, always=ever)
+            size = self.blocks.layer(1)[0].shape[1]
+            for row, least in enumerate(first[0, starts[:-1]].tolist()):
+                tables[row, :, -(-min(always, least) // size) : least // size] = 0
+        return self.q[: len(last[0])], *self.blocks.layer(1), tables, chunks, SCALE
 
 
 NEW_BLOCK, WINDOW = 5, 32
@@ -222,8 +255,8 @@ DROPPED = 9
 
 
 class NewestCase(LevelRows):
-    """Three rows of 150, 3 and 77 tokens, whose newest entries are held as they were computed, too.
-    What no row holds, or may read so, is not a number."""
+    """Three rows of 150, 3 and 77 tokens, whose newest entries and first one are held as they were
+    computed, too. What no row holds, or may read so, is not a number."""
 
     def __init__(self, form: EntryFormat, dim: int, dtype: torch.dtype, tables: int = 1) -> None:
         super().__init__(form, dim, dtype, tables, (150, 3, 77), (DROPPED, 0, DROPPED))
@@ -231,7 +264,8 @@ class NewestCase(LevelRows):
         self.new_tables = (torch.randperm(size * 31).int() + 1).view(3, tables, 31)
         self.exact = torch.full((size * 31 + 1, 2, NEW_BLOCK, heads, dim), torch.nan).to(dtype)
         for row, both in enumerate(self.entries):
-            at = torch.arange(EVENTS[row], self.held[row])
+            # The row's first entry, and what has come since its last event.
+            at = torch.tensor([0, *range(max(EVENTS[row], 1), self.held[row])])
             block = self.new_tables[row][:, at // NEW_BLOCK].long()
             for kind, x in enumerate(both):
                 own = x[at].unflatten(1, (tables, -1)).transpose(0, 1)
@@ -252,11 +286,13 @@ class NewestCase(LevelRows):
         first = torch.maximum(at // WINDOW * WINDOW, events)
         last = first - 1 - torch.where(events > 0, DROPPED, 0)
         starts, most = torch.tensor([0, *lengths]).cumsum(0), max(lengths)
-        last, to, first_of = (
-            x.expand(self.tables.shape[1], -1).contiguous() for x in (last, at, first)
+        # The first one in few bits is not read, but where it is among the newest ones.
+        last, to, first_of, one = (
+            x.expand(self.tables.shape[1], -1).contiguous()
+            for x in (last.masked_fill(last < 1, -1), at, first, torch.ones_like(at))
         )
-        segments = QuerySegments(rows, last, BLOCK * 10, starts, most)
-        own = QuerySegments(rows, to, WINDOW + most, starts, most, first_of)
+        segments = QuerySegments(rows, last, BLOCK * 10, starts, most, one)
+        own = QuerySegments(rows, to, WINDOW + most, starts, most, first_of, one)
         # How many of the newest a share is of, and how many of these are in few bits.
         recent = torch.arange(len(at)) % 60 + 1
         shares = Shares(torch.empty(len(at), 12), recent - (at - first + 1))

@@ -41,7 +41,7 @@ def test_a_head_dimension_that_no_kernel_knows_is_torch_s(
         assert torch.equal(scores, window_scores_torch(query, key, 0.1))
     for kernel, taken in by_device("cuda", dim)._asdict().items():
         always = kernel in ("store_kv", "store_queries")  # which know vectors of any size
-        levels = kernel.endswith("levels") or kernel == "store_rotated"
+        levels = kernel.endswith("levels") or kernel in ("few", "store_rotated")
         expected = TRITON if always or (fits and not levels) else TORCH
         assert taken is getattr(expected, kernel), kernel
     assert by_device("cpu", dim) is TORCH

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.entry_format import FORMATS, EntryFormat
+from kvserve.entry_format import FORMATS, EntryFormat, few
 from kvserve.kernels.attention import paged_attention_triton as launcher
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.quantized_entries import QuantizedBlocks
 from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.shares import Shares
 from tests.kernels.paged_case import (
     EACH_KERNEL,
     KERNELS,
@@ -242,19 +243,29 @@ SMALL = [
 ]
 
 
-@thinned({"kernel": TRITON, "shape,dtype,lengths": SMALL, "window": [1, 20, 100]})
+@thinned(
+    {
+        "kernel": TRITON,
+        "shape,dtype,lengths": SMALL,
+        "window": [1, 20, 100],
+        "always": [0, 1, 4, 40],
+    },
+    rest=False,
+)
 def test_windows(
-    kernel: str, shape: Shape, dtype: torch.dtype, lengths: list[int], window: int
+    kernel: str, shape: Shape, dtype: torch.dtype, lengths: list[int], window: int, always: int
 ) -> None:
-    assert_same(kernel, windowed(make(shape, [110, 4, 3, 65], lengths, dtype), window).inputs())
+    case = windowed(make(shape, [110, 4, 3, 65], lengths, dtype), window, always)
+    assert_same(kernel, case.inputs())
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("window", [1, 5, 16, 100, 1024, 5000])
-def test_compiled_windows(window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("always", [0, 40])
+def test_compiled_windows(window: int, always: int, dtype: torch.dtype) -> None:
     case = make(LONG, [3, 1030, 2500, 64], [1, 1, 70, 64], dtype)
-    assert_same("cpu", windowed(case, window).inputs())
+    assert_same("cpu", windowed(case, window, always).inputs())
 
 
 @thinned({"kernel": TRITON, "window": [30, None], "cap": [0.0, 1.5]})
@@ -355,28 +366,88 @@ def test_remainders(
 # ---- levels, and the newest entries as they were computed ---------------------------------------
 
 
+FORMS = [
+    *(form for form in FORMATS.values() if not form.average),
+    EntryFormat("k3v2", few(3), few(2)),
+    EntryFormat("k1v1", few(1), few(1)),
+]
+
+
 @thinned(
     {
-        "form": list(FORMATS.values()),
+        "form": FORMS,
         "kernel": TRITON,
         "lengths": [[1, 1], [9, 4]],
         "tables,dim": [(1, 32), (2, 128)],
+        "window,always": [(None, 0), (7, 0), (7, 1), (9, 20)],
     },
     together=2,
+    rest=False,
 )
-def test_levels(form: EntryFormat, kernel: str, lengths: list[int], tables: int, dim: int) -> None:
+def test_levels(
+    form: EntryFormat,
+    kernel: str,
+    lengths: list[int],
+    tables: int,
+    dim: int,
+    window: int | None,
+    always: int,
+) -> None:
     dtype = torch.float32 if tables == 1 else torch.float16
-    rows = LevelRows(form, dim, dtype, tables, (40, 21))
-    assert_same(kernel, rows.inputs(lengths), 4e-3 if dtype is HALF else 0.0)
+    rows = LevelRows(form, dim, dtype, tables, (60, 21))
+    inputs = rows.inputs(lengths, window, always)
+    assert_same(kernel, inputs, 4e-3 if dtype is HALF else 0.0)
+
+
+DECODED: dict[str, list[Any]] = {
+    "form": FORMS,
+    "kernel": [*TRITON, "triton-in-19"],
+    "dim": [16, 32, 64, 128, 256],
+    "block,tables": [(16, 1), (48, 2), (64, 1)],
+    "group": [1, 3, 4, 7, 20],
+    "window,always": [(None, 0), (20, 0), (20, 40), (1, 1)],
+    "cap": [0.0, 1.5],
+    "beside": ["", "shares", "remainder", "sinks", "shares remainder sinks"],
+}
+
+
+@thinned(DECODED, rest=2)
+def test_decoded_levels(
+    form: EntryFormat,
+    kernel: str,
+    dim: int,
+    block: int,
+    tables: int,
+    group: int,
+    window: int | None,
+    always: int,
+    cap: float,
+    beside: str,
+) -> None:
+    """A token of each row, one of which sees nothing, with all that attention may be asked for."""
+    rows = LevelRows(form, dim, HALF, tables, (110, 1, 40), block=block, group=group)
+    inputs = rows.inputs([1, 1, 1], window, always)
+    q, _, _, names, chunks, _ = inputs
+    chunks.last[:, 1] = -1
+    how: dict[str, Any] = {"soft_cap": cap}
+    if "shares" in beside:
+        recent = torch.tensor([40, 1, 3]).clamp(max=window or 40)
+        how["shares"] = Shares(torch.empty(q.shape[:2], dtype=torch.float32), recent)
+    if "remainder" in beside:
+        how["remainder"] = random_remainder(len(names), 4, dim)
+    if "sinks" in beside:
+        how["sinks"] = torch.randn(q.shape[1])
+    assert_same(kernel, inputs, 4e-3, **how)
 
 
 @pytest.mark.compiler
 @thinned({"name": list(FORMATS), "dtype": BOTH, "dim": [16, 32, 48, 128]})
 def test_compiled_levels(name: str, dtype: torch.dtype, dim: int) -> None:
+    form, within = FORMATS[name], 1e-3 if FORMATS[name].few and dtype is torch.float32 else 0.0
     for tables in (1, 2):
-        rows = LevelRows(FORMATS[name], dim, dtype, tables)
+        rows = LevelRows(form, dim, dtype, tables)
         for lengths in ([1, 1, 1], [40, 1, 1], [130]):
-            assert_same("cpu", rows.inputs(lengths))
+            assert_same("cpu", rows.inputs(lengths), within)
 
 
 @pytest.mark.compiler
@@ -384,7 +455,7 @@ def test_compiled_levels(name: str, dtype: torch.dtype, dim: int) -> None:
 def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
     """Of both heads, the second of which has negative ones: as values, and as keys one by one."""
     form = FORMATS["fp8"]
-    pool = torch.zeros(2, 1, 2 * form.lane_bytes(16, 128), dtype=torch.uint8)
+    pool = torch.zeros(2, 1, form.block_bytes(16, 128, 1, 2), dtype=torch.uint8)
     keys, values = QuantizedBlocks(pool, form, 16, 128).layer(0)
     numbers = torch.arange(256, dtype=torch.uint8).view(2, 128)
     numbers[:, 127] = 0  # not a number
@@ -415,24 +486,31 @@ def test_every_number_of_e4m3_is_read_as_it_is(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tables", "dim", "cap"),
     [
-        ("k4v2", 2, 32, 0.0),
+        ("k3v3", 2, 32, 0.0),
         pytest.param("k4v4", 1, 64, 0.0, marks=pytest.mark.slow),
-        pytest.param("k4v4", 2, 16, 1.5, marks=pytest.mark.slow),
+        pytest.param("k2v2", 2, 16, 1.5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [9, 3, 7]], ids=["decode", "chunks"])
 def test_newest(
-    kernel: str, name: str, tables: int, dim: int, cap: float, lengths: list[int]
+    kernel: str,
+    name: str,
+    tables: int,
+    dim: int,
+    cap: float,
+    lengths: list[int],
+    dtype: torch.dtype,
 ) -> None:
     """One softmax over both, a remainder and sinks; shares count the newest of both."""
-    inputs, how = NewestCase(FORMATS[name], dim, torch.float32, tables).call(lengths)
-    assert_same(kernel, inputs, **how, soft_cap=cap)
+    inputs, how = NewestCase(FORMATS[name], dim, dtype, tables).call(lengths)
+    assert_same(kernel, inputs, 4e-3 if dtype is HALF else 0.0, **how, soft_cap=cap)
 
 
 @pytest.mark.compiler
 @thinned(
     {
-        "name": ["k4v4", "k4v2"],
+        "name": ["k4v4", "k3v3", "k2v2"],
         "dtype": BOTH,
         "dim": [16, 48, 128],
         "tables": [1, 2],
@@ -443,7 +521,7 @@ def test_compiled_newest(name: str, dtype: torch.dtype, dim: int, tables: int, c
     case = NewestCase(FORMATS[name], dim, dtype, tables)
     for lengths in ([1, 1, 1], [1, 1, 7], [110], [40, 3, 7]):
         inputs, how = case.call(lengths)
-        assert_same("cpu", inputs, **how, soft_cap=cap)
+        assert_same("cpu", inputs, 1e-3 if dtype is torch.float32 else 0.0, **how, soft_cap=cap)
 
 
 @pytest.mark.compiler

@@ -12,7 +12,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
-from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
+from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -276,7 +276,7 @@ class Traffic:
     ) -> None:
         """``further``: rows also hold something of every token in a cache group of its own;
         ``windows``: three layers see so many of the newest tokens alone; ``newest``: those from the
-        last multiple of so many blocks on are held once more; ``speculation``:
+        last multiple of so many blocks on are held once more, and the first; ``speculation``:
         rows guess; ``clients``: how many send, with bounds on the rows of one and on the
         prompts of a step."""
         rng = self.rng = np.random.default_rng(seed)
@@ -290,8 +290,9 @@ class Traffic:
             spec = WindowSpec(layout.block_size, 3, windows, self.budget)
             if newest:  # blocks of two tokens
                 spec = NewestSpec(2, 0, newest * layout.block_size, self.budget)
+                groups += (FirstSpec(2),)
             groups += (spec,)
-            more = spec.blocks_for(layout, 128) // layout.groups // 2
+            more = sum(each.blocks_for(layout, 128) for each in groups) // layout.groups // 2
             self.policies = sorted({*self.policies} - {20})  # what it prunes has no windows
         self.scheduler = make_scheduler(
             int(rng.integers(30, 70)) * (1 + 2 * (continuations and seed // 3 % 2)) + more,

@@ -1,4 +1,5 @@
-"""``kvserve calibrate``: measures where a model's queries point, once, for policy triattention.
+"""``kvserve calibrate``: measures where a model's queries point, once, for policy triattention; or
+the table of its entries in few bits (``--entries``).
 
 Queries are counted while the engine runs the model over text, in chunks of prefill, or over a
 task's prompts and the model's own answers. None is held.
@@ -29,6 +30,9 @@ from kvserve.benchmarks.setup.options import (
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
 from kvserve.config import SETTINGS
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.cache.entry_statistics import FILE as TABLE
+from kvserve.engine.cache.entry_statistics import TOKENS, measured
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.query_statistics import (
     FILE,
@@ -39,6 +43,7 @@ from kvserve.engine.compression.query_statistics import (
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Transformer
+from kvserve.entry_format import FORMATS
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
@@ -63,9 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a shipped model was trained for)"
     )
     text.add_argument("--dataset", choices=TASKS, metavar="TASK", help=words)
-    words = "tokens to count (default: 32768)"
-    parser.add_argument("--tokens", type=at_least(1), default=32_768, metavar="N", help=words)
-    names = file_name(".stats", ".safetensors", ".pt", folder_exists=True)
+    words = (
+        "measure what entries in few bits are written by (--kv-cache-dtype 3bit), from --text, as "
+        f"the engine does from a text of its own; {TABLE} beside the model is found by itself"
+    )
+    parser.add_argument("--entries", action="store_true", help=words)
+    words = (
+        "tokens to count (default: 32768; of --entries 1024, and it takes their square in bytes)"
+    )
+    parser.add_argument("--tokens", type=at_least(1), metavar="N", help=words)
+    names = file_name(".stats", ".safetensors", ".pt", ".table", folder_exists=True)
     words = f"file to write; {FILE} beside the model is found by itself, .pt is as released"
     parser.add_argument("--output", type=names, required=True, metavar="FILE", help=words)
     words = "draw the concentration of every head"
@@ -80,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_matplotlib(args, "plot")
+    if (args.output.suffix == ".table") is not args.entries:
+        args.fail("--output: a .table is what --entries writes")
+    if args.entries:
+        return _entries(args)
+    args.tokens = args.tokens or 32_768
     with opened_checkpoint(args) as checkpoint:
         found = _measure(args, checkpoint)
     found.save(args.output)
@@ -90,6 +107,31 @@ def run(args: argparse.Namespace) -> int:
         lines.append(f"plot saved to {args.plot}")
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _entries(args: argparse.Namespace) -> int:
+    """The table of entries in few bits, of a text."""
+    if args.text is None or args.plot:
+        args.fail("--entries: --text FILE is what the model reads; there is nothing to --plot")
+    with opened_checkpoint(args) as checkpoint:
+        engine = Engines(args, checkpoint).build(NO_COMPRESSION, enforce_eager=True)
+        ids = _text_ids(engine, args)[: args.tokens or TOKENS]
+        found = measured(engine.core.runner.model, checkpoint.path, ids)
+    found.save(args.output)
+    bits = "\n".join(
+        f"{name}: {', '.join(f'{key}+{value}' for key, value in bits)}"
+        for name, bits in _bits_of(found, checkpoint.spec.head_dim)
+    )
+    words = f"bits of keys and values by layer, over {len(ids):,} tokens\n{bits}\n"
+    sys.stdout.write(f"{words}saved to {args.output}\n")
+    return 0
+
+
+def _bits_of(table: EntryTable, dim: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    layers = list(range(len(table.mean)))
+    for form in FORMATS.values():
+        if form.average and form.refusal(dim) is None:
+            yield form.name, table.bits(form, dim, layers)
 
 
 def _measure(args: argparse.Namespace, checkpoint: MeasuredModel) -> QueryStatistics:
@@ -116,13 +158,7 @@ def _measure(args: argparse.Namespace, checkpoint: MeasuredModel) -> QueryStatis
 
 def _read(engine: LLMEngine, args: argparse.Namespace) -> Iterator[None]:
     """Prefill the text's pieces, a step at a time."""
-    assert engine.tokenizer is not None
-    try:
-        ids = engine.tokenizer.encode(args.text.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        args.fail(f"--text: {error}")
-    if len(ids) < 2:
-        args.fail(f"--text: {args.text} has {len(ids)} tokens")
+    ids = _text_ids(engine, args)
     longest = engine.core.info.max_model_len - 1
     ids = ids[: args.tokens]
     for start in range(0, len(ids), longest):
@@ -131,6 +167,17 @@ def _read(engine: LLMEngine, args: argparse.Namespace) -> Iterator[None]:
         while engine.has_unfinished_requests:
             engine.step()
             yield
+
+
+def _text_ids(engine: LLMEngine, args: argparse.Namespace) -> list[int]:
+    assert engine.tokenizer is not None
+    try:
+        ids = engine.tokenizer.encode(args.text.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        args.fail(f"--text: {error}")
+    if len(ids) < 2:
+        args.fail(f"--text: {args.text} has {len(ids)} tokens")
+    return ids
 
 
 def _answer(

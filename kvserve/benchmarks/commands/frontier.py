@@ -30,7 +30,7 @@ from kvserve.log import ConfigError
 
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
-FULL = ("none", "none@int8", "none@k8v4", "none@k4v4")
+FULL = ("none", "none@int8", "none@k8v4", "none@k4v4", "none@3bit")
 DROPPING = ("kara@k8v4", "kara", "kara:ratio=0.1@k8v4", "kara:ratio=0.5@k8v4")
 OTHERS = (
     "streaming_llm:period=32@k8v4",

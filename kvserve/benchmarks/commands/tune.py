@@ -197,7 +197,7 @@ def request_bytes(
     asked = policy, part, form, torch.bfloat16, "cuda", None
     log_form, size = choose_log(*asked, has_fp8=has_fp8)
     layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, size)
-    lanes = part.num_kv_heads * form.entry_bytes(part.head_dim)
+    lanes = part.num_kv_heads * form.mean_bytes(part.head_dim, max(1, layout.num_layers))
     entry, beside = layout.num_layers * lanes, 0.0
     log = block_bytes(layout, form) / log_form.block_tokens(layout, form, 2)
     if part.windowed:
@@ -250,7 +250,7 @@ class Arithmetic:
             *(part, policy, form, held), has_fp8=args.device not in _WITHOUT_FP8
         )
         at_once = min(args.max_num_seqs, int(self._pool // most))
-        entry = len(part.layers.full) * part.num_kv_heads * form.entry_bytes(part.head_dim)
+        entry = part.num_kv_heads * form.entry_bytes(part.head_dim, len(part.layers.full))
         row: dict[str, Any] = {
             **{"policy": spec.label, "policy_args": spec.as_dict, "kv_cache_dtype": form.name},
             **{"pool_entries": self._pool / entry, "mean_entries": held.mean, "at_once": at_once},

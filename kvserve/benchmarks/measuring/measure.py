@@ -219,7 +219,7 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     layout, pool = cache.layout, cache.kv.nbytes  # including the null block
     lanes = layout.num_layers * layout.num_kv_heads
     remainders = figures["remainder_entries_at_end"] * remainder_bytes(layout) / lanes
-    entry = cache.form.entry_bytes(layout.head_dim)
+    entry = cache.form.mean_bytes(layout.head_dim, layout.layers_per_block)
     return {
         "held_bytes_at_end": figures["held_entries_at_end"] * entry + remainders,
         "pool_bytes": pool,

@@ -49,8 +49,9 @@ class ForwardBatch:
     ``remainders`` are what tokens see beside entries. ``further``, each ``[LG, R, T]``, are where
     other cache groups write what they hold of the tokens.
 
-    Tokens see entries from ``first [LG, R, T]`` on (``None``: all up to the last), so that a chunk
-    sees at most ``most_seen`` of them (``None``: all in its columns). ``windowed`` are the same
+    Tokens see entries from ``first [LG, R, T]`` on (``None``: all up to the last) and those before
+    ``always [LG, R, T]`` (``None``: none of these), so that a chunk sees at most ``most_seen`` from
+    the first on (``None``: all in its columns). ``windowed`` are the same
     tokens over the tables of layers with sliding windows, if the model has any. ``newest`` are the
     same tokens over the tables of further entries that they see, held as they were computed (if any
     are: ``LayerCache.newest_keys_values``). ``block_tokens``: how many entries a block holds,
@@ -72,6 +73,7 @@ class ForwardBatch:
     remainders: RowRemainders | None = None
     further: tuple[Tensor, ...] = ()
     first: Tensor | None = None
+    always: Tensor | None = None
     most_seen: int | None = None
     windowed: ForwardBatch | None = None
     newest: ForwardBatch | None = None
@@ -95,6 +97,7 @@ class ForwardBatch:
             further=(),
             last=self.last[..., tokens],
             first=None if self.first is None else self.first[..., tokens],
+            always=None if self.always is None else self.always[..., tokens],
             rows=self.rows[first:end],
             starts=self.starts[first : end + 1] - self.starts[first],
             columns=self.columns[first:end],
@@ -151,6 +154,10 @@ class LayerCache(Protocol):
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Take one layer's new entries, before it attends. k, v: [T, Hkv, D]."""
+        ...
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Queries [T, Hq, D] as entries are held, or what attention reads of these turned back."""
         ...
 
     def log(self, layer: int, batch: ForwardBatch, q: Tensor, shares: Tensor | None) -> None:

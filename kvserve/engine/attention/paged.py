@@ -88,8 +88,11 @@ class PagedAttention:
             starts = to_device(batch.starts, device)
         size = batch.block_tokens or self._block_size
         max_held = batch.most_seen or int(batch.columns.max(initial=0)) * size
-        firsts = [None] * len(batch.last) if batch.first is None else batch.first.contiguous()
+        firsts, always = (
+            [None] * len(batch.last) if x is None else x.contiguous()
+            for x in (batch.first, batch.always)
+        )
         return [
-            QuerySegments(rows, last, max_held, starts, max_chunk, first)
-            for last, first in zip(batch.last.contiguous(), firsts, strict=True)
+            QuerySegments(rows, last, max_held, starts, max_chunk, *shown)
+            for last, *shown in zip(batch.last.contiguous(), firsts, always, strict=True)
         ]

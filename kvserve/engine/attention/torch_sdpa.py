@@ -210,7 +210,7 @@ class TorchAttention:
         count = tables.numel()
         if not isinstance(blocks, Tensor):
             found = blocks.select(0, tables.reshape(-1)).widened(dtype)
-            return found.view(rows, -1, heads, dim).transpose(1, 2)
+            return found.reshape(rows, -1, heads, dim).transpose(1, 2)
         if len(self._buffers) == which:
             self._buffers.append(blocks.new_empty(0))
         if self._buffers[which].numel() < count * size * heads * dim:

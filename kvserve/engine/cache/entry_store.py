@@ -6,19 +6,15 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import Entries
+from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat
+from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
-
-if TYPE_CHECKING:
-    from kvserve.kernels.quantized_entries import QuantizedBlocks
 
 
 class RawEntries:
@@ -33,6 +29,10 @@ class RawEntries:
         """Rotates keys and writes them in one launch; ``None``: they come rotated."""
         self._kernels = kernels
 
+    def index(self, layer: int, place: int) -> int:
+        """What ``write`` and ``layer`` call the model's ``layer``, at ``place`` in its blocks."""
+        return place
+
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the new entries of the layer at ``place`` in its blocks.
 
@@ -40,70 +40,51 @@ class RawEntries:
         """
         self._kernels.store_kv(self.memory, place, slots, k, v)
 
-    def layer(self, place: int) -> tuple[Tensor, Tensor]:
+    def layer(self, place: int) -> tuple[Entries, Entries]:
         """Keys and values of one layer as attention reads them, ``[num_blocks, B, Hkv/R, D]``."""
         return self.memory[:, place, 0], self.memory[:, place, 1]
 
-    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L'] (``None``: all of them).
+    def keys(self, slots: Tensor, layers: IntArray | None) -> Tensor:
+        """Numbers of the keys in slots int64 [L', Hkv, S] of layers [L'] (``None``: all of them),
+        of those that see all tokens.
 
         Returns [L', Hkv, S, D].
         """
-        return self._kernels.gather_kv(self.memory, slots, layer_ids)
+        return self._kernels.gather_kv(self.memory, slots, on_device(slots, layers))
 
-    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
+    def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         """As ``keys``, of values."""
-        return self._kernels.gather_kv(self.memory, slots, layer_ids, True)
+        return self._kernels.gather_kv(self.memory, slots, on_device(slots, layers), True)
+
+    def turn(self, x: Tensor, layer: int | None = None) -> Tensor:
+        """Heads [T, H, D] as they are held: keys of a ``layer``, or else queries and values, which
+        the same turns back."""
+        return x
+
+    def turn_remainder(self, left: Remainder, layers: Tensor | None, *, back: bool) -> Remainder:
+        """What stands for entries of ``layers [L']`` (``None``: all that see all tokens), [E, L',
+        Hkv, ...], as entries are held, or ``back``."""
+        return left
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         """Copy entries, bit for bit: int64 slots [L, Hkv, S], ``runs`` events of equal length."""
         self._kernels.move_kv(self.memory, src, dst, runs)
 
 
-class QuantizedEntries:
-    """Levels with a scale for each vector: ``memory`` uint8 [num_blocks, L/LG, bytes].
-
-    A number is rounded once, when it is stored; events read numbers of ``dtype``.
-    """
-
-    store_rotated: Callable[..., Tensor] | None = None
-
-    def __init__(
-        self, blocks: QuantizedBlocks, kernels: StorageKernels, dtype: torch.dtype
-    ) -> None:
-        self.memory = blocks.pool
-        self.blocks = blocks
-        self._kernels = kernels
-        self._dtype = dtype
-
-    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._kernels.store_levels(self.blocks, place, slots, k, v)
-
-    def layer(self, place: int) -> tuple[Entries, Entries]:
-        return self.blocks.layer(place)
-
-    def keys(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._kernels.gather_levels(self.blocks, slots, layer_ids, self._dtype)
-
-    def values(self, slots: Tensor, layer_ids: Tensor | None) -> Tensor:
-        return self._kernels.gather_levels(self.blocks, slots, layer_ids, self._dtype, True)
-
-    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        self._kernels.move_levels(self.blocks, src, dst, runs)
-
-
-EntryStore = RawEntries | QuantizedEntries
+def on_device(slots: Tensor, layers: IntArray | None) -> Tensor | None:
+    """Numbers of layers beside their ``slots``."""
+    return None if layers is None else to_device(layers, slots.device)
 
 
 def block_bytes(layout: KVLayout, form: EntryFormat) -> int:
     """Bytes of one block, keys and values of all its layers and heads."""
-    lanes = layout.layers_per_block * layout.heads_per_block
-    return lanes * form.lane_bytes(layout.block_size, layout.head_dim)
+    lanes = layout.layers_per_block, layout.heads_per_block
+    return form.block_bytes(layout.block_size, layout.head_dim, *lanes)
 
 
 def memory_shape(layout: KVLayout, form: EntryFormat, num_blocks: int) -> tuple[int, ...]:
     """Shape of ``num_blocks`` blocks: of bytes if entries are quantised, else of numbers."""
     if not form.quantized:
         return layout.cache_shape(num_blocks)
-    layers = layout.layers_per_block
+    layers = 1 if form.few else layout.layers_per_block
     return num_blocks, layers, block_bytes(layout, form) // layers

@@ -72,6 +72,8 @@ class InputBatch(RowArrays):
         shown: dict[str, Any] = {group.shown: group for group in groups}
         self._windows: WindowRows | None = shown.get("windows")
         self._newest: NewestRows | None = shown.get("newest")
+        if self._newest is not None:
+            self._newest.first = shown["first"]
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -280,8 +282,7 @@ class InputBatch(RowArrays):
 
     def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
-        others = [group for group in self._writers if group is not self._newest]
-        assert not others, "layers that drop tokens write nothing of them"
+        assert not self._writers, "layers that drop tokens write nothing of them"
         assert self._windows is None, "layers that drop tokens have no windows"
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.num_computed[rows] = count

@@ -5,18 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
-from kvserve.engine.cache.entry_store import (
-    EntryStore,
-    QuantizedEntries,
-    RawEntries,
-    memory_shape,
-)
+from kvserve.engine.cache.entry_store import RawEntries, memory_shape
 from kvserve.engine.cache.query_log import LogForm, QueryLog
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
@@ -26,7 +21,13 @@ from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
+if TYPE_CHECKING:
+    from kvserve.kernels.few_bits import FewLayer
+
 _quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
+_few_blocks = Late("kernels.few_bits:FewBlocks")
+_quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
+_few_entries = Late("engine.cache.level_entries:FewEntries")
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
@@ -42,8 +43,9 @@ class Writer(Protocol):
 class KVCache:
     """``kv [num_blocks, L/LG, ...]``, read and written as ``entries`` and as ``query_log``.
 
-    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed).
-    ``layers`` are those of the model (default: as many as the layout has, of one kind).
+    ``form`` is what an entry is stored as (default: numbers of ``dtype``, as they are computed);
+    of few bits, ``few`` says what each layer of the model is. ``layers`` are those of the model
+    (default: as many as the layout has, of one kind).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class KVCache:
         form: EntryFormat | None = None,
         layers: LayerKinds | None = None,
         kernels: StorageKernels | None = None,
+        few: tuple[FewLayer, ...] = (),
     ) -> None:
         kernels = kernels or by_device(device, layout.head_dim)
         self.layout = layout
@@ -79,10 +82,14 @@ class KVCache:
         self._staging = torch.empty(
             staged, *shape[1:], dtype=stored, device="cpu", pin_memory=device == "cuda"
         )
-        self.entries: EntryStore = RawEntries(self.kv, kernels)
-        if self.form.quantized:
+        self.entries = RawEntries(self.kv, kernels)
+        if few:
+            sizes = layout.heads_per_block, layout.block_size, layout.head_dim
+            parts = _few_blocks(self.kv.flatten(1), few, *sizes)
+            self.entries = _few_entries(parts, kernels, dtype, self.layers.full)
+        elif self.form.quantized:
             blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
-            self.entries = QuantizedEntries(blocks, kernels, dtype)
+            self.entries = _quantized_entries(blocks, kernels, dtype)
         tokens = log.block_tokens(layout, self.form, dtype.itemsize)
         view = partial(log.read_as_log, self.kv, layout, tokens, dtype)
         self.query_log = QueryLog(view, tokens, log, kernels)
@@ -97,9 +104,16 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
-        self.entries.write(place, slots, k, v)
+        self.entries.write(self.entries.index(layer, place), slots, k, v)
+        if self.writers:
+            k, v = self.entries.turn(k, layer), self.entries.turn(v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
             writer.write(layer, slots, k, v)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Queries [T, Hq, D] as entries are held, or attention's output turned back; the same, if
+        entries are held as they came."""
+        return self.entries.turn(x)
 
     @property
     def rotate_and_store(self) -> RotateAndStore | None:
@@ -158,7 +172,7 @@ class KVCache:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group among those
         of its kind."""
         group, place = self._where(layer)
-        return *self.entries.layer(place), group
+        return *self.entries.layer(self.entries.index(layer, place)), group
 
     def hold_newest(self, tokens: int) -> None:
         """Let blocks be read as ``tokens`` entries as they were computed, too."""
@@ -180,8 +194,8 @@ class KVCache:
         """As ``keys_values``, of entries as they were computed."""
         assert self._newest is not None
         group, place = self._where(layer)
-        keys, values = self._newest.layer(place)
-        return keys, values, group
+        blocks = self._newest.memory[:, place]
+        return blocks[:, 0], blocks[:, 1], group
 
     def _slots(self, layer: int, batch: ForwardBatch) -> tuple[int, Tensor]:
         """A layer's place in a block, and where its new entries go: [R, T]."""

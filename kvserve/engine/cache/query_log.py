@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.entry_format import EntryFormat, int4_bytes
+from kvserve.entry_format import ALIGNED, EntryFormat, int4_bytes
 from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
 
@@ -37,13 +38,13 @@ class LogForm:
 
         What is left of a block is not used; 0 if a block is too small for one token's.
         """
-        part = block_bytes(layout, form) // layout.layers_per_block * layout.rows
-        return part // self._token_bytes(layout.head_dim, itemsize)
+        layer = block_bytes(layout, form) // layout.layers_per_block // ALIGNED * ALIGNED
+        return layer * layout.rows // self._token_bytes(layout.head_dim, itemsize)
 
     def least_block(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
         """The block size from which on a block of such entries holds a token's queries."""
-        entry = layout.num_kv_heads * form.entry_bytes(layout.head_dim)
-        return -(-self._token_bytes(layout.head_dim, itemsize) // entry)
+        entry = layout.num_kv_heads * form.mean_bytes(layout.head_dim, layout.layers_per_block)
+        return math.ceil(self._token_bytes(layout.head_dim, itemsize) / entry)
 
     def _token_bytes(self, dim: int, itemsize: int) -> int:
         """Bytes of a token's queries in one layer."""
@@ -56,7 +57,9 @@ class LogForm:
         Returns [num_blocks, L/LG, tokens, heads / R, D] of numbers (uint8: e4m3), or in 4 bits.
         """
         heads, dim = self.heads // layout.rows, layout.head_dim
-        memory = kv.flatten(2).view(torch.uint8)
+        memory, layers = kv.flatten(1).view(torch.uint8), layout.layers_per_block
+        part = memory.shape[1] // layers // ALIGNED * ALIGNED
+        memory = memory[:, : layers * part].unflatten(1, (layers, part))
         if self.dtype == "int4":
             from kvserve.kernels.int4_log import int4_log
 

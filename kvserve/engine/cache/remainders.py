@@ -8,7 +8,7 @@ next turn of their conversation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -39,13 +39,16 @@ class Remainders:
         device: str,
         places: int = 0,
         layers: Iterable[int] | None = None,
+        turned: Callable[..., Remainder] | None = None,
     ) -> None:
-        """``layers``: what the model calls the layers of ``layout`` (default: by their number)."""
+        """``layers``: what the model calls the layers of ``layout`` (default: by their number).
+        ``turned``: how attention reads entries, if not as they came (``turn_remainder`` of these).
+        """
         lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
         vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=torch.float32, device=device)
         bias = torch.full(lanes, -torch.inf, device=device)
         self.whole = Remainder(vectors[0], vectors[1], bias)
-        self.used = False
+        self.used, self._turned = False, turned
         named = range(layout.num_layers) if layers is None else layers
         self._layers = {
             name: self.whole.at(place, slice(max_rows)) for place, name in enumerate(named)
@@ -62,12 +65,15 @@ class Remainders:
 
     def of(self, rows: Tensor, layers: Tensor | None = None) -> Remainder:
         """Those of ``rows [E]`` in ``layers [L']`` (default: all): [E, L', Hkv, ...]."""
-        found = (part if layers is None else part[layers] for part in self.whole)
-        return Remainder(*(part[:, rows].transpose(0, 1) for part in found))
+        parts = (part if layers is None else part[layers] for part in self.whole)
+        found = Remainder(*(part[:, rows].transpose(0, 1) for part in parts))
+        return found if self._turned is None else self._turned(found, layers, back=True)
 
     def add(self, rows: Tensor, more: Remainder) -> None:
         """Merge what events have dropped, [E, L, Hkv, ...], into what their ``rows`` have."""
         self.used = True
+        if self._turned is not None:
+            more = self._turned(more, None, back=False)
         _add_remainders(self.whole, rows, more)
 
     def begin(self, rows: Tensor) -> None:

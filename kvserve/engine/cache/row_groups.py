@@ -32,7 +32,7 @@ class RowGroup(RowArrays):
     writes: ClassVar[bool] = False
     """Whether each layer writes something of every token (``write``)."""
     shown: ClassVar[str] = ""
-    """What a forward sees of it, if ``InputBatch`` has to say it: ``windows`` or ``newest``."""
+    """What a forward sees of it, if ``InputBatch`` says so: ``windows``, ``newest``, ``first``."""
 
     def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
         self.spec = spec

@@ -1,5 +1,5 @@
-"""The newest tokens on the device, and what a forward gets of them: those that layers with sliding
-windows see, and entries as they were computed, beside entries in few bits."""
+"""Some tokens on the device, and what a forward gets of them: the newest, which layers with sliding
+windows see; and the newest and the first as they were computed, beside entries in few bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.blocks.window_group import NewestSpec, WindowSpec
+from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 
 
 class WindowRows(RowGroup):
@@ -75,19 +75,45 @@ class WindowRows(RowGroup):
 KINDS.append(WindowRows)
 
 
+class FirstRows(RowGroup):
+    """The block of a row's first entries as they were computed."""
+
+    spec_type = FirstSpec
+    shown = "first"
+    writes = True
+
+    def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
+        self._cache = cache
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The null block takes all that are not in it."""
+        size = self.spec.block_tokens
+        found = super().slots(rows, positions.clamp(max=size - 1))
+        return torch.where(positions < size, found, 0)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if layer not in self._cache.layers.windowed:
+            self._cache.write_newest(layer, slots, k, v)
+
+
+KINDS.append(FirstRows)
+
+
 class NewestRows(RowGroup):
     """Blocks of the newest entries as they were computed, in the columns of their positions.
 
     A token reads entries from the last multiple of the group's ``window`` on so, its own included,
     but none from before the row's last event: behind one, a row's entries no longer lie in the
-    order of its tokens. Older ones it reads in few bits. Neither chunks nor cached prefixes change
-    that.
+    order of its tokens. Older ones it reads in few bits, but for the row's first entry, which no
+    event drops, in layers that see all tokens. Neither chunks nor cached prefixes change that.
     """
 
     spec_type = NewestSpec
     shown = "newest"
     spec: NewestSpec
     writes = True
+    first: FirstRows
+    """Beside these, by ``InputBatch``."""
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         cache.hold_newest(self.spec.block_tokens)
@@ -131,23 +157,33 @@ class NewestRows(RowGroup):
 
     def _of_kinds(self, batch: ForwardBatch, first: Tensor, columns: IntArray) -> ForwardBatch:
         """For the layers that see all tokens, and for those with windows."""
-        (table,), windowed = self.tables, batch.windowed
-        full = len(table) - (0 if windowed is None else len(windowed.last))
+        (table,), (of_first,), windowed = self.tables, self.first.tables, batch.windowed
+        full = len(of_first)
+        table[:full, ..., :1] = of_first
         if windowed is not None:
             windowed = self._beside(windowed, first, table[full:], columns)
-        return replace(self._beside(batch, first, table[:full], columns), windowed=windowed)
+        if full:
+            always = torch.ones_like(batch.last)
+            batch = replace(self._beside(batch, first, table[:full], columns, always), first=always)
+        return replace(batch, windowed=windowed)
 
     def _beside(
-        self, batch: ForwardBatch, first: Tensor, table: Tensor, columns: IntArray
+        self,
+        batch: ForwardBatch,
+        first: Tensor,
+        table: Tensor,
+        columns: IntArray,
+        always: Tensor | None = None,
     ) -> ForwardBatch:
-        """Tokens see these entries from ``first [T]`` up to their own, and so many fewer others."""
-        last = batch.positions
+        """Tokens see these entries from ``first [T]`` up to their own, and so many fewer others;
+        and those before ``always [LG, R, T]``, which are the first of the others."""
+        last, earliest = batch.positions, batch.first if always is None else always
         if batch.first is not None:  # by logical position, too
             first = torch.maximum(first, batch.first[0, 0])
         count = last - first + 1
         others = batch.last - count
-        if batch.first is not None:
-            others = others.masked_fill(others < batch.first, -1)
+        if earliest is not None:
+            others = others.masked_fill(others < earliest, -1)
         lanes = len(table), table.shape[2], len(last)
         seen = torch.where(count > 0, last, -1)
         newest = replace(
@@ -156,6 +192,7 @@ class NewestRows(RowGroup):
             query_slots=None,
             last=seen.expand(lanes).contiguous(),
             first=first.expand(lanes).contiguous(),
+            always=always,
             most_seen=self.spec.window + int(np.diff(batch.starts).max()),
             tables=table,
             block_tokens=self.spec.block_tokens,

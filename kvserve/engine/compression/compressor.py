@@ -114,6 +114,7 @@ class Compressor:
             chosen = policy.select(scores, windows.length, keep)
             if policy.demands.couples_heads:
                 chosen, scores = self._own(chosen, scores)
+            chosen = self._with_first(chosen, windows.part(some))
             if kept_scores is not None:
                 rows = to_device(windows.rows[some], chosen.device)
                 kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
@@ -146,7 +147,7 @@ class Compressor:
         for part, at in _by_shape(
             events, uneven_lengths(events), events.plan.keep, events.plan.num_queries
         ):
-            for some, chosen in self._choose(part, scope, block_tables, log_tables):
+            for some, chosen in self._choose(part, scope, block_tables, log_tables, whole):
                 owners = to_device(at[some], answer.device)
                 if whole:
                     columns = chosen.entries[..., ::size] // size
@@ -157,9 +158,10 @@ class Compressor:
         return answer, found
 
     def _choose(
-        self, events: Events, scope: Scope, block_tables: Tensor, log_tables: Tensor
+        self, events: Events, scope: Scope, block_tables: Tensor, log_tables: Tensor, whole: bool
     ) -> Iterator[tuple[slice, KeptEntries]]:
-        """What equal-shaped events with uneven counts keep, some at a time."""
+        """What equal-shaped events with uneven counts keep, ``whole`` blocks or not, some at a
+        time."""
         layout, length, policy = self._cache.layout, int(events.plan.keep[0]), scope.policy
         places = policy.query_places(int(events.plan.num_queries[0]))
         windows = Windows.of_uneven(events, places, layout)
@@ -175,6 +177,9 @@ class Compressor:
             if policy.demands.couples_heads:
                 indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
+            indices = self._with_first(indices, windows.part(some), layout.block_size * whole or 1)
+            if self._cache.form.few:
+                counts = counts.clamp(min=1)
             entries = to_device(windows.entries[some], indices.device)[..., None]
             entries = at_layers(indices, scope.where) + entries
             left = None
@@ -242,6 +247,18 @@ class Compressor:
         tables = to_device(events.dst_blocks, plan.counts.device, torch.int32)
         dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
         self._cache.entries.move(src, dst, runs=len(events.rows))
+
+    def _with_first(self, chosen: Tensor, windows: Windows, count: int = 1) -> Tensor:
+        """The places that windows keep, [E', L', Hkv, N]: beside entries in few bits with a row's
+        ``count`` first entries, since attention reads the first one as it was computed, always."""
+        at = np.flatnonzero(windows.begin == 0)
+        if not self._cache.form.few or not len(at):
+            return chosen
+        first = to_device(-windows.entries[at], chosen.device)[..., None]
+        places = first + torch.arange(count, device=chosen.device)
+        chosen = chosen.clone()
+        chosen[to_device(at, chosen.device), ..., :count] = places
+        return chosen
 
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""

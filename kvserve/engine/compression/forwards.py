@@ -23,6 +23,9 @@ class StandIn:
     def __init__(self, cache: LayerCache, *, logs_shares: bool) -> None:
         self._cache, self.logs_shares = cache, logs_shares
 
+    def turn(self, x: Tensor) -> Tensor:
+        return self._cache.turn(x)
+
     def keys_values(self, layer: int) -> tuple[Entries, Entries, int]:
         return self._cache.keys_values(layer)
 

@@ -238,9 +238,9 @@ class Observer:
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
-        keys, values = by_window(cache.entries.keys(slots, at), count), None
+        keys, values = by_window(cache.entries.keys(slots, layers), count), None
         if scope.reads_values:
-            values = by_window(cache.entries.values(slots, at), count)
+            values = by_window(cache.entries.values(slots, layers), count)
         queries: Queries = keys[..., :0, :]
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = at_layers(recomputed, at)

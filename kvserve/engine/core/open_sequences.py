@@ -51,8 +51,11 @@ class OpenSequences:
         self._grammars = grammars
         # The scheduler's layout has the heads of all ranks.
         layout = scheduler.layout
-        self.block_bytes = block_bytes(layout, executor.runner.cache.form)
+        form = executor.runner.cache.form
+        self.block_bytes = block_bytes(layout, form)
         self.remainder_bytes = remainder_bytes(layout)
+        table = executor.runner.model.entry_table
+        self._entry_table = table.name if form.few and table is not None else ""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -131,5 +134,6 @@ class OpenSequences:
             log_bytes=blocks["log"] * self.block_bytes,
             resumed_tokens=0 if seq.talk.resumed is None else seq.talk.resumed.num_tokens,
             remainder_entries=seq.usage.remainder_entries,
+            entry_table=self._entry_table,
             **seq.usage.held_counts,
         )

@@ -56,7 +56,7 @@ class RequestPolicies:
         if self._allowed == "none" and name != "none" and not self._is_servers(policy):
             why = "this server does not let requests choose a policy (--allow-request-policy none)"
             return "", why
-        if (reason := policy_refusal(policy, plan.spec)) is not None:
+        if (reason := policy_refusal(policy, plan.spec, plan.form)) is not None:
             return "", f"{reason}; use none"
         if not wants.granularity.fits(layout.granularity):
             return "", (

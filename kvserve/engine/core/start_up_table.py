@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from statistics import mean
 
 from kvserve.engine.attention.select import Choice
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.messages import Row
 from kvserve.engine.models.generation import GenerationDefaults
@@ -18,7 +20,7 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.runner.rank import Pool
-from kvserve.entry_format import entry_format
+from kvserve.entry_format import TILE, entry_format
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.periodic import Periodic
@@ -54,6 +56,7 @@ def start_up_table(
     return [
         *model_rows(config.model, spec, plan.dtype, plan.device, model.holding),
         *_cache_rows(plan, pool.num_blocks - 1),
+        *_table_rows(plan, model.entry_table),
         profile.row,
         ("remainders", *left),
         ("attention", attention.name, f"{attention.reason}; --attention-backend"),
@@ -92,14 +95,15 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         others = "; policies act in the other layers" if spec.layers.full else ""
         rows.append(("sliding window", state, f"blocks behind it are given back{others}"))
     lanes = spec.num_layers * layout.num_kv_heads
-    size = lanes * plan.form.entry_bytes(spec.head_dim)
+    size = lanes * plan.form.mean_bytes(spec.head_dim, layout.layers_per_block)
     name, share = f"auto ({dtype})", ""
     if plan.form.quantized:
         computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(spec.head_dim)
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
-        share += f"; the newest {plan.form.newest} at most also as computed"
-    rows.append(("kv cache dtype", name, f"{size} bytes a token{share}; --kv-cache-dtype"))
+        share += f"; the newest {plan.form.newest} at most and the first also as computed"
+    share += _less(plan)
+    rows.append(("kv cache dtype", name, f"{size:g} bytes a token{share}; --kv-cache-dtype"))
     most = most_held(policy.event_trigger, plan.max_len // 2, plan.max_len, layout.block_size)
     longest = plan.blocks_for(plan.max_len)
     bounded = longest - layout.blocks_for(plan.max_len) + layout.blocks_for(most)
@@ -133,6 +137,34 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     name, state, why = log_row(plan.log, plan.device)
     weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
     return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
+
+
+def _less(plan: EnginePlan) -> str:
+    """What few bits would hold, where they may be had."""
+    form, layout = entry_format("3bit", plan.dtype.itemsize), plan.layout
+    sizes = layout.head_dim, layout.layers_per_block
+    # What is refused with few bits says so where it is asked for.
+    if plan.form.few or layout.block_size % TILE or form.refusal(layout.head_dim) is not None:
+        return ""
+    times = plan.form.mean_bytes(*sizes) / form.mean_bytes(*sizes)
+    return f"; {form.name} holds {times:.1f} times as many tokens" if times > 1 else ""
+
+
+def _table_rows(plan: EnginePlan, table: EntryTable | None) -> list[Row]:
+    """What entries in few bits are written by."""
+    if table is None or not plan.form.few:
+        return []
+    if not table.name:
+        return [("entry table", "none", "entries are rounded plainly: the log says why")]
+    layers = table.layers(plan.form, plan.layout, plan.spec.layers)
+    keys, values = (
+        [form.bits for form in x] for x in zip(*(each[:2] for each in layers), strict=True)
+    )
+    why = (
+        f"{mean(keys):.2f} bits of keys and {mean(values):.2f} of values, {min(keys + values)} to "
+        f"{max(keys + values)} by layer; kvserve calibrate --entries"
+    )
+    return [("entry table", table.name[:12], why)]
 
 
 def log_weight(trigger: Trigger, block_tokens: int, log_block_tokens: int) -> str:

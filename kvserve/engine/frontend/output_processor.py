@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kvserve.engine.frontend.detokenizer import IncrementalDetokenizer, StopStrings
@@ -273,6 +273,6 @@ def _add(total: KVCacheDetails, more: KVCacheDetails) -> KVCacheDetails:
     counts = {
         f.name: getattr(total, f.name) + getattr(more, f.name)
         for f in fields(KVCacheDetails)
-        if f.name != "policy"
+        if f.type == "int"
     }
-    return KVCacheDetails(policy=more.policy, **counts)
+    return replace(more, **counts)

@@ -113,6 +113,7 @@ class Borrowed(Transformer):
     def __init__(self, spec: ModelSpec, causal: Any, dtype: torch.dtype, device: str) -> None:
         nn.Module.__init__(self)
         self.spec = self.part = spec
+        self.entry_table: Any = None
         self.holding, self.group = Holding(), ALONE
         self.operators = replace(
             select_operators(dtype, device),

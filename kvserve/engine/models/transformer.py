@@ -7,6 +7,7 @@ about compaction.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +167,8 @@ class Transformer(nn.Module):
         """``holding``: which matrices are held as levels."""
         super().__init__()
         self.spec, self.holding = spec, holding or Holding()
+        self.entry_table: Any = None
+        """How entries in few bits are written, once an engine has looked at the model."""
         self.part = spec.part(group.size)
         self.group = group
         self.operators = select_operators(dtype, device)
@@ -303,6 +306,6 @@ def attend(
     shares = None
     if batch.query_slots is not None and cache.logs_shares:
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    attended = attention(index, q, cache, shares, sinks)
+    attended = cache.turn(attention(index, cache.turn(q), cache, shares, sinks))
     cache.log(index, batch, q, shares)
     return attended

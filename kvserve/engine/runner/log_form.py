@@ -7,12 +7,14 @@ import torch
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
-from kvserve.entry_format import EntryFormat
+from kvserve.entry_format import TILE, EntryFormat
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
+LARGEST = 64
+"""Of few bits, where smaller blocks would waste their ends (``_size_of``)."""
 
 
 def choose_log(
@@ -41,14 +43,16 @@ def choose_log(
             "--policy.query_dtype: fp8 needs a GPU of compute capability 8.9 or newer; "
             "choose model or auto"
         )
-    size = block_size or BLOCK_SIZES[device]
+    size = block_size or _size_of(form, device, part.head_dim, dtype.itemsize)
     layout = KVLayout(part.num_layers, part.num_kv_heads, part.head_dim, size)
     means = LogForm(part.num_kv_heads, logged, "group_mean")
     logs = [means if reduction == "group_mean" else LogForm(part.num_heads, logged)]
     if reduction is None:
         packages = {"flash-attn", "xformers"} & set(backend.split(","))
         logs = [means] if packages else [LogForm(part.num_heads, "int4"), means]
-    least = [log.least_block(layout, form, dtype.itemsize) for log in logs]
+    least, unit = [log.least_block(layout, form, dtype.itemsize) for log in logs], TILE * form.few
+    if unit:  # blocks are multiples of it
+        least = [-(-tokens // unit) * unit for tokens in least]
     at = next((at for at, tokens in enumerate(least) if tokens <= size), -1)
     if least[at] > size and block_size is not None:
         raise ConfigError(
@@ -57,3 +61,15 @@ def choose_log(
             f"{least[at]} or more, or leave it out"
         )
     return logs[at], -(-least[at] // size) * size
+
+
+def _size_of(form: EntryFormat, device: str, dim: int, itemsize: int) -> int:
+    """Entries of a block: in few bits so many that the newest, as computed, fill nine tenths."""
+    size, entry = BLOCK_SIZES[device], 2 * dim * itemsize
+    while (
+        form.few
+        and size < LARGEST
+        and form.lane_bytes(size, dim) % entry * 10 > form.lane_bytes(size, dim)
+    ):
+        size *= 2
+    return size

@@ -30,7 +30,7 @@ from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.log_form import choose_log
 from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
-from kvserve.entry_format import EntryFormat, entry_format
+from kvserve.entry_format import TILE, EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
@@ -210,6 +210,9 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     num_layers = len(layers.full) or spec.num_layers
     dtype = _dtype_of(config.model, spec, device)
     form = _entry_form_of(config.cache.kv_cache_dtype, spec, dtype, device)
+    size = config.cache.block_size
+    if form.few and size is not None and size % TILE:
+        raise ConfigError(f"--block-size: {size} is no multiple of {TILE}, as {form.name} needs")
     log, block_size = choose_log(
         *(policy, part, form, dtype, device, config.cache.block_size),
         has_fp8=device == "cuda" and _has_fp8(),
@@ -218,7 +221,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
-    check_policy(policy, spec, max_len, continues=config.cache.continuations == "on")
+    check_policy(policy, spec, form, max_len, continues=config.cache.continuations == "on")
     statistics = statistics_of(policy, spec, directory)
     policy = policy.with_statistics(None)  # read once, for requests too
     layout = KVLayout(
@@ -237,7 +240,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        groups += (_newest_spec(spec, form, layout, dtype.itemsize, chunk),)
+        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk)
     if policy.demands.event_kind is EventKind.CODED:
         from kvserve.engine.cache.code_rows import check_codes
         from kvserve.scheduler.blocks.code_group import CodeSpec
@@ -252,20 +255,20 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     return EnginePlan(*shared, max_len, policy, statistics)
 
 
-def _newest_spec(
+def _exact_specs(
     spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int
-) -> GroupSpec:
-    """The group of entries as they were computed."""
-    from kvserve.scheduler.blocks.window_group import NewestSpec
+) -> tuple[GroupSpec, GroupSpec]:
+    """The groups of entries as they were computed."""
+    from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
 
-    size = layout.block_size
-    tokens = form.newest_tokens(size, layout.head_dim, itemsize)
+    size, lanes = layout.block_size, layout.layers_per_block * layout.heads_per_block
+    tokens = block_bytes(layout, form) // (lanes * 2 * layout.head_dim * itemsize)
     if not tokens:
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
     window = -(-form.newest // size) * size
-    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk)
+    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk), FirstSpec(tokens)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
+from kvserve.entry_format import EntryFormat
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import EventKind
@@ -15,9 +16,11 @@ from kvserve.scheduler.triggers.trigger import EventKind
 NO_TURNS = "no later turn goes on from an earlier one without --continuations on"
 
 
-def check_policy(policy: Policy, spec: ModelSpec, max_len: int, *, continues: bool) -> None:
-    """``ConfigError`` if the model cannot be served under the policy."""
-    if (reason := policy_refusal(policy, spec)) is not None:
+def check_policy(
+    policy: Policy, spec: ModelSpec, form: EntryFormat, max_len: int, *, continues: bool
+) -> None:
+    """``ConfigError`` if the model cannot be served under the policy, with entries of this form."""
+    if (reason := policy_refusal(policy, spec, form)) is not None:
         raise ConfigError(f"--policy: {reason}; use --policy none")
     window = policy.event_trigger.num_queries
     if window > max_len:
@@ -26,12 +29,16 @@ def check_policy(policy: Policy, spec: ModelSpec, max_len: int, *, continues: bo
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
-def policy_refusal(policy: Policy, spec: ModelSpec) -> str | None:
+def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat) -> str | None:
     """Why the model may not be served under this policy, if so."""
     if policy.name == "none":
         return None
     wants = policy.demands
     prunes = wants.event_kind is EventKind.PRUNED
+    if prunes and form.few:
+        return (
+            f"{policy.name} may drop a row's first entry, which {form.name} keeps and k8v4 does not"
+        )
     if spec.borrowed and prunes:
         return f"{policy.name} prunes between layers, and these are transformers' own"
     if spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):

@@ -77,6 +77,14 @@ def build_runner(
     if plan.device == "cpu":
         keep_freed_memory()
     model.tabulate(plan.max_len)
+    few = ()
+    if plan.form.few:
+        if model.entry_table is None:
+            from kvserve.engine.cache.entry_statistics import entry_table
+
+            held = plan.config.model.load_format != "dummy"
+            model.entry_table = entry_table(model, plan.directory, held)
+        few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,
         pool.num_blocks,
@@ -87,13 +95,15 @@ def build_runner(
         form=plan.form,
         layers=plan.spec.layers,
         kernels=attention.storage,
+        few=few,
     )
     config, spec = plan.config, plan.spec
     rows = config.scheduler.max_num_seqs
     remainders = None
     if attention.backend.reads_remainders:
         places = num_places(rows, continuations=config.cache.continuations == "on")
-        remainders = Remainders(plan.layout, rows, plan.device, places, spec.layers.full or None)
+        full, turned = spec.layers.full or None, cache.entries.turn_remainder if few else None
+        remainders = Remainders(plan.layout, rows, plan.device, places, full, turned)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [
         make_row_group(group_spec, shape, plan.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.move_kv import bfloat16_as_float
 from kvserve.kernels.quantized_triton import as_half, channels_of, numbers_at
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ def attend(
     keys,
     values,
     key_steps,
-    key_lows,
     value_steps,
     value_lows,
     tables,
     rows,
     last,
     firsts,
+    always,
     sinks,
     starts,
     recent,
@@ -47,6 +48,8 @@ def attend(
     num_turns,
     scale,
     soft_cap,
+    key_log,
+    value_log,
     tokens,
     least,
     columns,
@@ -68,14 +71,15 @@ def attend(
     SHARES: tl.constexpr,
     REMAINDER: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALWAYS: tl.constexpr,
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
     CHUNKED: tl.constexpr,
     SLOTS: tl.constexpr,
     KEYS: tl.constexpr,
-    KEY_GROUPS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_GROUPS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
 ):
     lane, split = tl.program_id(0), tl.program_id(2)
     table, head = lane // HEADS % ROWS, lane % HEADS
@@ -102,7 +106,14 @@ def attend(
         lower = tl.load(firsts + table * tokens + token, mask=limit > 0, other=2147483647)
         lower = lower.to(tl.int32)
         nearest = tl.minimum(tl.min(lower, axis=0), end)
-        begin = nearest // TILE * TILE
+        opens = nearest // TILE * TILE
+        begin = opens
+        if ALWAYS:  # tiles of the row's first entries stand in front, as if next to these
+            upper = tl.load(always + table * tokens + token, mask=limit > 0, other=0)
+            upper = upper.to(tl.int32)
+            farthest = tl.max(upper, axis=0)
+            begin -= tl.minimum(tl.cdiv(farthest, TILE) * TILE, opens)
+        apart = begin
     share = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), least)
     share = tl.cdiv(share, TILE) * TILE
     begin += split * share
@@ -110,7 +121,10 @@ def attend(
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
     k_base, v_base = keys + head * kv_head_stride, values + head * kv_head_stride
-    beside_base = head * (kv_head_stride // 2)
+    # Steps are 16-bit numbers, one an entry; of few bits bytes, 16 beside the tile of 16 entries.
+    EACH: tl.constexpr = 16 if KEYS > 64 else 1
+    PER_STEP: tl.constexpr = 1 if KEYS > 64 else 2
+    beside_base = head * kv_head_stride // PER_STEP
     high = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SHARES:
@@ -124,6 +138,7 @@ def attend(
         queries, unit_of = as_half(queries)
         scale *= unit_of
         unit = 0.0
+        lows = tl.zeros([QUERIES], tl.float32)
     # Logits are scaled as they are capped, else with their maximum.
     factor = scale
     if CAPPED:
@@ -151,6 +166,8 @@ def attend(
             else:
                 first_entry = whole
         for start in tl.range(first_entry, stop, TILE, num_stages=1 if part == 0 else None):
+            if ALWAYS:
+                start = tl.where(start < opens, start - apart, start)
             entry = start + tl.arange(0, TILE)
             if part > 0:
                 if ONE_BLOCK:
@@ -160,11 +177,12 @@ def attend(
                     known = (entry < (entry + 1 if part == 1 else stop)) & there
                     block = tl.where(there, block, 0)
                     skipped = start % BLOCK
-                    k_first = k_base + block * block_stride + skipped * entry_stride
-                    v_first = v_base + block * block_stride + skipped * value_stride
-                    beside = block * (block_stride // 2) + beside_base + skipped + inside
-                    at = inside * entry_stride
-                    v_at = inside * value_stride
+                    k_first = k_base + block * block_stride + skipped // EACH * entry_stride
+                    v_first = v_base + block * block_stride + skipped // EACH * value_stride
+                    beside = block * block_stride // PER_STEP + beside_base
+                    beside += place_of_step(skipped + inside, entry_stride, KEYS)
+                    at = inside // EACH * entry_stride
+                    v_at = inside // EACH * value_stride
                 else:
                     block = tl.load(row_table + entry // BLOCK, mask=entry < stop, other=-1)
                     block = block.to(tl.int64)
@@ -172,15 +190,18 @@ def attend(
                     known = (block >= 0) & (block < num_blocks)
                     block = tl.where(known, block, 0)
                     k_first, v_first = k_base, v_base
-                    beside = block * (block_stride // 2) + beside_base + inside
-                    at = block * block_stride + inside * entry_stride
-                    v_at = block * block_stride + inside * value_stride
-                if WINDOW:
+                    beside = block * block_stride // PER_STEP + beside_base
+                    beside += place_of_step(inside, entry_stride, KEYS)
+                    at = block * block_stride + inside // EACH * entry_stride
+                    v_at = block * block_stride + inside // EACH * value_stride
+                if ALWAYS:
+                    known = known & ((entry >= nearest) | (entry < farthest))
+                elif WINDOW:
                     known = known & (entry >= nearest)
                 if KEYS > 0:
-                    given = key_steps, key_lows, beside, known
+                    given = key_steps, beside, known, key_log
                     k, k_scale = numbers_at(
-                        k_first, at, *given, DIM, KEYS, KEY_GROUPS, BLOCK, queries.dtype
+                        k_first, at, *given, DIM, KEYS, KEY_WIDTH, True, queries.dtype
                     )
                 else:
                     k = tl.load(k_first + at[:, None] + dims[None, :])
@@ -210,7 +231,10 @@ def attend(
             if CAPPED:
                 logits = capped(logits * scale[:, None], soft_cap)
             seen = known[None, :]  # none lies behind the last entry of any query
-            if WINDOW:
+            if ALWAYS:
+                early = entry[None, :] < upper[:, None]
+                seen = seen & (early | (entry[None, :] >= lower[:, None]))
+            elif WINDOW:
                 seen = seen & (entry[None, :] >= lower[:, None])
             if CHUNKED and part != 1:
                 seen = seen & (entry[None, :] < limit[:, None])
@@ -224,10 +248,13 @@ def attend(
                 in_share = entry[None, :] >= newer[:, None]
                 near = near * decay + tl.sum(tl.where(in_share, probs, 0.0), axis=1)
             if part > 0:
+                if VALUES == 20:
+                    low = bfloat16_as_float(tl.load(value_lows + beside, mask=known, other=0))
+                    lows = lows * decay + tl.sum(probs * low[None, :], axis=1)
                 if VALUES > 0:
-                    given = value_steps, value_lows, beside, known
+                    given = value_steps, beside, known, value_log
                     v, v_scale = numbers_at(
-                        v_first, v_at, *given, DIM, VALUES, VALUE_GROUPS, BLOCK, queries.dtype
+                        v_first, v_at, *given, DIM, VALUES, VALUE_WIDTH, False, queries.dtype
                     )
                     new_unit = tl.maximum(unit, tl.max(v_scale, axis=0))
                     per_unit = 1.0 / tl.where(new_unit > 0, new_unit, 1.0)
@@ -245,7 +272,7 @@ def attend(
             high = new_high
 
     if VALUES > 0:
-        acc *= unit
+        acc = acc * unit + lows[:, None]
     if REMAINDER:
         lane_at = row * HEADS + head
         k_at, v_at = channels_of(DIM, KEYS), channels_of(DIM, VALUES)
@@ -284,6 +311,14 @@ def attend(
             tl.store(shares + place, share, mask=real)
         out_at = out + place[:, None] * DIM + channels_of(DIM, VALUES)[None, :]
         tl.store(out_at, acc.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@Helper
+def place_of_step(entry, tile_stride, FORM: tl.constexpr):
+    """Where the steps of a block's entries are, from its first one on."""
+    if FORM > 64:
+        entry = entry // 16 * tile_stride + entry % 16
+    return entry
 
 
 @Helper

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes, read_codes
-from kvserve.kernels.quantized_entries import QuantizedVectors, numbers
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
@@ -35,8 +35,8 @@ def check_newest(newest: Newest | None, shares: Shares | None) -> None:
 
 def paged_attention_torch(
     q: Tensor,
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     chunks: QuerySegments,
     scale: float,
@@ -61,18 +61,22 @@ def paged_attention_torch(
     rows = chunks.rows
     if chunks.starts is not None:
         rows = rows.repeat_interleave(chunks.starts.diff())
-    k, v, seen = _gathered(keys, values, tables, rows, chunks, codes)
+    k, v, seen, early = _gathered(keys, values, tables, rows, chunks, codes)
     recent = None if shares is None else shares.recent
     if newest is not None:
         more = _gathered(newest.keys, newest.values, newest.tables, rows, newest.chunks)
         k, v = (
             torch.cat([x.float(), y.float()], dim=4) for x, y in zip((k, v), more, strict=False)
         )
-        seen, recent = torch.cat([seen, more[2]], dim=-1), newest.recent
+        seen, early = (torch.cat([seen, more[2]], dim=-1), torch.cat([early, more[3]], dim=-1))
+        recent = newest.recent
     tokens, per_token = seen.shape[:2]
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
-    later = seen.sum(dim=-1, keepdim=True) - seen.cumsum(dim=-1)  # of each, how many are newer
+    # How many are newer than each: than those that are seen ``always``, all the others.
+    others = seen & ~early
+    later = others.sum(dim=-1, keepdim=True) - torch.where(early, 0, others.cumsum(dim=-1))
+    later += torch.where(early, early.sum(dim=-1, keepdim=True) - early.cumsum(dim=-1), 0)
     any_seen = seen.any(dim=-1)
     seen = seen[:, :, None, None]
     logits = logits.masked_fill(~seen, -torch.inf)
@@ -102,18 +106,18 @@ def paged_attention_torch(
 
 
 def _gathered(
-    keys: Tensor | QuantizedVectors,
-    values: Tensor | QuantizedVectors,
+    keys: Entries,
+    values: Entries,
     tables: Tensor,
     rows: Tensor,
     chunks: QuerySegments,
     codes: Codes | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """All entries of each token's row, [T, R, Hb, 1, M * B, D] twice, and which of them it sees,
-    [T, R, M * B]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All entries of each token's row, [T, R, Hb, 1, M * B, D] twice, which of them it sees, [T, R,
+    M * B], and which of these because they are seen ``always``."""
     own = tables[rows].long()
     # [T, R, M * B, Hb, D] -> [T, R, Hb, 1, M * B, D]
-    k, v = (numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
+    k, v = (_numbers(x[own]).flatten(2, 3).transpose(2, 3)[:, :, :, None] for x in (keys, values))
     place = torch.arange(k.shape[4], device=k.device)
     if codes is not None:
         at = (place < codes.coded[rows][..., None]).nonzero(as_tuple=True)
@@ -121,6 +125,14 @@ def _gathered(
         for x, entries in zip((k, v), coded, strict=True):
             x[at[0], at[1], 0, 0, at[2]] = entries.to(x.dtype)
     seen = place <= chunks.last.T[..., None]
+    early = torch.zeros_like(seen)
     if chunks.first is not None:
-        seen &= place >= chunks.first.T[..., None]
-    return k, v, seen
+        shown = place >= chunks.first.T[..., None]
+        if chunks.always is not None:
+            early = seen & ~shown & (place < chunks.always.T[..., None])
+        seen &= shown
+    return k, v, seen | early, early
+
+
+def _numbers(x: Entries) -> Tensor:
+    return x if isinstance(x, Tensor) else x.widened()

@@ -26,7 +26,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 _COMPILED = Compiled("paged_attention")
 _check_newest = Late("kernels.attention.paged_attention:check_newest")
-MAX_GROUPS = 8
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
     2: "chunk {} ends at token {}, which is not there",
@@ -106,11 +105,24 @@ def _attend(
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
     out = torch.empty(q.shape, dtype=q.dtype if log_sums is None else torch.float32)
     num_rows, per_row, columns = tables.shape
-    (k, *k_scales, k_groups), (v, *v_scales, v_groups) = _stored(keys), _stored(values)
-    head_stride = 0 if k_groups == 0 else k.stride(2)
     defines: tuple[str, ...] = ()
-    if not (isinstance(keys, Tensor) or isinstance(values, Tensor)):
+    steps: tuple[Tensor | None, ...] = (None,) * 3
+    few: tuple[float, ...] = (0,) * 4
+    if isinstance(keys, Tensor) or isinstance(values, Tensor):
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "checked"
+        k, v, head_stride = keys, values, 0
+    else:
+        from kvserve.kernels.few_bits import FewVectors
+
         defines = defines_of(keys.form, values.form)
+        if isinstance(keys, FewVectors) or isinstance(values, FewVectors):
+            assert isinstance(keys, FewVectors) and isinstance(values, FewVectors), "checked"
+            k = v = keys.tiles
+            head_stride = k.stride(1)
+            few = keys.form.bits, values.form.bits, keys.factor, values.factor
+        else:
+            k, v, head_stride = keys.levels, values.levels, keys.levels.stride(2)
+            steps = keys.step, values.step, values.low
     coded: tuple[Tensor | None, ...] = (None,) * 6
     widths = 0, 0, 0, 0
     if codes is not None:
@@ -118,10 +130,21 @@ def _attend(
         coded = counts, slots, vectors, slot_tables, vector_tables, turns
         widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
     _COMPILED(
-        *(q, out, k, v, tables, chunks.rows, chunks.starts, chunks.last, chunks.first, sinks),
-        *(*(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
-        *(*(remainder or (None,) * 3), *coded, *k_scales, *v_scales),
-        *(k_groups, v_groups, head_stride, *widths),
+        *(
+            q,
+            out,
+            k,
+            v,
+            tables,
+            chunks.rows,
+            chunks.starts,
+            chunks.last,
+            chunks.first,
+            chunks.always,
+        ),
+        *(sinks, *(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
+        *(*(remainder or (None,) * 3), *coded, *steps),
+        *(head_stride, *few, *widths),
         *(q.stride(0), k.stride(0), len(q), len(chunks.rows), keys.shape[0], num_rows),
         *(columns, keys.shape[1], q.shape[1], keys.shape[2] * per_row, per_row),
         *(q.shape[2], torch.get_num_threads()),
@@ -130,13 +153,6 @@ def _attend(
         defines=defines,
     )
     return out
-
-
-def _stored(x: Entries) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """What attention reads: numbers or levels, steps, lows, and the number of steps."""
-    if isinstance(x, Tensor):
-        return x, None, None, 0
-    return x.levels, x.step, x.low, x.step.shape[-1]
 
 
 def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -> str | None:
@@ -156,10 +172,10 @@ def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -
         apart = isinstance(keys, Tensor) and keys.stride()[1:3] != entry
         return "a layer of a block is not dense" if apart else None
     forms = keys.form, values.form
+    if keys.form.few and values.form.few:
+        return None
     if not any(forms == (each.key, each.value) for each in FORMATS.values()):
         return f"no keys of {keys.form} beside values of {values.form}"
-    if max(x.step.shape[-1] for x in (keys, values)) > MAX_GROUPS:
-        return f"more than {MAX_GROUPS} groups of channels"
     if max(8 // form.bits for form in forms) > 1 and keys.shape[3] % 16:
         return f"head_dim {keys.shape[3]} is not a multiple of 16, as fewer than 8 bits need"
     return None

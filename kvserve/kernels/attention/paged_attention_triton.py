@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.attention.attend_triton import attend, merge
+from kvserve.kernels.attention.decode_levels_triton import decode_levels
 from kvserve.kernels.attention.paged_attention import Newest, check_newest
 from kvserve.kernels.checks import HEAD_DIMS, Entries, check_attention
 from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.dispatch import Tile, num_processors, tile_of
-from kvserve.kernels.quantized_entries import form_of, parts_of
+from kvserve.kernels.dispatch import Tile, interprets, num_processors, tile_of
+from kvserve.kernels.few_bits import FewVectors
+from kvserve.kernels.held_arguments import told_of
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.shares import Shares
@@ -68,7 +70,7 @@ def paged_attention_triton(
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
     check_newest(newest, shares)
     packed = chunks.max_chunk * (q.shape[1] // (tables.shape[1] * keys.shape[2]))
-    tile = _tile_of(q, values, packed, codes is not None)
+    tile = _tile_of(q, keys, chunks, packed, codes is not None)
     least = 1
     if num_splits is None:
         programs = len(chunks.rows) * tables.shape[1] * keys.shape[2] * -(-packed // tile.rows)
@@ -85,7 +87,7 @@ def paged_attention_triton(
         own, recent = newest[:4], newest.recent
         given = None if shares is None or recent is None else Shares(shares.out, recent)
         check_attention(q, *own, None, given, remainder)
-        cut, front = _tile_of(q, newest.values, packed, False), parts.some(slice(1))
+        cut, front = _tile_of(q, *own[::3], packed, False), parts.some(slice(1))
         _attend(out, front, q, *own, scale, None, given, *beside, soft_cap, cut, 1, 1)
         behind, beside = parts.some(slice(1, None)), (None, None)
     context = keys, values, tables, chunks, scale, codes, shares
@@ -123,64 +125,92 @@ def _attend(
     least: int,
 ) -> None:
     """Attend to a context in ``num_splits`` parts; without ``parts`` it is whole."""
-    rows, last, _, starts, max_chunk, first = chunks
+    rows, last, _, starts, max_chunk, first, always = chunks
+    assert always is None or codes is None, "no row with codes has entries of both kinds"
     tokens, heads, dim = q.shape
     _, per_row, columns = tables.shape
     num_blocks, block, kv_heads, _ = keys.shape
     group = heads // (per_row * kv_heads)
-    (k, *k_beside), (v, *v_beside) = parts_of(keys), parts_of(values)
-    (key, key_groups), (value, value_groups) = form_of(keys), form_of(values)
-    query_tiles = -(-max_chunk * group // tile.rows)
+    k, v = told_of(keys), told_of(values)
     # Where nothing is read or written, any address does.
     given, recent = (last, rows) if shares is None else shares
+    written = out, given, *(tables if x is None else x for x in parts or (None,) * 3)
+    lost = (tables,) * 3 if remainder is None else remainder
+    shown = [tables if x is None else x for x in (first, always, sinks)]
+    scales = scale * math.log2(math.e), soft_cap * math.log2(math.e)
+    constants = {
+        "ROWS": per_row,
+        "HEADS": kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "BLOCK": block,
+        "QUERIES": tile.rows,
+        "TILE": tile.columns,
+        "SPLIT": parts is not None,
+        "SHARES": shares is not None,
+        "REMAINDER": remainder is not None,
+        "WINDOW": first is not None,
+        "ALWAYS": first is not None and always is not None,
+        "SINKS": sinks is not None,
+        "CAPPED": soft_cap > 0,
+        "KEYS": k.form,
+        "KEY_WIDTH": k.width,
+        "VALUES": v.form,
+        "VALUE_WIDTH": v.width,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    lanes = len(rows) * per_row * kv_heads
+    if _decodes_levels(q, keys, chunks):
+        decode_levels.launch(
+            (lanes, -(-group // tile.rows), num_splits),
+            *(*written, q, k.stored, v.stored, k.steps, v.steps, v.lows, tables, rows, last),
+            *(*shown, recent, *lost, *scales, k.log, v.log, tokens, least, columns, num_blocks),
+            *(*q.stride()[:2], k.strides[0], k.strides[2]),
+            VALUE_ROWS=v.numbers,
+            STRIDE=k.strides[1],
+            ASM=not interprets(),
+            **constants,
+        )
+        return
     attend.launch(
-        (len(rows) * per_row * kv_heads, query_tiles, num_splits),
-        *(out, given, *(tables if x is None else x for x in parts or (None,) * 3)),
-        *(q, k, v, *k_beside, *v_beside, tables, rows, last),
-        *(tables if x is None else x for x in (first, sinks)),
-        *(rows if starts is None else starts, recent),
-        *((tables,) * 3 if remainder is None else remainder),
-        *_code_arguments(codes, tables),
-        *(scale * math.log2(math.e), soft_cap * math.log2(math.e)),
-        *(tokens, least, columns, num_blocks),
-        *(*q.stride()[:2], *k.stride()[:3], v.stride(1)),
-        ROWS=per_row,
-        HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK=block,
-        QUERIES=tile.rows,
-        TILE=tile.columns,
-        SPLIT=parts is not None,
-        SHARES=shares is not None,
-        REMAINDER=remainder is not None,
-        WINDOW=first is not None,
-        SINKS=sinks is not None,
-        CAPPED=soft_cap > 0,
+        (lanes, -(-max_chunk * group // tile.rows), num_splits),
+        *(*written, q, k.stored, v.stored, k.steps, v.steps, v.lows, tables, rows, last),
+        *(*shown, rows if starts is None else starts, recent, *lost),
+        *(*_code_arguments(codes, tables), *scales, k.log, v.log, tokens, least),
+        *(columns, num_blocks, *q.stride()[:2], *k.strides, v.strides[1]),
         CHUNKED=starts is not None,
         SLOTS=0 if codes is None else codes.slots.shape[1],
-        KEYS=key,
-        KEY_GROUPS=key_groups,
-        VALUES=value,
-        VALUE_GROUPS=value_groups,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **constants,
     )
 
 
-def _tile_of(q: Tensor, values: Entries, packed: int, coded: bool) -> Tile:
+def _decodes_levels(q: Tensor, keys: Entries, chunks: QuerySegments) -> bool:
+    """Whether ``decode_levels`` takes these: each tile in a block. It rounds queries and weights,
+    to 16 bits and to float16; numbers of float32 are multiplied as they are."""
+    rounds = not isinstance(keys, Tensor) and q.dtype is not torch.float32
+    return rounds and chunks.starts is None and keys.shape[1] % 16 == 0
+
+
+def _tile_of(q: Tensor, keys: Entries, chunks: QuerySegments, packed: int, coded: bool) -> Tile:
     """The tile for ``packed`` queries of a KV head and chunk."""
+    block, queries = keys.shape[1], 1 << (packed - 1).bit_length()
+    if _decodes_levels(q, keys, chunks):
+        tile = tile_of("decode levels", q.device, q.shape[2], q.dtype)
+        columns = min(tile.columns, block & -block)
+        return tile._replace(rows=min(tile.rows, max(4, queries)), columns=columns)
     # Decoding codes takes registers, so these kernels have tiles of their own. 64 queries in
     # float32 do not fit into registers.
     decodes = packed <= (32 if q.dtype is torch.float32 else 64)
     kernel = ("decode" if decodes else "prefill") + " codes" * coded
     tile = tile_of(kernel, q.device, q.shape[2], q.dtype)
     if decodes:
-        queries = max(tile.rows, 1 << (packed - 1).bit_length())
+        queries = max(tile.rows, queries)
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
-    if not isinstance(values, Tensor):  # widening takes registers
-        return tile._replace(rows=tile.rows // 2)
-    return tile
+    if isinstance(keys, Tensor):
+        return tile
+    fewer = 1 + isinstance(keys, FewVectors)  # widening takes registers
+    return tile._replace(rows=tile.rows // 2, columns=max(16, tile.columns // fewer))
 
 
 def _code_arguments(codes: Codes | None, unused: Tensor) -> tuple[Tensor | int, ...]:

@@ -80,17 +80,10 @@ struct Column : Lanes<W> {
   typedef std::conditional_t<kPairs, I, F> Number;
   typedef std::conditional_t<kRounds, I, F> Sum;
 
-  // Number `term` of each key's plane; where queries are rounded, the even or the odd two, or all four
-  // as bytes (of a plane above the first, so many times as large); of e4m3 as bfloat16, all four of the
-  // first or the last two of every four keys.
-  static inline Number get(U column, int term, [[maybe_unused]] int plane) {
-    if constexpr (Planes<Key>::kLow) {
-      constexpr uint32_t level = (1 << Planes<Key>::kBits) - 1;
-      if constexpr (kBytes) return (I)(column & (level * 0x01010101u << Planes<Key>::kBits * plane));
-      const U bytes = column >> (8 * term + Planes<Key>::kBits * plane);
-      if constexpr (kRounds) return (I)(bytes & (level << 16 | level));
-      else return __builtin_convertvector((I)(bytes & level), F);
-    } else if constexpr (kWhole) {
+  // Number `term` of each key; where queries are rounded, the even or the odd two; of e4m3 as bfloat16,
+  // all four of the first or the last two of every four keys.
+  static inline Number get(U column, int term) {
+    if constexpr (kWhole) {
       return (I)column;
     } else if constexpr (kWidens) {
       return widened(column, term);
@@ -258,9 +251,8 @@ inline void dots(const float* queries, int apart, int dim, const void* const* ke
   }
 }
 
-// Sums of Q queries, `apart` numbers apart, with one plane of V vectors of keys. Every two columns
-// fetch `Lines`.
-template <typename C, int W, int Q, int V, int Lines, int Plane>
+// Sums of Q queries, `apart` numbers apart, with V vectors of keys. Every two columns fetch `Lines`.
+template <typename C, int W, int Q, int V, int Lines>
 inline void logits_of(const typename C::Query* queries, int apart, int num_columns,
                       const uint32_t* columns, int stride, typename C::Sum (*sums)[V],
                       Ahead& ahead) {
@@ -274,7 +266,7 @@ inline void logits_of(const typename C::Query* queries, int apart, int num_colum
       for (int v = 0; v < V; ++v) {
         typename C::U bits;
         std::memcpy(&bits, columns + (j + column) * stride + v * W, sizeof bits);
-        numbers[v] = C::get(bits, term % C::kTerms, Plane);
+        numbers[v] = C::get(bits, term % C::kTerms);
       }
       for (int q = 0; q < Q; ++q)
         for (int v = 0; v < V; ++v)

@@ -13,9 +13,9 @@
 // read in place.
 //
 // KVSERVE_KEY and KVSERVE_VALUE say what is stored (``VectorForm.code``); there is a library for each
-// pair. A logit is the sum over groups of channels of step * (query . levels) + low * (sum of the
-// query). Of levels, chunks of many queries add up in the same order as few queries do: the rounding
-// of a new entry must not depend on whether its token came in a chunk.
+// pair. A logit is step * (query . levels) + low * (sum of the query). Of levels, chunks of many
+// queries add up in the same order as few queries do: the rounding of a new entry must not depend on
+// whether its token came in a chunk. Entries in few bits are read tile by tile (few_tiles.h).
 
 #include <algorithm>
 #include <atomic>
@@ -28,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "few_tiles.h"
 #include "lanes.h"
 #include "logits.h"
 #include "values.h"
@@ -40,7 +41,7 @@
 namespace {
 
 // What a vector is stored as, where numbers are computed as T: bits, 16 more for levels that count
-// from a low, 32 more for e4m3; 0: numbers of T.
+// from a low, 32 more for e4m3; 0: numbers of T; 64: few bits, whose number is in the call.
 template <typename T, int Code>
 struct Stored {
   typedef packed<Code % 16> type;
@@ -57,7 +58,11 @@ template <typename T>
 struct Stored<T, 40> {
   typedef e4m3 type;
 };
-constexpr bool kLevels = KVSERVE_KEY != 0;
+template <typename T>
+struct Stored<T, 64> {
+  typedef packed<4> type;
+};
+constexpr bool kLevels = KVSERVE_KEY != 0, kFew = KVSERVE_KEY == 64;
 
 constexpr int kTileRows = 32;
 constexpr int kPartEntries = 1024;
@@ -94,6 +99,7 @@ extern "C" struct PagedAttention {
   const int64_t* starts;    // [S + 1], its tokens
   const int64_t* last;      // [R, T], last entry that each token sees; -1: none
   const int64_t* first;     // [R, T], first entry that each token sees; null: entry 0
+  const int64_t* always;    // [R, T], entries before this one are seen as well; null: none
   const float* sinks;       // [Hq], a logit without a value for each query head; null: none
   int64_t* fault;           // [2], the chunk and the number that were refused
   float* shares;            // [T, Hq]: logarithm of what the newest entries got; null: not wanted
@@ -115,13 +121,13 @@ extern "C" struct PagedAttention {
   const int32_t* slot_tables;    // [num_rows, R, slot_columns], blocks of slots
   const int32_t* vector_tables;  // [num_rows, R, vector_columns], blocks of vectors
   const float* turns;            // [num_turns, D], cosines and sines by distance
-  // Of levels: bfloat16, of each group of an entry; [num_blocks, Hb, groups, B], blocks block_stride
-  // and heads head_stride bytes apart, as levels are too.
+  // Of levels: bfloat16 [num_blocks, Hb, B], blocks block_stride and heads head_stride bytes apart, as
+  // levels are too. Of few bits all is in the tiles (few.h), which keys names.
   const uint16_t* key_steps;
-  const uint16_t* key_lows;
   const uint16_t* value_steps;
   const uint16_t* value_lows;
-  int64_t key_groups, value_groups, head_stride;
+  int64_t head_stride, key_bits, value_bits;
+  float key_factor, value_factor;
   int64_t slots_per_block, slot_columns, vector_columns, num_turns;
   int64_t query_stride, block_stride;
   int64_t num_tokens, num_chunks, num_blocks, num_rows, columns;
@@ -141,9 +147,12 @@ namespace {
 struct Item {
   int chunk, kv_head, heads, first, count, part, parts;
   int64_t begin, seen, end;  // entries: those from `seen` on are read, tiles count from `begin`
+  int64_t always;      // and those before this one, by its first part
   int64_t partial;     // where the first of its parts is kept, if there are several
 
   int rows() const { return heads * count; }
+  int64_t start() const { return always && !part ? 0 : begin; }  // of its first tile
+  int64_t behind(int64_t at) const { return std::max(at + kTileEntries, begin); }
 };
 
 struct Scratch {
@@ -153,16 +162,17 @@ struct Scratch {
   alignas(64) float weights[kTileRows * kTileEntries];
   float largest[kTileRows], total[kTileRows], recent[kTileRows];
   int64_t first[kTileRows], last[kTileRows], newer[kTileRows];  // newer: the newest begin there
-  alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits
+  int64_t always[kTileRows];
+  alignas(64) int32_t pairs[kTileRows * kMaxHeadDim];  // queries as pairs of 16 bits, or digits
   float steps[kTileRows];                              // what one of those stands for
 };
 
-// Beside it where levels are held: what these stand for in each group of the tile's entries.
+// Beside it where levels are held: what these stand for in each of the tile's entries.
 struct Scales {
   alignas(64) float values[kTileEntries * kMaxHeadDim];  // as numbers, for chunks
-  alignas(64) float key_steps[kMaxGroups * kTileEntries], key_lows[kMaxGroups * kTileEntries];
-  alignas(64) float value_steps[kMaxGroups * kTileEntries], value_lows[kMaxGroups * kTileEntries];
-  float sums[kTileRows * kMaxGroups];  // of each query's numbers
+  alignas(64) float key_steps[kTileEntries];
+  alignas(64) float value_steps[kTileEntries], value_lows[kTileEntries];
+  float sums[kTileRows];  // of each query's numbers
 };
 
 template <typename T, int W>
@@ -176,12 +186,13 @@ class Kernel {
         dim_(call.head_dim),
         group_(call.num_heads / call.num_kv_heads),
         heads_per_table_(call.num_kv_heads / call.tables_per_row),
-        key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key) / kKeyPlanes),
+        key_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Key)),
         value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kValuePlanes),
         head_step_(kLevels ? call.head_stride : dim_ * sizeof(T)),
         block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))),
-        key_columns_(dim_ * sizeof(Key) / kKeyPlanes / 4),
-        group_columns_(key_columns_ * kKeyPlanes / (kLevels ? call.key_groups : 1)) {}
+        key_columns_(dim_ * sizeof(Key) / 4),
+        key_strips_(kFew ? call.key_bits : 4, dim_),
+        value_strips_(kFew ? call.value_bits : 4, dim_) {}
 
   int run() {
     if (int refusal = plan()) return refusal;
@@ -203,10 +214,9 @@ class Kernel {
 
  private:
   typedef Lanes<W> X;
-  static constexpr int kKeyPlanes = Planes<Key>::kPlanes, kValuePlanes = Planes<Value>::kPlanes;
-  static constexpr bool kKeyLows = Planes<Key>::kLow;
+  static constexpr int kValuePlanes = Planes<Value>::kPlanes;
   static constexpr bool kBf16 = std::is_same_v<T, bf16>;
-  typedef Column<Key, W, kBf16> C;
+  typedef std::conditional_t<kFew, LevelWords, Column<Key, W, kBf16>> C;
   typedef typename X::F F;
 
   int refuse(Refusal why, int64_t chunk, int64_t number) const {
@@ -223,6 +233,10 @@ class Kernel {
     return call_.first + kv_head / heads_per_table_ * call_.num_tokens;
   }
 
+  const int64_t* always_of(int kv_head) const {
+    return call_.always + kv_head / heads_per_table_ * call_.num_tokens;
+  }
+
   // Check every chunk, and cut it into items.
   int plan() {
     const PagedAttention& c = call_;
@@ -237,7 +251,7 @@ class Kernel {
         const int64_t* last = last_of(h);
         for (int64_t first = 0; first < pairs; first += kTileRows) {
           const int count = std::min<int64_t>(kTileRows, pairs - first);
-          int64_t furthest = -1, nearest = c.first ? INT64_MAX : 0;
+          int64_t furthest = -1, nearest = c.first ? INT64_MAX : 0, always = 0;
           const int64_t stop = begin + (first + count - 1) / group_;
           for (int64_t t = begin + first / group_; t <= stop; ++t) {
             if (last[t] < -1 || last[t] >= c.columns * c.block_size)
@@ -247,6 +261,7 @@ class Kernel {
               const int64_t from = first_of(h)[t];
               if (from < 0 || from > last[t]) return refuse(kEntry, s, from);
               nearest = std::min(nearest, from);
+              if (c.always) always = std::max(always, std::min(always_of(h)[t], last[t] + 1));
             }
           }
           nearest = std::min(nearest, std::max<int64_t>(furthest, 0));
@@ -257,7 +272,8 @@ class Kernel {
             const int64_t seen = std::max(skipped + (int64_t)part * kPartEntries, nearest);
             const int64_t from = seen / kTileEntries * kTileEntries;
             const int64_t to = std::min(furthest + 1, skipped + (part + 1) * (int64_t)kPartEntries);
-            items_.push_back({(int)s, h, heads, (int)first, count, part, parts, from, seen, to, partials});
+            items_.push_back({(int)s, h, heads, (int)first, count, part, parts, from, seen, to,
+                              std::min(always, nearest), partials});
           }
           if (parts > 1) partials += parts * heads * count;
         }
@@ -287,45 +303,51 @@ class Kernel {
     const bool decodes = item.count <= kFewRows;
     const void *keys[kTileEntries], *values[kTileEntries];
     Ahead ahead;
-    const int key_bytes = dim_ * sizeof(Key) / kKeyPlanes;
+    const int key_bytes = dim_ * sizeof(Key);
     alignas(64) T decoded[2][kTileEntries * kMaxHeadDim];
     Scales scales;
     if (kLevels) clear(item, own, scales);
-    for (int64_t at = item.begin; at < item.end; at += kTileEntries) {
-      const int count = std::min<int64_t>(kTileEntries, item.end - at);
-      const int width = (count + W - 1) / W * W;
-      const int skipped = std::max<int64_t>(0, item.seen - at);
-      const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
-      if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
-      const int known = std::max(coded, skipped);
-      if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
-      for (int i = 0; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
-      for (int i = count; i < width; ++i) keys[i] = keys[0];
-      for (int i = count; i & 3; ++i) values[i] = values[count - 1];  // of weight 0, met by twos or fours
-      if (decodes) find_behind(index, at + count, ahead);
-      for (int h = 0; h < item.heads; ++h) {
-        const int64_t offset = h * head_step_;
-        const int first = h * item.count, last = first + item.count;
-        if (kLevels) find_scales(item, h, at, skipped, count, scales);
-        if (std::is_same_v<Key, float> && item.count <= kFewQueries && !call_.log_sums) {
-          few_dots<kFewQueries>(own, first, item.count, keys, offset, width, ahead);
-        } else {
-          for (int v = 0; v < width; v += 2 * W) {
-            const int both = std::min(2 * W, width - v);
-            for (int half = v; half < v + both; half += W)
-              columns_of<W>(keys + half, offset, key_bytes, own.columns + half, kTileEntries, ahead);
-            if (!decodes)
-              few_of<0>(own, first, last, v, both, scales, ahead);
-            else if (item.count <= 4)
-              few_of<2>(own, first, last, v, both, scales, ahead);
-            else
-              few_of<1>(own, first, last, v, both, scales, ahead);
+    for (int64_t at = item.start(); at < item.end; at = item.behind(at)) {
+      int count = std::min<int64_t>(kTileEntries, item.end - at);
+      int skipped = std::max<int64_t>(0, item.seen - at), always = at ? 0 : item.always;
+      if (skipped >= count) count = skipped = always;  // what is always seen lies in a tile of its own
+      if constexpr (kFew) {
+        if (!attend_few(item, own, scales, at, skipped, count, ahead, refusal)) return;
+      } else {
+        const int width = (count + W - 1) / W * W;
+        const int coded = std::max<int64_t>(0, std::min<int64_t>(count, num_coded(item) - at));
+        if (!decode(item, at, coded, keys, values, decoded, refusal)) return;
+        const int known = std::max(coded, skipped);
+        if (!find(item, at, always, keys, values, refusal)) return;
+        if (!find(item, at + known, count - known, keys + known, values + known, refusal)) return;
+        for (int i = always; i < skipped; ++i) keys[i] = keys[skipped], values[i] = values[skipped];
+        for (int i = count; i < width; ++i) keys[i] = keys[0];
+        for (int i = count; i & 3; ++i) values[i] = values[count - 1];  // of weight 0, met by twos or fours
+        if (decodes) find_behind(index, item.behind(at), ahead);
+        for (int h = 0; h < item.heads; ++h) {
+          const int64_t offset = h * head_step_;
+          const int first = h * item.count, last = first + item.count;
+          if (kLevels) find_scales(item, h, at, skipped, count, scales);
+          if (std::is_same_v<Key, float> && item.count <= kFewQueries && !call_.log_sums) {
+            few_dots<kFewQueries>(own, first, item.count, keys, offset, width, ahead);
+          } else {
+            for (int v = 0; v < width; v += 2 * W) {
+              const int both = std::min(2 * W, width - v);
+              for (int half = v; half < v + both; half += W)
+                columns_of<W>(keys + half, offset, key_bytes, own.columns + half, kTileEntries, ahead);
+              if (!decodes)
+                few_of<0>(own, first, last, v, both, scales, ahead);
+              else if (item.count <= 4)
+                few_of<2>(own, first, last, v, both, scales, ahead);
+              else
+                few_of<1>(own, first, last, v, both, scales, ahead);
+            }
           }
+          if (call_.soft_cap > 0.0f) cap(own, first, last, width);
+          for (int i = first; i < last; ++i)
+            soften(own, i, own.always[i] - at, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width);
+          add_values(own, first, item.count, values, offset, count, scales, ahead);
         }
-        if (call_.soft_cap > 0.0f) cap(own, first, last, width);
-        for (int i = first; i < last; ++i)
-          soften(own, i, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width);
-        add_values(own, first, item.count, values, offset, count, scales, ahead);
       }
     }
     for (int i = 0; i < item.rows(); ++i) {
@@ -355,6 +377,7 @@ class Kernel {
     for (int i = 0; i < item.rows(); ++i) {
       own.last[i] = last[token(item, i)];
       own.first[i] = call_.first ? first_of(item.kv_head)[token(item, i)] : 0;
+      own.always[i] = call_.always ? always_of(item.kv_head)[token(item, i)] : 0;
       own.newer[i] = call_.shares ? own.last[i] + 1 - call_.recent[token(item, i)] : INT64_MAX;
       own.largest[i] = -INFINITY;
       own.total[i] = own.recent[i] = 0.0f;
@@ -540,19 +563,14 @@ class Kernel {
 
   // Nothing is known of entries yet; what lies behind the last is finite then.
   void clear(const Item& item, const Scratch& own, Scales& scales) const {
-    for (float* each : {scales.key_steps, scales.key_lows})
-      std::fill_n(each, call_.key_groups * kTileEntries, 0.0f);
-    for (float* each : {scales.value_steps, scales.value_lows})
-      std::fill_n(each, call_.value_groups * kTileEntries, 0.0f);
-    if (!kKeyLows) return;
-    const int groups = call_.key_groups, size = dim_ / groups;
-    for (int i = 0; i < item.rows(); ++i)
-      for (int g = 0; g < groups; ++g) {
-        F sum = {};
-        for (int d = g * size; d < (g + 1) * size; d += W)
-          sum += X::load(own.query + i * kMaxHeadDim + d);
-        scales.sums[i * kMaxGroups + g] = X::total(sum);
-      }
+    for (float* each : {scales.key_steps, scales.value_steps, scales.value_lows})
+      std::fill_n(each, kTileEntries, 0.0f);
+    if (!kFew) return;
+    for (int i = 0; i < item.rows(); ++i) {
+      F sum = {};
+      for (int d = 0; d < dim_; d += W) sum += X::load(own.query + i * kMaxHeadDim + d);
+      scales.sums[i] = X::total(sum);
+    }
   }
 
   // Steps and lows of those entries [at, at + count) whose blocks are there: all but the `skipped`
@@ -560,24 +578,22 @@ class Kernel {
   void find_scales(const Item& item, int h, int64_t at, int skipped, int count,
                    Scales& scales) const {
     const PagedAttention& c = call_;
-    find_numbers(item, h, at, skipped, count, c.key_steps, c.key_groups, scales.key_steps);
-    find_numbers(item, h, at, skipped, count, c.value_steps, c.value_groups, scales.value_steps);
-    if (kKeyLows) find_numbers(item, h, at, skipped, count, c.key_lows, c.key_groups, scales.key_lows);
+    find_numbers(item, h, at, skipped, count, c.key_steps, scales.key_steps);
+    find_numbers(item, h, at, skipped, count, c.value_steps, scales.value_steps);
     if (Planes<Value>::kLow)
-      find_numbers(item, h, at, skipped, count, c.value_lows, c.value_groups, scales.value_lows);
+      find_numbers(item, h, at, skipped, count, c.value_lows, scales.value_lows);
   }
   void find_numbers(const Item& item, int h, int64_t at, int skipped, int count,
-                    const uint16_t* numbers, int groups, float* to) const {
+                    const uint16_t* numbers, float* to) const {
     const int32_t* blocks = call_.tables + lane(item) * call_.columns;
     const int64_t size = call_.block_size;
     const int64_t head = (item.kv_head % heads_per_table_ + h) * head_step_;
-    if (skipped)
-      for (int g = 0; g < groups; ++g) std::fill_n(to + g * kTileEntries, skipped, 0.0f);
+    std::fill_n(to, skipped, 0.0f);
     int64_t offset = (at + skipped) % size, column = (at + skipped) / size;
     for (int i = skipped; i < count; ++column, offset = 0) {
       const uint16_t* place = numbers + (blocks[column] * block_step_ + head) / 2 + offset;
       const int run = std::min<int64_t>(count - i, size - offset);
-      for (int g = 0; g < groups; ++g, place += size) widen_run(place, run, to + g * kTileEntries + i);
+      widen_run(place, run, to + i);
       i += run;
     }
   }
@@ -601,14 +617,93 @@ class Kernel {
           const int channel = p * plane + j, some = std::min(W, plane - j);
           Value part[W] = {};
           std::memcpy(part, row + j, some * sizeof(Value));
-          const F x = number<W>(part, p, of, channel / of.size * kTileEntries, k);
+          const F x = number<W>(part, p, of, k);
           X::store(scales.values + k * dim_ + channel, x, some);
         }
     }
   }
   Steps steps_of(const Scales& scales) const {
-    const int groups = std::max<int>(1, call_.value_groups);
-    return {scales.value_steps, scales.value_lows, groups, dim_ / groups};
+    return {scales.value_steps, scales.value_lows};
+  }
+
+  // All heads of an item over its entries [at, at + count) in few bits, without the `skipped` first.
+  bool attend_few(const Item& item, Scratch& own, Scales& scales, int64_t at, int skipped, int count,
+                  Ahead& ahead, std::atomic<int>& refusal) const {
+    constexpr int kMost = kTileEntries / kSixteen;
+    const int num_tiles = (count + kSixteen - 1) / kSixteen, before = skipped / kSixteen;
+    const uint8_t *tiles[kMost], *values[kMost];
+    if (!find_tiles(item, at, before, num_tiles, tiles, refusal)) return false;
+    find_behind(&item - items_.data(), item.behind(at), ahead);
+    const int64_t value_at = kSixteen * key_strips_.bytes();
+    const int64_t codes_at = value_at + kSixteen * value_strips_.bytes();
+    const float low = 0.5f - (1 << (key_strips_.bits - 1));
+    for (int h = 0; h < item.heads; ++h) {
+      const int first = h * item.count, last = first + item.count;
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        values[tile] = tiles[tile] + value_at;
+        const int place = tile * kSixteen;
+        scale(tiles[tile] + codes_at, call_.key_factor, scales.key_steps + place);
+        scale(tiles[tile] + codes_at + kSixteen, call_.value_factor, scales.value_steps + place);
+        for (int i = first; i < last; i += 4)
+          with_bits(key_strips_.bits, [&](auto bits) {
+            level_sums_of<bits, !kBf16, 4>(last - i, tiles[tile], key_strips_.width,
+                                   own.pairs + i * kMaxHeadDim, kMaxHeadDim,
+                                   own.weights + i * kTileEntries + place, kTileEntries, ahead);
+          });
+      }
+      const int width = num_tiles * kSixteen;
+      for (int i = first; i < last; ++i)
+        for (int v = 0; v < width; v += W) {
+          float* row = own.weights + i * kTileEntries + v;
+          const F sum = X::load(row) * own.steps[i] + low * scales.sums[i];
+          X::store(row, sum * X::load(scales.key_steps + v));
+        }
+      if (call_.soft_cap > 0.0f) cap(own, first, last, width);
+      for (int i = first; i < last; ++i)
+        soften(own, i, own.always[i] - at, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width);
+      add_few_values(own, first, item.count, values, num_tiles, scales, ahead);
+      for (int tile = 0; tile < num_tiles; ++tile) tiles[tile] += head_step_;
+    }
+    return true;
+  }
+
+  static void scale(const uint8_t* codes, float factor, float* to) {
+    Lanes<16>::store(to, scales_of((Lanes<16>::I)unsigned_bytes<16>(codes)) * factor);
+  }
+
+  void add_few_values(Scratch& own, int first, int num_rows, const uint8_t* const* tiles,
+                      int num_tiles, Scales& scales, Ahead& ahead) const {
+    float* sums = own.sums + first * dim_;
+    const float* weights = own.weights + first * kTileEntries;
+    const float low = 0.5f - (1 << (value_strips_.bits - 1));
+    const int depth = num_tiles * kSixteen;
+    for (int v = 0; v < depth; v += W)
+      X::store(scales.value_lows + v, X::load(scales.value_steps + v) * low);
+    const Steps of = steps_of(scales);
+    if (meets_levels(value_strips_.bits, value_strips_.width, dim_))
+      return add_levels<!kBf16>(sums, dim_, num_rows, weights, tiles, num_tiles, value_strips_, of, ahead);
+    widen_levels(tiles, num_tiles, value_strips_, dim_, of, scales.values);
+    const void* rows[kTileEntries];
+    for (int k = 0; k < depth; ++k) rows[k] = scales.values + k * dim_;
+    multiply_all<W, float>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, depth, of, ahead);
+  }
+
+  // Tiles of entries from `at` on, of an item's first head; those before number `before` are not
+  // there, and stand for others.
+  bool find_tiles(const Item& item, int64_t at, int before, int count, const uint8_t** tiles,
+                  std::atomic<int>& refusal) const {
+    const PagedAttention& c = call_;
+    const int32_t* blocks = c.tables + lane(item) * c.columns;
+    const int64_t bytes = kSixteen * (key_strips_.bytes() + value_strips_.bytes() + 2);
+    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    for (int i = before; i < count; ++i) {
+      const int64_t entry = at + i * kSixteen, block = blocks[entry / c.block_size];
+      if (block < 1 || block >= c.num_blocks) return refuse_one(kBlock, item, block, refusal);
+      tiles[i] = static_cast<const uint8_t*>(c.keys) + block * block_step_ + head +
+                 entry % c.block_size / kSixteen * bytes;
+    }
+    for (int i = 0; i < before; ++i) tiles[i] = tiles[before];
+    return true;
   }
 
   // Logits of rows [first, last) are capped; what fills up the last vector means nothing.
@@ -658,48 +753,25 @@ class Kernel {
            Ahead& ahead) const {
     if constexpr (Q > 1)
       if (count < Q) return few<Q - 1, Lines>(own, first, count, at, width, scales, ahead);
-    F logits[Q][2] = {};
     if (width > W)
-      sums_of<0, Q, 2, Lines>(own, first, at, scales, logits, ahead);
+      sums_of<Q, 2, Lines>(own, first, at, scales, ahead);
     else
-      sums_of<0, Q, 1, Lines>(own, first, at, scales, logits, ahead);
-    for (int q = 0; q < Q; ++q)
-      for (int v = 0; v * W < width; ++v) {
-        F x = logits[q][v];
-        for (int g = 0; kKeyLows && g < call_.key_groups; ++g)
-          x += X::load(scales.key_lows + g * kTileEntries + at + v * W) *
-               scales.sums[(first + q) * kMaxGroups + g];
-        X::store(own.weights + (first + q) * kTileEntries + at + v * W, x);
-      }
+      sums_of<Q, 1, Lines>(own, first, at, scales, ahead);
   }
 
-  // Plane by plane, group by group: steps times sums of levels.
-  template <int Plane, int Q, int V, int Lines>
-  void sums_of(Scratch& own, int first, int at, const Scales& scales, F (*logits)[2],
-               Ahead& ahead) const {
+  template <int Q, int V, int Lines>
+  void sums_of(Scratch& own, int first, int at, const Scales& scales, Ahead& ahead) const {
     constexpr int kApart = kMaxHeadDim * sizeof(float) / sizeof(typename C::Query);
-    const auto* queries = queries_of(own) + first * kApart;
-    const int columns = key_columns_, size = group_columns_;
-    int group = Plane ? Plane * columns / size : 0;
-    for (int j = 0; j < columns; ++group) {
-      const int number = Plane * columns + j;
-      const int count = std::min(columns - j, (group + 1) * size - number);
-      typename C::Sum sums[Q][V];
-      logits_of<C, W, Q, V, Lines, Plane>(queries + number * C::kTerms, kApart, count,
-                                          own.columns + j * kTileEntries + at, kTileEntries, sums,
-                                          ahead);
-      for (int q = 0; q < Q; ++q)
-        for (int v = 0; v < V; ++v) {
-          F x = as_float(sums[q][v]);
-          if constexpr (C::kBytes) x = x * (1.0f / (1 << Planes<Key>::kBits * Plane));
-          if constexpr (C::kPairs) x = x * own.steps[first + q];
-          if constexpr (kLevels) x = x * X::load(scales.key_steps + group * kTileEntries + at + v * W);
-          logits[q][v] += x;
-        }
-      j += count;
-    }
-    if constexpr (Plane + 1 < kKeyPlanes)
-      sums_of<Plane + 1, Q, V, Lines>(own, first, at, scales, logits, ahead);
+    typename C::Sum sums[Q][V];
+    logits_of<C, W, Q, V, Lines>(queries_of(own) + first * kApart, kApart, key_columns_,
+                                 own.columns + at, kTileEntries, sums, ahead);
+    for (int q = 0; q < Q; ++q)
+      for (int v = 0; v < V; ++v) {
+        F x = as_float(sums[q][v]);
+        if constexpr (C::kPairs) x = x * own.steps[first + q];
+        if constexpr (kLevels) x = x * X::load(scales.key_steps + at + v * W);
+        X::store(own.weights + (first + q) * kTileEntries + at + v * W, x);
+      }
   }
 
   static F as_float(F x) { return x; }
@@ -713,8 +785,8 @@ class Kernel {
   }
 
   // Queries in whole steps, the largest number being 32767 of them, as columns meet them: the 16-bit
-  // numbers of bytes 0 and 2, then of 1 and 3; or of all four bytes 256ths, then what they are more.
-  // One that is not finite stays so by its step.
+  // numbers of bytes 0 and 2, then of 1 and 3; or in digits (few_tiles.h). One that is not finite
+  // stays so by its step.
   void round_query(Scratch& own, int i) const {
     const float* query = own.query + i * kMaxHeadDim;
     float largest = 0.0f, not_finite = 0.0f;
@@ -722,17 +794,15 @@ class Kernel {
       largest = std::max(largest, std::abs(query[d]));
       not_finite += query[d] * 0.0f;
     }
-    constexpr float kMost = C::kBytes ? 32639.0f : 32767.0f;
-    const float inverse = largest > 0.0f ? kMost / largest : 0.0f;
-    own.steps[i] = largest / kMost + not_finite;
-    if constexpr (C::kBytes) {
-      for (int d = 0; d < dim_; ++d) {
-        const int whole = std::lrint(query[d] * inverse), high = (whole + 128) >> 8;
-        int8_t* to = reinterpret_cast<int8_t*>(own.pairs + i * kMaxHeadDim + d / 4 * 2) + d % 4;
-        to[0] = high, to[4] = whole - 256 * high;
-      }
-      return;
+    if constexpr (kFew) {
+      const double most = largest_whole<!kBf16>();
+      own.steps[i] = (float)(largest / most) + not_finite;
+      std::memset(own.pairs + i * kMaxHeadDim, 0, kMaxHeadDim * sizeof *own.pairs);
+      return write_digits<!kBf16>(query, dim_, largest > 0.0f ? most / largest : 0.0,
+                                  own.pairs + i * kMaxHeadDim);
     }
+    const float inverse = largest > 0.0f ? 32767.0f / largest : 0.0f;
+    own.steps[i] = largest / 32767.0f + not_finite;
     for (int d = 0; d < dim_; d += 4)
       for (int odd = 0; odd < 2; ++odd) {
         const int low = std::lrint(query[d + odd] * inverse);
@@ -763,28 +833,31 @@ class Kernel {
     }
   }
 
-  // Logits of pair i become weights relative to its largest logit so far. Those of [first, visible)
-  // count; those from `newer` on are added up apart.
-  void soften(Scratch& own, int i, int64_t first, int64_t visible, int64_t newer, int width) const {
+  // Logits of pair i become weights relative to its largest logit so far. Those of [0, always) and of
+  // [first, visible) count; those from `newer` on are added up apart.
+  void soften(Scratch& own, int i, int64_t always, int64_t first, int64_t visible, int64_t newer,
+              int width) const {
     float* row = own.weights + i * kTileEntries;
-    if (visible <= 0 || first >= width) {
+    if (visible <= 0 || (first >= width && always <= 0)) {
       std::memset(row, 0, width * sizeof(float));
       return;
     }
     const auto lane = X::count();
-    const int seen = std::min<int64_t>(visible, width), from = std::max<int64_t>(first, 0);
+    const int seen = std::min<int64_t>(visible, width);
+    const int from = std::min<int64_t>(std::max<int64_t>(first, 0), width);
+    const int before = std::min<int64_t>(std::max<int64_t>(always, 0), width);
     const bool whole = from == 0 && seen == width;
     F highest = F{} - INFINITY;
     for (int v = 0; v < width; v += W) {
       F x = X::load(row + v);
-      if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{} - INFINITY;
+      if (!whole) x = (lane < seen - v) & ((lane >= from - v) | (lane < before - v)) ? x : F{} - INFINITY;
       highest = x > highest ? x : highest;
     }
     const float largest = std::max(own.largest[i], X::largest(highest));
     F sum = {};
     for (int v = 0; v < width; v += W) {
       F x = X::exp(X::load(row + v) - largest);
-      if (!whole) x = (lane < seen - v) & (lane >= from - v) ? x : F{};
+      if (!whole) x = (lane < seen - v) & ((lane >= from - v) | (lane < before - v)) ? x : F{};
       X::store(row + v, x);
       sum += x;
     }
@@ -863,7 +936,8 @@ class Kernel {
   const PagedAttention& call_;
   const int dim_, group_, heads_per_table_;
   const int64_t key_step_, value_step_, head_step_, block_step_;  // bytes
-  const int key_columns_, group_columns_;  // of four bytes: of a key, and of four channels of a group
+  const int key_columns_;  // of four bytes of a key
+  const Strips key_strips_, value_strips_;  // of few bits
   std::vector<Item> items_;
   std::vector<float> partials_;
 };
@@ -882,7 +956,7 @@ void clear_padding(const PagedAttention& c) {
 template <typename T>
 int run(const PagedAttention& call) {
   clear_padding<T>(call);
-  constexpr int kPlanes = Planes<typename Stored<T, KVSERVE_VALUE>::type>::kPlanes;
+  constexpr int kPlanes = kFew ? 1 : Planes<typename Stored<T, KVSERVE_VALUE>::type>::kPlanes;
   if (call.head_dim % (kMaxLanes * kPlanes) == 0) return Kernel<T, kMaxLanes>(call).run();
   return Kernel<T, 8>(call).run();
 }

@@ -22,8 +22,8 @@ from kvserve.kernels.cpu.build import (
 def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every library that the package loads: a source, and the compiler's defines."""
     yield from ((source.stem, ()) for source in sorted(Path(__file__).parent.glob("*.cpp")))
-    for form in FORMATS.values():
-        yield "paged_attention", defines_of(form.key, form.value)
+    defines = {defines_of(form.key, form.value) for form in FORMATS.values()}
+    yield from (("paged_attention", each) for each in sorted(defines))
 
 
 def main() -> int:

@@ -312,9 +312,9 @@ extern "C" int kvserve_gather_int4(const GatherInt4* call) {
 // blocks block_stride, layers layer_stride and head_stride bytes apart.
 extern "C" struct Held {
   uint8_t* levels;  // [B, bytes of a vector]
-  uint16_t* steps;  // bfloat16 [groups, B]
+  uint16_t* steps;  // bfloat16 [B]
   uint16_t* lows;   // likewise; null: levels have a sign, and none is counted from a low
-  int64_t bits, e4m3, groups;
+  int64_t bits, e4m3;
 };
 extern "C" struct Blocks {
   Held keys, values;
@@ -381,66 +381,56 @@ inline V::U e4m3_bits(V::F x) {
 // Round one vector and write it; `levels` is room for a byte of each channel.
 template <typename T>
 void quantize(const T* x, const Blocks& b, const Held& held, const Place& to, uint8_t* levels) {
-  const int64_t size = b.dim / held.groups, bytes = width(b, held);
+  const int64_t bytes = width(b, held);
   const float most = held.e4m3 ? 448.0f : (1 << (held.bits - !held.lows)) - 1;
-  for (int64_t g = 0; g < held.groups; ++g) {
-    const T* from = x + g * size;
-    V::F highest = V::F{} - INFINITY, lowest = V::F{} + INFINITY;
-    for (int64_t d = 0; d < size; d += 8) {
-      V::F numbers = V::load(from + d);
-      if (!held.lows) numbers = magnitude(numbers);
-      highest = numbers > highest ? numbers : highest;
-      lowest = numbers < lowest ? numbers : lowest;
-    }
-    float low = 0.0f;
-    if (held.lows) {
-      const uint16_t bits = above(V::largest(-lowest)) ^ 0x8000;
-      to.lows[g * b.block_size] = bits;
-      low = as_float(bits);
-    }
-    const uint16_t bits = above((V::largest(highest) - low) / most);
-    to.steps[g * b.block_size] = bits;
-    const float step = as_float(bits), divisor = step > 0.0f ? step : 1.0f;
-    for (int64_t d = 0; d < size; d += 8) {
-      const V::F numbers = (V::load(from + d) - low) / divisor;
-      const V::I found = held.e4m3 ? (V::I)e4m3_bits(numbers)
-                                   : __builtin_convertvector(
-                                         rounded(numbers, held.lows ? 0.0f : -most, most), V::I);
-      const Bytes narrow = __builtin_convertvector(found, Bytes);
-      std::memcpy(levels + g * size + d, &narrow, sizeof narrow);
-    }
+  V::F highest = V::F{} - INFINITY, lowest = V::F{} + INFINITY;
+  for (int64_t d = 0; d < b.dim; d += 8) {
+    V::F numbers = V::load(x + d);
+    if (!held.lows) numbers = magnitude(numbers);
+    highest = numbers > highest ? numbers : highest;
+    lowest = numbers < lowest ? numbers : lowest;
+  }
+  float low = 0.0f;
+  if (held.lows) {
+    *to.lows = above(V::largest(-lowest)) ^ 0x8000;
+    low = as_float(*to.lows);
+  }
+  *to.steps = above((V::largest(highest) - low) / most);
+  const float step = as_float(*to.steps), divisor = step > 0.0f ? step : 1.0f;
+  for (int64_t d = 0; d < b.dim; d += 8) {
+    const V::F numbers = (V::load(x + d) - low) / divisor;
+    const V::I found = held.e4m3 ? (V::I)e4m3_bits(numbers)
+                                 : __builtin_convertvector(
+                                       rounded(numbers, held.lows ? 0.0f : -most, most), V::I);
+    const Bytes narrow = __builtin_convertvector(found, Bytes);
+    std::memcpy(levels + d, &narrow, sizeof narrow);
   }
   std::memcpy(to.levels, levels, bytes);
-  for (int64_t shift = held.bits; shift < 8; shift += held.bits) {
-    levels += bytes;
-    for (int64_t j = 0; j < bytes; ++j) to.levels[j] |= levels[j] << shift;
-  }
+  if (held.bits == 4)
+    for (int64_t j = 0; j < bytes; ++j) to.levels[j] |= levels[bytes + j] << 4;
 }
 
 template <typename T>
 void widen(const Blocks& b, const Held& held, const Place& from, T* to, uint8_t* levels) {
-  const int64_t size = b.dim / held.groups, bytes = width(b, held);
+  const int64_t bytes = width(b, held);
   const uint8_t mask = (1 << held.bits) - 1;
   for (int64_t shift = 0; shift < 8; shift += held.bits)
     for (int64_t j = 0; j < bytes; ++j)
       levels[shift / held.bits * bytes + j] = from.levels[j] >> shift & mask;
+  const float step = as_float(*from.steps), low = from.lows ? as_float(*from.lows) : 0.0f;
   for (int64_t d = 0; d < b.dim; d += 8) {
-    const int64_t g = d / size * b.block_size;
     const V::F numbers = held.e4m3 ? V::load((const e4m3*)levels + d)
                          : from.lows
                              ? __builtin_convertvector((V::I)unsigned_bytes<8>(levels + d), V::F)
                              : V::load((const int8*)levels + d);
-    const float low = from.lows ? as_float(from.lows[g]) : 0.0f;
-    V::store(to + d, numbers * as_float(from.steps[g]) + low);
+    V::store(to + d, numbers * step + low);
   }
 }
 
 void copy(const Blocks& b, const Held& held, const Place& from, const Place& to) {
   std::memcpy(to.levels, from.levels, width(b, held));
-  for (int64_t g = 0; g < held.groups * b.block_size; g += b.block_size) {
-    to.steps[g] = from.steps[g];
-    if (to.lows) to.lows[g] = from.lows[g];
-  }
+  *to.steps = *from.steps;
+  if (to.lows) *to.lows = *from.lows;
 }
 
 }  // namespace

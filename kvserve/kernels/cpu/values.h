@@ -20,20 +20,18 @@ namespace {
 
 constexpr int kTileEntries = 64;
 constexpr int kMaxVectors = kMaxLanes / 4;
-constexpr int kMaxGroups = 8;
 
-// Of the values of a tile: what a level stands for in each group of channels, [groups, kTileEntries].
+// What a level stands for in each value of a tile.
 struct Steps {
   const float *steps, *lows;
-  int groups, size;  // channels of a group
 };
 
-// W numbers of one plane of entry k; `at` is their group's first step.
+// W numbers of one plane of entry k.
 template <int W, typename T>
-inline typename Lanes<W>::F number(const T* from, int plane, const Steps& of, int at, int k) {
+inline typename Lanes<W>::F number(const T* from, int plane, const Steps& of, int k) {
   auto x = Lanes<W>::load_plane(from, plane);
-  if constexpr (sizeof(T) == 1) x = x * of.steps[at + k];
-  if constexpr (Planes<T>::kLow) x = x + of.lows[at + k];
+  if constexpr (sizeof(T) == 1) x = x * of.steps[k];
+  if constexpr (Planes<T>::kLow) x = x + of.lows[k];
   return x;
 }
 
@@ -46,11 +44,8 @@ inline void multiply(float* out, int stride, int width, const float* a, int a_st
                      Ahead& ahead) {
   typedef Lanes<W> X;
   constexpr int P = Planes<T>::kPlanes;
-  int at[V * P], group[V * P];
-  for (int v = 0; v < V * P; ++v) {
-    at[v] = v % P * (width / P) + column + v / P * W;
-    group[v] = sizeof(T) == 1 ? at[v] / of.size * kTileEntries : 0;
-  }
+  int at[V * P];
+  for (int v = 0; v < V * P; ++v) at[v] = v % P * (width / P) + column + v / P * W;
   typename X::F sum[Q][V * P];
   for (int q = 0; q < Q; ++q)
     for (int v = 0; v < V * P; ++v) sum[q][v] = X::load(out + q * stride + at[v]);
@@ -59,7 +54,7 @@ inline void multiply(float* out, int stride, int width, const float* a, int a_st
     ahead.fetch<kLines>();
     const T* row = static_cast<const T*>(rows[k]) + column;
     typename X::F b[V * P];
-    for (int v = 0; v < V * P; ++v) b[v] = number<W>(row + v / P * W, v % P, of, group[v], k);
+    for (int v = 0; v < V * P; ++v) b[v] = number<W>(row + v / P * W, v % P, of, k);
     for (int q = 0; q < Q; ++q)
       for (int v = 0; v < V * P; ++v) sum[q][v] += a[q * a_stride + k] * b[v];
   }
@@ -229,25 +224,24 @@ inline bool in_quads([[maybe_unused]] int width) {
 }
 
 #if defined(KVSERVE_QUADS)
-// Weights times a group's steps, 15 bits each, as the bytes of 256 * high + low.
+// Weights times steps, 15 bits each, as the bytes of 256 * high + low.
 struct Digits {
   alignas(64) int8_t high[kTileEntries], low[kTileEntries];
   float step;   // what one stands for
-  float below;  // the sum of weights times the group's lows; what is not finite stays so by it
+  float below;  // the sum of weights times lows; what is not finite stays so by it
   int sum;
 };
 
 template <typename T>
-inline void find_digits(const float* weights, int depth, const Steps& of, int group, Digits& to) {
+inline void find_digits(const float* weights, int depth, const Steps& of, Digits& to) {
   typedef Lanes<16> X;
-  const float *steps = of.steps + group * kTileEntries, *lows = of.lows + group * kTileEntries;
   X::F products[kTileEntries / 16] = {}, highest = {}, below = {};
   const int count = (depth + 15) / 16;
   for (int v = 0; v < count; ++v) {
     const X::F weight = X::load(weights + 16 * v);
-    products[v] = weight * X::load(steps + 16 * v);
+    products[v] = weight * X::load(of.steps + 16 * v);
     highest = products[v] > highest ? products[v] : highest;
-    below += Planes<T>::kLow ? weight * X::load(lows + 16 * v) : products[v] * 0.0f;
+    below += Planes<T>::kLow ? weight * X::load(of.lows + 16 * v) : products[v] * 0.0f;
   }
   // A power of two, so that the largest is 16320 to 32639.
   const float largest = std::max(X::largest(highest) * (32768.0f / 32639.0f), 0x1p-100f);
@@ -294,16 +288,13 @@ inline __m512i quads_at(const void* const* rows, int64_t at) {
   return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(bytes));
 }
 
-// Q rows times the channels of 16 bytes from `column` on: digits [Q][kMaxGroups].
+// Q rows times the channels of 16 bytes from `column` on.
 template <int Q, typename T>
 inline void add_quads(float* out, int stride, int width, const Digits* digits,
-                      const void* const* rows, int64_t offset, int column, int depth, int size,
+                      const void* const* rows, int64_t offset, int column, int depth,
                       Ahead& ahead) {
   constexpr int P = Planes<T>::kPlanes, kBits = Planes<T>::kBits;
   const int plane = width / P;
-  const Digits* of[P];
-#pragma GCC unroll 8
-  for (int p = 0; p < P; ++p) of[p] = digits + (p * plane + column) / size;
   __m512i high[Q][P], low[Q][P];
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
@@ -322,15 +313,15 @@ inline void add_quads(float* out, int stride, int width, const Digits* digits,
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
-        high[q][p] = add_products(high[q][p], levels[p], of[p][q * kMaxGroups].high + k);
-        low[q][p] = add_products(low[q][p], levels[p], of[p][q * kMaxGroups].low + k);
+        high[q][p] = add_products(high[q][p], levels[p], digits[q].high + k);
+        low[q][p] = add_products(low[q][p], levels[p], digits[q].low + k);
       }
   }
 #pragma GCC unroll 8
   for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
-      const Digits& own = of[p][q * kMaxGroups];
+      const Digits& own = digits[q];
       __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[q][p], 8), low[q][p]);
       if constexpr (!Planes<T>::kLow) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * own.sum));
       float* to = out + q * stride + p * plane + column;
@@ -343,12 +334,12 @@ inline void add_quads(float* out, int stride, int width, const Digits* digits,
 // Up to Q rows, from the first on.
 template <int Q, typename T>
 void add_quads_of(float* out, int stride, int num_rows, int width, const Digits* digits,
-                  const void* const* rows, int64_t offset, int depth, int size, Ahead& ahead) {
+                  const void* const* rows, int64_t offset, int depth, Ahead& ahead) {
   if constexpr (Q > 1)
     if (num_rows < Q)
-      return add_quads_of<Q - 1, T>(out, stride, num_rows, width, digits, rows, offset, depth, size, ahead);
+      return add_quads_of<Q - 1, T>(out, stride, num_rows, width, digits, rows, offset, depth, ahead);
   for (int column = 0; column < width / Planes<T>::kPlanes; column += 16)
-    add_quads<Q, T>(out, stride, width, digits, rows, offset, column, depth, size, ahead);
+    add_quads<Q, T>(out, stride, width, digits, rows, offset, column, depth, ahead);
 }
 #endif
 
@@ -362,15 +353,13 @@ void add_in_quads([[maybe_unused]] float* out, [[maybe_unused]] int stride,
 #if defined(KVSERVE_QUADS)
   if constexpr (sizeof(T) == 1 && !std::is_same_v<T, e4m3>) {
     constexpr int kRows = std::min(8, 12 / Planes<T>::kPlanes);  // whose sums registers hold
-    Digits digits[kRows * kMaxGroups];
+    Digits digits[kRows];
     const int turns = (num_rows + kRows - 1) / kRows;
     for (int turn = 0, i = 0, some; turn < turns; ++turn, i += some) {
       some = num_rows * (turn + 1) / turns - i;
       for (int q = 0; q < some; ++q)
-        for (int g = 0; g < of.groups; ++g)
-          find_digits<T>(weights + (i + q) * kTileEntries, depth, of, g, digits[q * kMaxGroups + g]);
-      add_quads_of<kRows, T>(out + i * stride, stride, some, width, digits, rows, offset, depth, of.size,
-                             ahead);
+        find_digits<T>(weights + (i + q) * kTileEntries, depth, of, digits[q]);
+      add_quads_of<kRows, T>(out + i * stride, stride, some, width, digits, rows, offset, depth, ahead);
     }
   }
 #endif

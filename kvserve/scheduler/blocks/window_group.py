@@ -1,5 +1,5 @@
-"""Groups of the newest tokens alone: of layers with sliding windows, and of entries as they were
-computed, beside entries in few bits."""
+"""Groups of some tokens alone: the newest, of layers with sliding windows; and of entries as they
+were computed, beside entries in few bits, the newest and the first."""
 
 from __future__ import annotations
 
@@ -171,3 +171,54 @@ class NewestSpec(WindowSpec):
     def lanes(self, layout: KVLayout) -> tuple[int, int]:
         windowed, rows = super().lanes(layout)
         return layout.layer_groups * layout.holds_entries + windowed, rows
+
+
+class FirstGroup(TokenGroup):
+    """A row's first entries as they were computed, as many as a block holds: nearly all later
+    tokens look at the first one. Prefixes bring them with their first column."""
+
+    kind = "first"
+
+    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+        return self._table.num_lanes * (num_tokens > 0)
+
+    def columns(self, row: int, first: int, end: int) -> IntArray:
+        """Block 0 stands for nothing."""
+        found = np.zeros((end - first, self._table.num_lanes), np.int32)
+        if first == 0:
+            found[:1] = self._table.blocks[:, row, :, 0].reshape(-1)
+        return found
+
+    def usable(self, columns: IntArray) -> IntArray:
+        return columns
+
+    def adopt(self, row: int, columns: IntArray) -> None:
+        self._table.adopt(row, columns[:1].reshape(-1, *self._table.lanes))
+
+    def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
+        shared = 0 if hosted else min(at.computed, self.block_tokens) // self.block_tokens
+        return ((at.target > 0) - shared) * self._table.num_lanes
+
+    def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
+        return np.full(self._table.lanes, min(at.computed, self.block_tokens))
+
+    def _ends(self, rows: Rows, ends: IntArray) -> IntArray:
+        ends = np.minimum(super()._ends(rows, ends), self.block_tokens)
+        return ends
+
+
+@dataclass(frozen=True)
+class FirstSpec(GroupSpec):
+    """Of the layers that see all tokens."""
+
+    rows = "kvserve.engine.cache.window_rows"
+
+    def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
+        return layout.groups * layout.holds_entries
+
+    def make(
+        self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int
+    ) -> CacheGroup:
+        lanes = layout.layer_groups * layout.holds_entries, layout.rows
+        table = BlockTable(pool, lanes, max_rows, self.block_tokens, self.block_tokens)
+        return FirstGroup(table)

@@ -40,6 +40,9 @@ class StoredCase:
     logs_shares = False
     rotate_and_store = None
 
+    def turn(self, x: Tensor) -> Tensor:
+        raise AssertionError("layers do that")
+
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         raise AssertionError("attention stores nothing")
 

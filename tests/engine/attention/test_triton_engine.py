@@ -21,14 +21,14 @@ from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
 KARA = {
-    **{"name": "kara", "window": 8, "buffer": 2, "ratio": 0.5},
+    **{"name": "kara", "window": 6, "buffer": 2, "ratio": 0.5},
     **{"chunk_budget": 1, "max_chunk": 3, "period": 2},
 }
 SPINDLE = {
     **{"name": "spindlekv", "ratio": 0.8, "window": 8, "flush_every": 8, "raw_fallback": False},
     **{"theta_k": 0.6, "theta_v": 0.5},
 }
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
 
@@ -60,7 +60,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def generate(
-    directory: Path, backend: str, layout: str, policy: Any = KARA, **settings: Any
+    directory: Path,
+    backend: str,
+    layout: str,
+    policy: Any = KARA,
+    tokens: int = 9,
+    **settings: Any,
 ) -> list[list[int]]:
     """Tokens of two sequences, one greedy, one drawn, whose caches are compacted."""
     llm = LLM(
@@ -76,7 +81,8 @@ def generate(
         num_gpu_blocks_override=64,
         **settings,
     )
-    outputs = llm.generate(PROMPTS, [GREEDY, DRAWN], use_tqdm=False)
+    params = [replace(each, max_tokens=tokens) for each in (GREEDY, DRAWN)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     assert ("attention", backend) in [row[:2] for row in llm.engine.core.described().summary]
     assert any(output.kv_cache_details.compactions for output in outputs)
     assert any(output.kv_cache_details.coded_entries for output in outputs) == (
@@ -109,7 +115,7 @@ def test_rows_of_codes_give_the_tokens_of_others(
     tiny_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     """The kernels read codes, decodes as in a graph."""
-    expected = generate(tiny_dir, "cpu", "head", SPINDLE)
+    expected = generate(tiny_dir, "cpu", "head", SPINDLE, 12)
     launched = request.getfixturevalue("launched")
-    found = generate(tiny_dir, "triton", "head", SPINDLE, cudagraph_capture_sizes=(2,))
+    found = generate(tiny_dir, "triton", "head", SPINDLE, 12, cudagraph_capture_sizes=(2,))
     assert found == expected and {"_rotate_and_store", "attend"} < launched

@@ -22,7 +22,7 @@ from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.models.decoding import make, row_of
 
 pytestmark = pytest.mark.usefixtures("few_newest")
-DTYPES = list(FORMATS)
+DTYPES = [name for name in FORMATS if name != "k3v3"]  # as many bytes as k4v4 here
 DIM = 16  # of both checkpoints' heads
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -37,6 +37,7 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
         llm = make_llm(
             qwen3_dir,
             kv_cache_dtype=dtype,
+            block_size=16,
             kv_cache_memory=400_000,
             max_model_len=400,
             max_num_seqs=8,
@@ -50,9 +51,10 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
         assert stats.bytes_total == stats.blocks_total * size
         assert cache.host.nbytes // size - 1 == 2**30 // size
         (output,) = llm.generate(random_prompts([50]), PARAMS, use_tqdm=False)
-        # Beside 73 tokens: those from the last multiple of 16 before the newest 17 on, as computed.
-        tokens = FORMATS[dtype].newest_tokens(16, DIM, 4) if dtype in ("k4v4", "k4v2") else 0
-        newest = -(-73 // tokens) - 48 // tokens if tokens else 0
+        # Beside 73 tokens: those from the last multiple of 32 before the newest 33 on, as computed,
+        # and a block with the first.
+        tokens = size // (6 * 2 * DIM * 4) if FORMATS.get(dtype, FORMATS["int8"]).few else 0
+        newest = 1 + -(-73 // tokens) - 32 // tokens if tokens else 0
         held[dtype] = output.kv_cache_details.held_bytes - newest * size
         assert held[dtype] == 5 * size
         assert f"{stats.blocks_total} blocks" in row_of(llm, "kv pool")[1]
@@ -61,10 +63,13 @@ def test_as_many_bytes_hold_more_entries(qwen3_dir: Path) -> None:
     assert held["auto"] == 80 * 6 * 2 * DIM * 4
     assert held["int8"] == held["fp8"] == 80 * 6 * 2 * (DIM + 2)
     assert held["k8v4"] == 80 * 6 * (DIM + 2 + DIM // 2 + 4)
-    assert held["k4v4"] == 80 * 6 * (DIM // 2 + 4 + DIM // 2 + 4)
-    assert held["k4v2"] == 80 * 6 * (DIM // 2 + 4 + DIM // 4 + 4)
-    assert blocks["auto"] < blocks["int8"] == blocks["fp8"] < blocks["k8v4"]
-    assert blocks["k8v4"] < blocks["k4v4"] < blocks["k4v2"]
+    assert held["k4v4"] == 80 * 6 * 2 * (DIM // 2 + 1)
+    assert held["k2v2"] == held["2bit"] == 80 * 6 * 2 * (DIM // 4 + 1)
+    # Of 16 channels, 3 bits would take three strips of 4 bytes: layers have 2 or 4.
+    assert held["3bit"] == 80 * 2 * (36 + 6)
+    assert held["2.75bit"] == 80 * 2 * (32 + 6) and held["2.5bit"] == 80 * 2 * (28 + 6)
+    assert blocks["auto"] < blocks["int8"] == blocks["fp8"] < blocks["k8v4"] < blocks["k4v4"]
+    assert blocks["k4v4"] < blocks["3bit"] < blocks["2.75bit"] < blocks["2.5bit"] < blocks["2bit"]
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -79,10 +84,12 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("form", "settings", "dim", "why"),
     [
-        ("k4v4", {"block_size": 4}, 16, "--block-size: a block of 4 tokens in k4v4 cannot hold"),
+        ("k4v4", {"block_size": 24}, 16, "--block-size: 24 is no multiple of 16, as k4v4 needs"),
+        ("3bit", {"policy": "pyramidinfer"}, 16, "pyramidinfer may drop a row's first entry"),
         ("int8", {}, 12, "--kv-cache-dtype int8: head_dim 12 is not a multiple of 8"),
         ("k8v4", {}, 24, "--kv-cache-dtype k8v4: head_dim 24 is not a multiple of 16"),
-        ("k4v2", {}, 24, "--kv-cache-dtype k4v2: head_dim 24 is not a multiple of 16"),
+        ("k3v3", {}, 16, "head_dim 16 takes as many bytes in 3 bits as in 4 .k4v4.; auto holds"),
+        ("3bit", {}, 24, "--kv-cache-dtype 3bit: head_dim 24 is not a multiple of 16"),
         ("int8", {"policy": "spindlekv"}, 16, "int8: spindlekv codes vectors as they"),
     ],
 )

@@ -20,11 +20,11 @@ from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 
 
-@pytest.mark.usefixtures("few_newest")
+@pytest.mark.usefixtures("few_newest", "some_text")
 @pytest.mark.parametrize(
     "case",
     [
-        *(("pyramidinfer", "layer"), ("adakv", "head")),
+        *(("pyramidkv", "layer"), ("adakv", "head")),
         *slow(("none", "head"), ("spindlekv", "head"), ("windowkv", "layer")),
     ],
     ids="-".join,
@@ -32,9 +32,9 @@ from tests.thinning import slow
 def test_alone_and_in_a_crowd(tmp_path: Path, case: tuple[str, str]) -> None:
     """Beside others, in chunks, with guesses, hits, swaps and recomputation: the same tokens."""
     policy, layout = case
-    directory = write_checkpoint("qwen3", tmp_path, head_dim=64)
+    directory = write_checkpoint("qwen3", tmp_path)
     prompts = random_prompts([70, 23, 41, 5], seed=5)
-    settings: dict[str, Any] = {"kv_layout": layout, "kv_cache_dtype": "k4v4"}
+    settings: dict[str, Any] = {"kv_layout": layout, "kv_cache_dtype": "3bit"}
     settings["policy"] = UNEVEN_CASES.get(policy, policy)
     alone = make(directory, max_num_seqs=1, enable_prefix_caching=False, **settings)
     expected = tokens_of(alone, prompts, 60)

@@ -140,10 +140,10 @@ def test_remainders_are_those_of_the_reference(lab: Lab, case: Case) -> None:
 
 
 def left_in_row(llm: LLM, row: int) -> tuple[Tensor, ...]:
-    """Keys, values [L, Hkv, D] and bias [L, Hkv] that a row was left with."""
+    """Keys, values [L, Hkv, D] and bias [L, Hkv] that a row was left with, as events see them."""
     remainders = llm.engine.core.runner.batch.remainders
     assert remainders is not None
-    return tuple(part[:, row].float() for part in remainders.whole)
+    return tuple(part[0].float() for part in remainders.of(torch.tensor([row])))
 
 
 COMPANY: dict[str, Callable[[Lab], dict[str, Run]]] = {

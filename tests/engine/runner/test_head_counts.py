@@ -17,17 +17,18 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.setup.checkpoint import random_statistics
 from kvserve.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.query_log import LogForm
 from kvserve.engine.compression.query_statistics import FILE
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.policies.registry import make_policy, policy_names
 from kvserve.engine.runner.plan import EnginePlan, make_plan
-from kvserve.entry_format import entry_format
+from kvserve.entry_format import TILE, entry_format
 from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.storage import COMPILED, TORCH, StorageKernels
 from kvserve.log import ConfigError
-from kvserve.scheduler.layout import Granularity, KVLayout
+from kvserve.scheduler.layout import Granularity, KVLayout, LayerKinds
 from tests.checkpoints import random_prompts
 
 
@@ -80,7 +81,9 @@ def refused_by(shape: Shape, spec: dict[str, Any], form: str, layout: str) -> tu
     """What the refusal of a cell may begin with: empty if it has to run, whatever its heads."""
     name, coded = spec["name"], spec["name"] == "spindlekv" and spec.get("codebook", True)
     if shape.windows and (coded or name == "pyramidinfer"):
-        return ("--policy: ",)
+        return ("--policy: ", "--policy.flush_every: ")
+    if name == "pyramidinfer" and entry_format(form, 4).few:
+        return ("--policy: ", f"--kv-layout {layout}: ")
     policy = make_policy(spec).for_model(1 + (not shape.windows), 16)
     found: tuple[str, ...] = ()
     if not policy.granularity.fits(Granularity(layout)):
@@ -160,7 +163,12 @@ def check_bytes(plan: EnginePlan, shape: Shape) -> None:
     vector = {"model": 4 * shape.dim, "fp8": shape.dim, "int4": shape.dim // 2 + 4}[plan.log.dtype]
     held = plan.block_bytes * plan.layout.rows // plan.layout.layers_per_block
     assert plan.log_block_tokens == held // (heads * vector) >= 1
-    assert plan.layout.block_size == 16 or plan.log_block_tokens < 16 / plan.layout.block_size + 2
+    few = plan.form.few  # whose blocks may be larger for other reasons
+    assert (
+        few
+        or plan.layout.block_size == 16
+        or plan.log_block_tokens < 16 / plan.layout.block_size + 2
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=IDS)
@@ -170,13 +178,16 @@ def check_bytes(plan: EnginePlan, shape: Shape) -> None:
 def test_what_was_logged_is_read_back(shape: Shape, kernels: StorageKernels) -> None:
     """Bit for bit as the reference rounds it, to the last token of a block."""
     for form, layout, (log, size, dtype) in product(KV_CACHE_DTYPES, Granularity, logs_of(shape)):
-        held = KVLayout(2, shape.kv_heads, shape.dim, size, layout)
         entries = entry_format(form, dtype.itemsize)
+        held = KVLayout(2, shape.kv_heads, shape.dim, max(size, TILE * entries.few), layout)
+        few = EntryTable.plain(2, shape.kv_heads, shape.dim, "cpu") if entries.few else None
+        layers = () if few is None else few.layers(entries, held, LayerKinds(2))
         if not log.block_tokens(held, entries, dtype.itemsize):
-            assert log.least_block(held, entries, dtype.itemsize) > size
+            assert log.least_block(held, entries, dtype.itemsize) > held.block_size
             continue
         blocks = 2 + 2 * held.rows
-        cache = KVCache(held, blocks, log, dtype, "cpu", form=entries, kernels=kernels)
+        forms: dict[str, Any] = {"form": entries, "few": layers, "kernels": kernels}
+        cache = KVCache(held, blocks, log, dtype, "cpu", **forms)
         tokens, place = cache.query_log.block_tokens, held.layers_per_block - 1
         q = torch.randn(2 * tokens, shape.heads, shape.dim).to(dtype)
         shares = torch.randn(2 * tokens, shape.heads)
@@ -200,7 +211,7 @@ def check_read(found: Tensor | Int4Queries, log: LogForm, q: Tensor, shares: Ten
     if isinstance(found, Int4Queries):
         wanted = quantize(q, shares)
         # Compiled code may round a number between two levels to the other one.
-        assert (found.codes != wanted.codes).float().mean() < 1e-3
+        assert (found.codes != wanted.codes).float().mean() < 2e-3
         assert torch.equal(found.scales, wanted.scales)
         return
     if log.reduction == "group_mean":

@@ -84,6 +84,9 @@ def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 
     monkeypatch.setattr(runner, "listen", noted)
     monkeypatch.setattr(runner, "freeze_heap", lambda: None)
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_IGN:  # as whoever runs the tests was told to
+            signal.signal(number, signal.SIG_DFL)
     return run
 
 

@@ -1,0 +1,139 @@
+"""A model's table: what its keys have in common, where its queries look, and what its layers lose
+by each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvserve.entry_format import EntryFormat, bits_of_layers, few
+from kvserve.kernels.few_bits import FewLayer, Shaping
+from kvserve.scheduler.layout import KVLayout, LayerKinds
+
+BITS = (2, 3, 4)
+"""Those that a table knows the noise of."""
+_FORMAT = "kvserve entry table 1"
+
+
+@dataclass(frozen=True)
+class EntryTable:
+    """Of the keys of all layers and KV heads of a model, or of a rank's heads.
+
+    ``mean`` float32 [L, Hkv, D]; ``order`` int64 [L, Hkv, D] and ``feedback`` float32 [L, Hkv, D,
+    D] (``Shaping``), or ``None``. ``noise`` float64 [L, 2, 3]: of keys and of values, what a layer
+    adds to a hidden state's square by rounding to each of ``BITS``, on average. ``name`` says of
+    which weights and text; empty: nothing was measured.
+    """
+
+    mean: Tensor
+    feedback: Tensor | None
+    order: Tensor | None
+    noise: Tensor
+    name: str = ""
+
+    @classmethod
+    def plain(cls, layers: int, heads: int, dim: int, device: str) -> EntryTable:
+        """Of a model of which nothing was measured: keys before values, the first layers before
+        others."""
+        noise = torch.tensor([[1.1, 0.3, 0.08], [1.0, 0.25, 0.06]], dtype=torch.float64)
+        return cls(
+            torch.zeros(layers, heads, dim, device=device), None, None, noise.repeat(layers, 1, 1)
+        )
+
+    def of_rank(self, rank: int, size: int) -> EntryTable:
+        """The heads of one of ``size`` ranks."""
+        parts = {
+            name: x.chunk(size, dim=1)[rank].contiguous()
+            for name in ("mean", "feedback", "order")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **parts)
+
+    def to(self, device: str) -> EntryTable:
+        """On another device."""
+        parts = {
+            name: x.to(device)
+            for name in ("mean", "feedback", "order")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, **parts)
+
+    def layers(
+        self, form: EntryFormat, layout: KVLayout, kinds: LayerKinds
+    ) -> tuple[FewLayer, ...]:
+        """What each layer's entries are, and where they are in their block."""
+        found: dict[int, FewLayer] = {}
+        for group in _sharing(layout, kinds):
+            at, bits = 0, self.bits(form, layout.head_dim, group)
+            for layer, (key, value) in zip(group, bits, strict=True):
+                parts = (self.mean, self.feedback, self.order)
+                shaping = Shaping(*(None if x is None else x[layer] for x in parts))  # type: ignore[arg-type]
+                found[layer] = FewLayer(few(key), few(value), at, shaping)
+                held = EntryFormat("", few(key), few(value))
+                at += held.block_bytes(
+                    layout.block_size, layout.head_dim, 1, layout.heads_per_block
+                )
+        return tuple(found[layer] for layer in range(kinds.count))
+
+    def bits(self, form: EntryFormat, dim: int, group: list[int]) -> list[tuple[int, int]]:
+        """Bits of keys and values of layers that share a block: those of the form or, where they
+        differ by layer, one more at a time where the noise falls most for its bytes."""
+        if not form.average:
+            return [(form.key.bits, form.value.bits)] * len(group)
+        there, noise = bits_of_layers(dim), self.noise.tolist()
+        chosen = {(layer, kind): there[0] for layer in group for kind in (0, 1)}
+        left = form.level_bytes(dim, len(group)) - len(chosen) * few(there[0]).levels(dim)
+
+        def next_of(at: tuple[int, int]) -> tuple[int, int, float]:
+            """More bits, the bytes that they take, and what each of these gains; none: -1."""
+            more = there[there.index(chosen[at]) + 1 :]
+            size = few(more[0]).levels(dim) - few(chosen[at]).levels(dim) if more else left + 1
+            if size > left:
+                return 0, 0, -1.0
+            now, then = (noise[at[0]][at[1]][BITS.index(b)] for b in (chosen[at], more[0]))
+            return more[0], size, (now - then) / size
+
+        while True:
+            best = max(chosen, key=lambda at: next_of(at)[2])
+            bits, size, gain = next_of(best)
+            if gain == -1.0:
+                return [(chosen[layer, 0], chosen[layer, 1]) for layer in group]
+            chosen[best], left = bits, left - size
+
+    def save(self, path: Path) -> None:
+        """To a file that is there as a whole or not at all."""
+        parts = {"mean": self.mean, "noise": self.noise}
+        if self.feedback is not None and self.order is not None:
+            parts |= {"feedback": self.feedback, "order": self.order}
+        held = {name: x.cpu().contiguous() for name, x in parts.items()}
+        unfinished = path.with_suffix(f".{id(self)}.tmp")
+        unfinished.write_bytes(save(held, {"format": _FORMAT, "name": self.name}))
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> EntryTable | None:
+        """What ``save`` wrote; ``None`` if that is not what is there."""
+        try:
+            with safe_open(path, "pt") as file:
+                facts, names = file.metadata() or {}, set(file.keys())
+                if facts.get("format") != _FORMAT or not {"mean", "noise"} <= names:
+                    return None
+                parts = {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError):
+            return None
+        given = (parts.get("feedback"), parts.get("order"))
+        return cls(parts["mean"], *given, parts["noise"], facts["name"])
+
+
+def _sharing(layout: KVLayout, kinds: LayerKinds) -> Iterator[list[int]]:
+    """The layers of each block: those that see all tokens, then those with windows."""
+    size = layout.layers_per_block
+    windowed = [layer for layer in range(kinds.count) if layer in kinds.windowed]
+    for layers in (list(kinds.full), windowed):
+        yield from (layers[at : at + size] for at in range(0, len(layers), size))

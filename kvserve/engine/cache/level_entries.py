@@ -1,0 +1,100 @@
+"""Entries that are held as levels: of whole bytes with a scale each, or of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import Entries
+from kvserve.engine.cache.entry_store import RawEntries, on_device
+from kvserve.kernels.few_bits import FewBlocks
+from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.storage import StorageKernels
+from kvserve.kernels.turning import turn_torch
+from kvserve.scheduler.arrays import IntArray
+
+
+class QuantizedEntries(RawEntries):
+    """Levels with a scale for each vector: ``memory`` uint8 [num_blocks, L/LG, bytes].
+
+    A number is rounded once, when it is stored; events read numbers of ``dtype``.
+    """
+
+    def __init__(
+        self, blocks: QuantizedBlocks, kernels: StorageKernels, dtype: torch.dtype
+    ) -> None:
+        self.memory, self.store_rotated = blocks.pool, None
+        self.blocks = blocks
+        self._kernels = kernels
+        self._dtype = dtype
+
+    def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._kernels.store_levels(self.blocks, place, slots, k, v)
+
+    def layer(self, place: int) -> tuple[Entries, Entries]:
+        return self.blocks.layer(place)
+
+    def keys(self, slots: Tensor, layers: IntArray | None) -> Tensor:
+        return self._kernels.gather_levels(
+            self.blocks, slots, on_device(slots, layers), self._dtype
+        )
+
+    def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
+        own = on_device(slots, layers)
+        return self._kernels.gather_levels(self.blocks, slots, own, self._dtype, True)
+
+    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        self._kernels.move_levels(self.blocks, src, dst, runs)
+
+
+class FewEntries(RawEntries):
+    """Entries in few bits (``kernels/few_bits.py``), by the number of the model's layer, not by its
+    place: ``memory`` uint8 [num_blocks, bytes]. ``full`` are the layers that see all tokens."""
+
+    def __init__(
+        self, blocks: FewBlocks, kernels: StorageKernels, dtype: torch.dtype, full: Sequence[int]
+    ) -> None:
+        self.memory, self.store_rotated = blocks.pool, None
+        self.blocks = blocks
+        self._few = kernels.few
+        self._dtype = dtype
+        self._full = list(full)
+        means = [blocks.layers[layer].shaping.mean for layer in full]
+        self._means = torch.stack(means) if means else blocks.layers[0].shaping.mean[:0]
+        """Of the keys of these layers, float32 [L, Hkv, D]."""
+
+    def index(self, layer: int, place: int) -> int:
+        return layer
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        self._few.store(self.blocks, layer, slots, k, v)
+
+    def layer(self, layer: int) -> tuple[Entries, Entries]:
+        return self.blocks.layer(layer)
+
+    def keys(self, slots: Tensor, layers: IntArray | None) -> Tensor:
+        return self._few.gather(self.blocks, self._named(layers), slots, self._dtype)
+
+    def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
+        return self._few.gather(self.blocks, self._named(layers), slots, self._dtype, True)
+
+    def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
+        self._few.move(self.blocks, self._full, src, dst, runs)
+
+    def turn(self, x: Tensor, layer: int | None = None) -> Tensor:
+        mean = None if layer is None else self.blocks.layers[layer].shaping.mean
+        return self._few.turn(x, mean)
+
+    def turn_remainder(self, left: Remainder, layers: Tensor | None, *, back: bool) -> Remainder:
+        means = self._means if layers is None else self._means[layers]
+        if back:
+            keys, values = (turn_torch(x.float()) for x in left.numbers())
+            return Remainder(keys + means, values, left.bias)
+        keys, values = left.numbers()
+        return Remainder(turn_torch(keys, means), turn_torch(values), left.bias)
+
+    def _named(self, layers: IntArray | None) -> list[int]:
+        return self._full if layers is None else [self._full[place] for place in layers]
