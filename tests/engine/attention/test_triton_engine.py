@@ -33,11 +33,10 @@ DRAWN = replace(GREEDY, temperature=0.8, top_p=0.9, top_k=20, seed=1)
 PROMPTS = random_prompts([3, 13])
 
 
-@pytest.fixture(scope="module")
-def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, two KV heads of two query heads each."""
-    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return write_checkpoint("llama", tmp_path_factory.mktemp("tiny"), **shape)
+def tiny(directory: Path, layers: int) -> Path:
+    """Two KV heads of two query heads each."""
+    shape = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return write_checkpoint("llama", directory, **shape)
 
 
 @pytest.fixture
@@ -97,13 +96,14 @@ def generate(
 )
 @pytest.mark.slow
 def test_tokens_equal_those_of_torch(
-    tiny_dir: Path, layout: str, request: pytest.FixtureRequest
+    tmp_path: Path, layout: str, request: pytest.FixtureRequest
 ) -> None:
     """Chunks over held context mixed with decodes, and an event of each sequence; decodes as in a
     graph, padded, with bounds that are the same for all steps."""
-    expected = generate(tiny_dir, "torch", layout)
+    directory = tiny(tmp_path, 1 + (layout == "layer"))
+    expected = generate(directory, "torch", layout)
     launched = request.getfixturevalue("launched")
-    assert generate(tiny_dir, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
+    assert generate(directory, "triton", layout, cudagraph_capture_sizes=(2,)) == expected
     kernels = {"_rotate_and_store", "attend", "merge", "_gather", "_log_sums", "_shares"}
     kernels |= {"_store_int4", "_gather_int4", "_decode_inputs", "_compact"}
     assert launched == kernels | {"_choose", "_survey", "_pick", "_narrow", "_draw"}
@@ -112,10 +112,11 @@ def test_tokens_equal_those_of_torch(
 @pytest.mark.compiler
 @pytest.mark.slow
 def test_rows_of_codes_give_the_tokens_of_others(
-    tiny_dir: Path, request: pytest.FixtureRequest
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The kernels read codes, decodes as in a graph."""
-    expected = generate(tiny_dir, "cpu", "head", SPINDLE, 12)
+    directory = tiny(tmp_path, 2)
+    expected = generate(directory, "cpu", "head", SPINDLE, 12)
     launched = request.getfixturevalue("launched")
-    found = generate(tiny_dir, "triton", "head", SPINDLE, 12, cudagraph_capture_sizes=(2,))
+    found = generate(directory, "triton", "head", SPINDLE, 12, cudagraph_capture_sizes=(2,))
     assert found == expected and {"_rotate_and_store", "attend"} < launched
