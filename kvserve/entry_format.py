@@ -126,10 +126,13 @@ class EntryFormat:
         """Bytes of a block for one layer and KV head, if all layers have as many."""
         return self.block_bytes(block_size, dim, 1, 1)
 
-    def newest_tokens(self, block_size: int, dim: int, itemsize: int) -> int:
-        """Tokens of a block that holds them as computed, ``itemsize`` bytes a number; of layers
-        that have as many bytes."""
-        return self.lane_bytes(block_size, dim) // (2 * dim * itemsize)
+    def newest_tokens(
+        self, block_size: int, dim: int, itemsize: int, layers: int = 1, heads: int = 1
+    ) -> int:
+        """Tokens that a block of so many layers and KV heads holds as computed, ``itemsize`` bytes
+        a number."""
+        size = self.block_bytes(block_size, dim, layers, heads)
+        return size // (layers * heads * 2 * dim * itemsize)
 
     def refusal(self, dim: int) -> str | None:
         """Why this format cannot hold heads of this size; ``None`` if it can."""
@@ -152,23 +155,26 @@ def bits_of_layers(dim: int) -> tuple[int, ...]:
     fewer than 2, single layers lose too much."""
     return tuple(
         bits
-        for bits in (2, 3, 4)
+        for bits in BITS
         if all(few(bits).levels(dim) < few(more).levels(dim) for more in range(bits + 1, 5))
     )
 
 
+BITS = (2, 3, 4)
+"""Of keys or values in few bits."""
+NEWEST = 128
+"""Entries in few bits are read as computed from a row's last multiple of so many tokens on."""
 _INT8, _E4M3, _INT4 = VectorForm(8), VectorForm(8, e4m3=True), VectorForm(4, low=True)
-_NEWEST = 128
 FORMATS = {
     form.name: form
     for form in (
         EntryFormat("int8", _INT8, _INT8),
         EntryFormat("k8v4", _INT8, _INT4),
-        *(EntryFormat(f"k{bits}v{bits}", few(bits), few(bits), _NEWEST) for bits in (4, 3, 2)),
-        EntryFormat("3bit", few(3), few(3), _NEWEST, 3.0),
-        EntryFormat("2.75bit", few(3), few(2), _NEWEST, 2.75),
-        EntryFormat("2.5bit", few(3), few(2), _NEWEST, 2.5),
-        EntryFormat("2bit", few(2), few(2), _NEWEST, 2.0),
+        *(EntryFormat(f"k{bits}v{bits}", few(bits), few(bits), NEWEST) for bits in (4, 3, 2)),
+        EntryFormat("3bit", few(3), few(3), NEWEST, 3.0),
+        EntryFormat("2.75bit", few(3), few(2), NEWEST, 2.75),
+        EntryFormat("2.5bit", few(3), few(2), NEWEST, 2.5),
+        EntryFormat("2bit", few(2), few(2), NEWEST, 2.0),
         EntryFormat("fp8", _E4M3, _E4M3),
     )
 }

@@ -211,7 +211,7 @@ def test_a_late_event_is_not_lost(merge: Callable[..., None]) -> None:
     """What an engine holds is the mean of all that 600 events dropped, whatever the model's dtype:
     bfloat16 would not change by a 600th."""
     layout = KVLayout(1, 2, 16, 16, Granularity.MODEL)
-    whole = Remainders(layout, 3, "cpu").whole
+    whole = Remainders(layout, 3, "cpu", lambda left, *_, **__: left).whole
     dropped = torch.randn(600, 2, 16).bfloat16()
     for keys in dropped:
         one = Remainder(keys[None, None], -keys[None, None], torch.zeros(1, 1, 2))

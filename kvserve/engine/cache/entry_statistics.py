@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.cache.entry_table import BITS, EntryTable
+from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.gguf.tokenizer import gguf_tokenizer
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
+from kvserve.entry_format import BITS, NEWEST
 from kvserve.folders import cache_folder
 from kvserve.kernels.few_bits import PLAIN, SHAPED, Shaping, quantize, scales
 from kvserve.kernels.remainder import capped
@@ -37,7 +38,7 @@ _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
 _VERSION = 2
 _PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
-_QUERIES, _NEWEST = 256, 128  # whose attention is compared; from which multiples on it is exact
+_QUERIES = 256  # whose attention is compared
 
 
 def refusal(model: Transformer) -> str | None:
@@ -61,11 +62,10 @@ def entry_table(model: Transformer, directory: Path, weights_are_there: bool) ->
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
     name = _name_of(directory, ids) if weights_are_there else None
-    folder = cache_folder()
-    beside, path = (directory if directory.is_dir() else directory.parent) / FILE, None
+    folder, beside = cache_folder(), (directory if directory.is_dir() else directory.parent) / FILE
+    path, found = None, None
     if folder is not None and name is not None:
         path = folder / f"entries-{name}.safetensors"
-    found = EntryTable.load(path) if path is not None else None
     if beside.is_file():
         found = EntryTable.load(beside)
         if found is None or found.mean.shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
@@ -73,8 +73,9 @@ def entry_table(model: Transformer, directory: Path, weights_are_there: bool) ->
                 f"{beside} is not a table of this model's entries: remove it, or measure another "
                 f"with kvserve calibrate --entries --model {directory}"
             )
-    elif found is not None and found.name != name:
-        found = None
+    elif path is not None:
+        kept = EntryTable.load(path)
+        found = kept if kept is not None and kept.name == name else None
     # A rank alone may have found a file that another process wrote just now.
     if int(group.sum(torch.tensor(found is not None, device=sizes[-1]).int())) == group.size:
         assert found is not None
@@ -92,8 +93,8 @@ def entry_table(model: Transformer, directory: Path, weights_are_there: bool) ->
 def measured(model: Transformer, directory: Path, ids: list[int]) -> EntryTable:
     """A table of another text, by its name. ``ConfigError``: the model cannot have one."""
     why = refusal(model)
-    if why is None and len(ids) <= 2 * _NEWEST:
-        why = f"{len(ids)} tokens are too few: at least {2 * _NEWEST + 1}"
+    if why is None and len(ids) <= 2 * NEWEST:
+        why = f"{len(ids)} tokens are too few: at least {2 * NEWEST + 1}"
     if why is not None:
         raise ConfigError(f"entries in few bits are rounded plainly: {why}")
     own = measure(model, torch.tensor(ids, device=model.embedding.device))
@@ -180,7 +181,7 @@ class _Census:
         and values of entries that are no longer as they were computed."""
         group = q.shape[1] // keys.shape[1]
         place = torch.arange(len(keys), device=q.device)
-        exact = (place >= at[:, None] // _NEWEST * _NEWEST) | (place == 0)
+        exact = (place >= at[:, None] // NEWEST * NEWEST) | (place == 0)
         hidden = place > at[:, None]
         if window is not None:
             hidden |= place <= at[:, None] - window
@@ -352,7 +353,7 @@ def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str |
     except (ConfigError, Exception) as error:
         return None, f"its tokenizer was not read ({str(error).splitlines()[0]})"
     ids = [token for token in ids if token < vocab_size][:TOKENS]
-    return (ids, None) if len(ids) > 2 * _NEWEST else (None, "its tokenizer makes too few tokens")
+    return (ids, None) if len(ids) > 2 * NEWEST else (None, "its tokenizer makes too few tokens")
 
 
 def _name_of(directory: Path, ids: list[int]) -> str | None:
@@ -360,7 +361,7 @@ def _name_of(directory: Path, ids: list[int]) -> str | None:
     they were measured; ``None`` if there are none."""
     folder = directory.is_dir()
     paths = sorted(directory.glob("*.safetensors")) if folder else [directory]
-    how = _VERSION, ids, _FIRST, _POSITIONS, _FURTHEST, _DAMPING, _QUERIES, _NEWEST
+    how = _VERSION, ids, _FIRST, _POSITIONS, _FURTHEST, _DAMPING, _QUERIES, NEWEST
     found = hashlib.blake2b(repr(how).encode(), digest_size=12)
     for path in paths:
         with path.open("rb") as file:

@@ -12,12 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvserve.entry_format import EntryFormat, bits_of_layers, few
+from kvserve.entry_format import BITS, EntryFormat, bits_of_layers, few
 from kvserve.kernels.few_bits import FewLayer, Shaping
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 
-BITS = (2, 3, 4)
-"""Those that a table knows the noise of."""
 _FORMAT = "kvserve entry table 1"
 
 

@@ -37,12 +37,12 @@ class Remainders:
         layout: KVLayout,
         max_rows: int,
         device: str,
+        turned: Callable[..., Remainder],
         places: int = 0,
         layers: Iterable[int] | None = None,
-        turned: Callable[..., Remainder] | None = None,
     ) -> None:
         """``layers``: what the model calls the layers of ``layout`` (default: by their number).
-        ``turned``: how attention reads entries, if not as they came (``turn_remainder`` of these).
+        ``turned``: how attention reads what stands for entries (``RawEntries.turn_remainder``).
         """
         lanes = layout.num_layers, max_rows + places, layout.num_kv_heads
         vectors = torch.zeros(2, *lanes, layout.head_dim, dtype=torch.float32, device=device)
@@ -67,14 +67,12 @@ class Remainders:
         """Those of ``rows [E]`` in ``layers [L']`` (default: all): [E, L', Hkv, ...]."""
         parts = (part if layers is None else part[layers] for part in self.whole)
         found = Remainder(*(part[:, rows].transpose(0, 1) for part in parts))
-        return found if self._turned is None else self._turned(found, layers, back=True)
+        return self._turned(found, layers, back=True)
 
     def add(self, rows: Tensor, more: Remainder) -> None:
         """Merge what events have dropped, [E, L, Hkv, ...], into what their ``rows`` have."""
         self.used = True
-        if self._turned is not None:
-            more = self._turned(more, None, back=False)
-        _add_remainders(self.whole, rows, more)
+        _add_remainders(self.whole, rows, self._turned(more, None, back=False))
 
     def begin(self, rows: Tensor) -> None:
         """New rows have lost nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -134,11 +135,17 @@ class RequestPolicies:
                 f"with --policy {policy.name} (kvserve calibrate makes them)",
                 param="kv_policy",
             )
-        if (reason := statistics_refusal(self._plan.statistics, self._plan.spec)) is not None:
+        if (reason := self._no_statistics) is not None:
             raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
         if policy.demands.statistics_file not in (None, self._own.get("stats")):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return policy.with_statistics(None)
+
+    @cached_property
+    def _no_statistics(self) -> str | None:
+        """Why no policy can score by the server's statistics, if so; the file is read once."""
+        assert self._plan.statistics is not None
+        return statistics_refusal(self._plan.statistics, self._plan.spec)
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""

@@ -50,9 +50,8 @@ def choose_log(
     if reduction is None:
         packages = {"flash-attn", "xformers"} & set(backend.split(","))
         logs = [means] if packages else [LogForm(part.num_heads, "int4"), means]
-    least, unit = [log.least_block(layout, form, dtype.itemsize) for log in logs], TILE * form.few
-    if unit:  # blocks are multiples of it
-        least = [-(-tokens // unit) * unit for tokens in least]
+    unit = TILE if form.few else 1  # of which blocks are multiples
+    least = [-(-log.least_block(layout, form, dtype.itemsize) // unit) * unit for log in logs]
     at = next((at for at, tokens in enumerate(least) if tokens <= size), -1)
     if least[at] > size and block_size is not None:
         raise ConfigError(
@@ -66,10 +65,8 @@ def choose_log(
 def _size_of(form: EntryFormat, device: str, dim: int, itemsize: int) -> int:
     """Entries of a block: in few bits so many that the newest, as computed, fill nine tenths."""
     size, entry = BLOCK_SIZES[device], 2 * dim * itemsize
-    while (
-        form.few
-        and size < LARGEST
-        and form.lane_bytes(size, dim) % entry * 10 > form.lane_bytes(size, dim)
-    ):
+    while form.few and size < LARGEST:
+        if 10 * entry * form.newest_tokens(size, dim, itemsize) >= 9 * form.lane_bytes(size, dim):
+            break
         size *= 2
     return size

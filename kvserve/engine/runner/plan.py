@@ -261,8 +261,8 @@ def _exact_specs(
     """The groups of entries as they were computed."""
     from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
 
-    size, lanes = layout.block_size, layout.layers_per_block * layout.heads_per_block
-    tokens = block_bytes(layout, form) // (lanes * 2 * layout.head_dim * itemsize)
+    size, lanes = layout.block_size, (layout.layers_per_block, layout.heads_per_block)
+    tokens = form.newest_tokens(size, layout.head_dim, itemsize, *lanes)
     if not tokens:
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"

@@ -82,8 +82,8 @@ def build_runner(
         if model.entry_table is None:
             from kvserve.engine.cache.entry_statistics import entry_table
 
-            held = plan.config.model.load_format != "dummy"
-            model.entry_table = entry_table(model, plan.directory, held)
+            weights_are_there = plan.config.model.load_format != "dummy"
+            model.entry_table = entry_table(model, plan.directory, weights_are_there)
         few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,
@@ -102,8 +102,8 @@ def build_runner(
     remainders = None
     if attention.backend.reads_remainders:
         places = num_places(rows, continuations=config.cache.continuations == "on")
-        full, turned = spec.layers.full or None, cache.entries.turn_remainder if few else None
-        remainders = Remainders(plan.layout, rows, plan.device, places, full, turned)
+        full, turned = spec.layers.full or None, cache.entries.turn_remainder
+        remainders = Remainders(plan.layout, rows, plan.device, turned, places, full)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [
         make_row_group(group_spec, shape, plan.device)

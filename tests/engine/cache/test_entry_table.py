@@ -12,8 +12,8 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.cache import entry_statistics
-from kvserve.engine.cache.entry_table import BITS, EntryTable
-from kvserve.entry_format import FORMATS, few
+from kvserve.engine.cache.entry_table import EntryTable
+from kvserve.entry_format import BITS, FORMATS, few
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity, KVLayout, LayerKinds
 from kvserve.server.cli.commands import run
