@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 
+# What nothing closes is one token up to the end, so that no text is read more than once.
 _TOKENS = re.compile(
-    r'#[^\n]*|"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|[A-Za-z][\w-]*|\{[^}]*\}|.', re.DOTALL
+    r'#[^\n]*|"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?|[A-Za-z][\w-]*|\{[^}]*\}?|.', re.DOTALL
 )
 _NEVER = re.compile(r"\{\s*0+\s*(?:,\s*0+\s*)?\}")
 _BEHIND_ITEM = re.compile(r"\s|#.*|[*+?]|\{.*\}", re.DOTALL)
@@ -50,7 +51,7 @@ def _plain(token: str) -> str:
         return _ANY
     if token[0] == '"':
         return _ESCAPE.sub(lambda found: _character(found, '"\\'), token)
-    if token[0] == "[":
+    if token[0] == "[" and token[-1] == "]":
         inside = _ESCAPE.sub(lambda found: _character(found, "[]\\^-"), token[1:-1])
         return "[" + re.sub("[&~]", lambda found: f"\\x{ord(found[0]):02x}", inside) + "]"
     return token

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvserve.engine.sampling import gbnf
 from tests.grammars import gbnf_takes
 
 
@@ -39,3 +40,9 @@ def test_gbnf_is_read_as_llama_cpp_reads_it(
 def test_what_is_no_character_stays_an_error() -> None:
     with pytest.raises(AssertionError):
         gbnf_takes(r'root ::= "\ud800"', "a")
+
+
+@pytest.mark.parametrize("text", ["[" * 1000, "{" * 1000, '"\\' * 1000 + "n"])
+def test_what_nothing_closes_is_read_once(text: str) -> None:
+    """It was read from each of its characters on: hours for a grammar of a megabyte."""
+    assert gbnf._TOKENS.findall(text) == [text] and gbnf.plain_gbnf(text) == text
