@@ -216,6 +216,37 @@ class FewLayer(NamedTuple):
     shaping: Shaping
 
 
+@dataclass(frozen=True, slots=True)
+class FewHeads:
+    """Keys or values of one layer whose KV heads differ in bits: each head's own ``FewVectors``,
+    and where all its parts are. ``pool`` uint8 [num_blocks, bytes]; ``lanes`` int64 [Hkv, 3]: a
+    head's tiles in a block, bits of its keys and of its values; ``factors`` float32 [Hkv, 2]."""
+
+    heads: tuple[FewVectors, ...]
+    pool: Tensor
+    lanes: Tensor
+    factors: Tensor
+
+    @property
+    def form(self) -> VectorForm:
+        """One of its heads': all are of few bits."""
+        return self.heads[0].form
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_blocks, B, Hkv, D]."""
+        *lead, _, dim = self.heads[0].shape
+        return torch.Size([*lead, len(self.heads), dim])
+
+    def __getitem__(self, at: Any) -> FewHeads:
+        """Of some blocks, to be widened."""
+        return replace(self, heads=tuple(head[at] for head in self.heads))
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, turned: [..., B, Hkv, D]."""
+        return torch.cat([head.widened(dtype) for head in self.heads], dim=-2)
+
+
 class FewBlocks:
     """A pool of bytes, ``pool`` uint8 [num_blocks, bytes], read as the keys and values of its
     layers, which differ in bits. Each has ``heads`` lanes of tiles in a block."""
@@ -241,6 +272,17 @@ class FewBlocks:
     def layer(self, layer: int) -> tuple[FewVectors, FewVectors]:
         """Its keys and values: [num_blocks, B, Hb, D] twice."""
         return self._views[layer]
+
+    def beside(self, first: int, count: int) -> tuple[FewHeads, FewHeads]:
+        """Keys and values of ``count`` layers of one head each, as heads of one layer."""
+        some, views = self.layers[first : first + count], self._views[first : first + count]
+        lanes = torch.tensor([[x.at, x.key.bits, x.value.bits] for x in some])
+        factors = torch.tensor([[keys.factor, values.factor] for keys, values in views])
+        keys, values = zip(*views, strict=True)
+        return (
+            FewHeads(keys, self.pool, lanes, factors),
+            FewHeads(values, self.pool, lanes, factors),
+        )
 
     def _view(self, layer: FewLayer) -> tuple[FewVectors, FewVectors]:
         forms, pool, dim = (layer.key, layer.value), self.pool, self.dim

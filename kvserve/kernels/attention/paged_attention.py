@@ -46,6 +46,7 @@ def paged_attention_torch(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
+    rest: Newest | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -56,7 +57,7 @@ def paged_attention_torch(
     sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
     that see any. ``sinks`` float32 [Hq] are one more logit of each head, without a value. Logits x
     become ``soft_cap`` tanh(x / ``soft_cap``), unless it is 0. ``newest`` are further entries that
-    tokens see.
+    tokens see, and so are the ``rest``, which are older than all others.
     """
     rows = chunks.rows
     if chunks.starts is not None:
@@ -70,6 +71,10 @@ def paged_attention_torch(
         )
         seen, early = (torch.cat([seen, more[2]], dim=-1), torch.cat([early, more[3]], dim=-1))
         recent = newest.recent
+    if rest is not None:
+        more = _gathered(rest.keys, rest.values, rest.tables, rows, rest.chunks)
+        k, v = (torch.cat([y.float(), x.float()], 4) for x, y in zip((k, v), more, strict=False))
+        seen, early = (torch.cat([y, x], -1) for x, y in zip((seen, early), more[2:], strict=True))
     tokens, per_token = seen.shape[:2]
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
