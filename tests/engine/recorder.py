@@ -5,7 +5,7 @@ What it keeps lies in host memory, wherever the engine runs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,8 +146,9 @@ class Recorder:
             new = computed - record.num_stored
             tables, at = batch.block_tables[:, [row]], range(end - new, end)
             parts = [self._entries(tables, at, kinds.full)]
-            if batch._windows is not None:  # in the columns of their positions
-                [tables] = batch._windows.tables
+            windows = [group for group in batch.groups if type(group).__name__ == "WindowRows"]
+            if windows:  # in the columns of their positions
+                [tables] = windows[0].tables
                 at = range(computed - new, computed)
                 parts.append(self._entries(tables[:, [row]], at, sorted(kinds.windowed)))
             record.stored.append(parts)
@@ -176,13 +177,14 @@ class Recorder:
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
+        on_kept: Callable[..., None] | None = None,
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
         full = self._runner.cache.layers.full
         before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), full) for e in events]
         watched: Any = _Watched(policy, self._choices)
-        self._run(task, watched, block_tables, log_tables)
+        self._run(task, watched, block_tables, log_tables, on_kept)
         size = self._runner.cache.layout.block_size
         for e in events:
             start, new = int(task.copy_start[e]), int(task.new_lens[0, e, 0])

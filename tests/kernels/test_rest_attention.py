@@ -1,13 +1,15 @@
-"""Attention to a rest: entries whose bits differ by KV head, in blocks of their own, that tokens see
-beside others. The compiled kernel goes on from one to the other; the reference sees all at once."""
+"""Attention to a rest: entries whose bits differ by KV head, in blocks of their own, that tokens
+see beside others. The compiled kernel goes on from one to the other, the reference sees all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from kvserve.entry_format import TILE, EntryFormat, few
-from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
+from kvserve.kernels.attention.paged_attention import Newest, Rest, paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping, store_few_cpu, store_few_torch
 from kvserve.kernels.query_segments import QuerySegments
@@ -60,10 +62,10 @@ def test_the_compiled_kernel_equals_the_reference(
     newest = torch.randn(2, BLOCKS, 8, HEADS, dim, generator=made).to(dtype)
     newest_table, newest_chunks = held(1, 1, (3, 7))
     recent = torch.randint(1, 4, (tokens,), generator=made)
-    call = {
+    call: dict[str, Any] = {
         "scale": dim**-0.5,
-        "newest": Newest(*newest, newest_table, newest_chunks, recent),
-        "rest": Newest(*rest.beside(0, HEADS), rest_table, rest_chunks),
+        "newest": Newest(newest[0], newest[1], newest_table, newest_chunks, recent),
+        "rest": Rest(*rest.beside(0, HEADS), rest_table, rest_chunks),
     }
     found = []
     for attend in (paged_attention_torch, paged_attention_cpu):
@@ -84,9 +86,7 @@ def test_the_compiled_kernel_equals_the_reference(
 
 @pytest.mark.parametrize("bits", [(1, 1), (1, 2), (2, 1), (1, 4)])
 @pytest.mark.parametrize("shaped", [False, True])
-def test_one_bit_is_written_as_the_reference_writes_it(
-    bits: tuple[int, int], shaped: bool
-) -> None:
+def test_one_bit_is_written_as_the_reference_writes_it(bits: tuple[int, int], shaped: bool) -> None:
     made, dim = torch.Generator().manual_seed(3), 64
     mean, shaping = torch.randn(1, dim, generator=made), None
     if shaped:

@@ -34,6 +34,7 @@ class PromptPolicy(Policy):
     )
 
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
     nearest: ClassVar[bool] = False

@@ -63,6 +63,7 @@ class RKV(Policy):
     )
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
     query_reduce: str = common.query_reduce()
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "the entries before the window")

@@ -46,6 +46,7 @@ class StreamingLLM(Policy):
         note="at most budget - sinks",
     )
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     def check(self) -> None:
         assert self.budget is not None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.kernels.checks import Entries
+from kvserve.kernels.checks import AnyEntries, Entries
 from kvserve.kernels.coded_entries import Codes, read_codes
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
+
+if TYPE_CHECKING:
+    from kvserve.kernels.few_bits import FewHeads
 
 
 class Newest(NamedTuple):
@@ -25,6 +28,16 @@ class Newest(NamedTuple):
     tables: Tensor
     chunks: QuerySegments
     recent: Tensor | None = None
+
+
+class Rest(NamedTuple):
+    """What events of a row did not keep, older than all other entries that tokens see: ``keys``,
+    ``values`` [num_blocks, B, Hkv, D], ``tables`` and ``chunks`` as those of the others."""
+
+    keys: FewHeads
+    values: FewHeads
+    tables: Tensor
+    chunks: QuerySegments
 
 
 def check_newest(newest: Newest | None, shares: Shares | None) -> None:
@@ -46,7 +59,7 @@ def paged_attention_torch(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
-    rest: Newest | None = None,
+    rest: Rest | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -111,8 +124,8 @@ def paged_attention_torch(
 
 
 def _gathered(
-    keys: Entries,
-    values: Entries,
+    keys: AnyEntries,
+    values: AnyEntries,
     tables: Tensor,
     rows: Tensor,
     chunks: QuerySegments,
@@ -139,5 +152,5 @@ def _gathered(
     return k, v, seen | early, early
 
 
-def _numbers(x: Entries) -> Tensor:
+def _numbers(x: AnyEntries) -> Tensor:
     return x if isinstance(x, Tensor) else x.widened()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.checks import Entries, check_attention
+from kvserve.kernels.checks import AnyEntries, Entries, check_attention
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.query_segments import QuerySegments
@@ -19,7 +19,7 @@ from kvserve.kernels.shares import Shares
 from kvserve.late import Late
 
 if TYPE_CHECKING:
-    from kvserve.kernels.attention.paged_attention import Newest
+    from kvserve.kernels.attention.paged_attention import Newest, Rest
     from kvserve.kernels.coded_entries import Codes
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -63,7 +63,7 @@ def paged_attention_cpu(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
-    rest: Newest | None = None,
+    rest: Rest | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``. Chunks are int64 and have ``starts``; tokens behind the last
     chunk are padding, and see nothing. A call begins with what tokens see of the ``newest``
@@ -79,17 +79,19 @@ def paged_attention_cpu(
             continue
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
         if shares is not None:
-            recent = torch.zeros_like(shares.recent) if more.recent is None else more.recent
+            recent = getattr(more, "recent", None)  # none of the rest is among the newest
+            recent = torch.zeros_like(shares.recent) if recent is None else recent
             own = Shares(torch.empty_like(shares.out), recent)
-        out = attend(*more[:4], shares=own, log_sums=log_sums, begun=begun)
+        held = more.keys, more.values, more.tables, more.chunks
+        out = attend(*held, shares=own, log_sums=log_sums, begun=begun)
         begun = out, log_sums, None if own is None else own.out
     return attend(keys, values, tables, chunks, codes, shares, remainder, sinks, begun=begun)
 
 
 def _attend(
     q: Tensor,
-    keys: Entries,
-    values: Entries,
+    keys: AnyEntries,
+    values: AnyEntries,
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None = None,
@@ -128,6 +130,8 @@ def _attend(
             head_stride = k.stride(1)
             few = keys.form.bits, values.form.bits, None, None, keys.factor, values.factor
         else:
+            assert not isinstance(values, FewHeads | FewVectors), "checked"
+            assert not isinstance(keys, FewVectors), "checked"
             k, v, head_stride = keys.levels, values.levels, keys.levels.stride(2)
             steps = keys.step, values.step, values.low
     coded: tuple[Tensor | None, ...] = (None,) * 6
@@ -162,7 +166,7 @@ def _attend(
     return out
 
 
-def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -> str | None:
+def _problem(q: Tensor, keys: AnyEntries, values: AnyEntries, chunks: QuerySegments) -> str | None:
     """What this kernel asks for beside ``check_attention``."""
     dim = q.shape[2]
     if (why := refusal(dim)) is not None:

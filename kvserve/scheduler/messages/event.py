@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,14 @@ class CodeBlocks:
     def part(self, at: IntArray | slice) -> CodeBlocks:
         """The events ``at`` alone."""
         return CodeBlocks(*(getattr(self, name)[:, at] for name in self.__slots__))
+
+
+class RestBlocks(NamedTuple):
+    """Where E events write what they do not keep: behind the ``before [E]`` entries of a row's
+    rest, in ``blocks [E, W]`` of its columns from that entry's on."""
+
+    before: IntArray
+    blocks: IntArray
 
 
 def _later() -> IntArray:
@@ -70,6 +78,7 @@ class Events:
     log_from: IntArray = field(default_factory=_later)
     released: IntArray = field(default_factory=_later)
     codes: CodeBlocks | None = None
+    rest: RestBlocks | None = None
     early: bool = False
     choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)
 
@@ -87,6 +96,12 @@ class Events:
         return np.asarray(changed)
 
     @property
+    def dropped(self) -> IntArray:
+        """Entries that leave the cache, over the lanes of a row's tables: [E]. A rest stays."""
+        left = (self.old_lens - self.new_lens).sum(axis=(0, 2))
+        return np.asarray(left if self.rest is None else np.zeros_like(left))
+
+    @property
     def rounds(self) -> IntArray:
         """Behind which events no older entry is read as it was computed: bool [E]. Those that evict
         nothing change nothing; a pruned prompt was never stored so."""
@@ -101,4 +116,6 @@ class Events:
                 some[name] = array[:, at] if name in _BY_LANE else array[at]
         if self.codes is not None:
             some["codes"] = self.codes.part(at)
+        if self.rest is not None:
+            some["rest"] = RestBlocks(*(array[at] for array in self.rest))
         return replace(self, **some)

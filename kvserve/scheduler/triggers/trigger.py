@@ -26,7 +26,8 @@ class EventKind(enum.Enum):
     """What decides how much an event keeps, and in which form: ``compression/kinds.py`` says
     which file says what each does to lengths and blocks, and which what to entries.
 
-    ``EVEN``: its trigger alone, equally many in all lanes. The others are scored in one step, which
+    ``EVEN``: its trigger alone, equally many in all lanes. ``REST``: as even, and what is not kept
+    goes to the row's rest, in fewer bits. The others are scored in one step, which
     answers with an array, and carried out in a later one. ``UNEVEN``: its scores, by layer or by
     head; the answer counts entries that are kept of each lane's scored region, ``[LG, E, R]``.
     ``BLOCKS``: as uneven, but whole blocks stay where they are; the answer ``[LG, E, R, K]`` names
@@ -37,6 +38,7 @@ class EventKind(enum.Enum):
     """
 
     EVEN = "even"
+    REST = "rest"
     UNEVEN = "uneven"
     BLOCKS = "blocks"
     CODED = "coded"
