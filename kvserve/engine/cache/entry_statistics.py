@@ -32,7 +32,8 @@ from kvserve.log import ConfigError, logger
 FILE = "entries.table"
 """A table of this name beside the model is taken before any. It does not end in .safetensors:
 engines read every such file of a folder as weights."""
-TOKENS = 1024
+TOKENS, OF_HEADS = 1024, 2560
+"""Of the text; more are needed to tell which KV head loses how much."""
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
@@ -60,7 +61,8 @@ def entry_table(
     sizes = spec.num_layers, model.part.num_kv_heads, spec.head_dim, model.embedding.device.type
     ids, why = None, refusal(model)
     if why is None:
-        ids, why = _text_ids(directory, spec.vocab_size)
+        tokens = OF_HEADS if by_head else TOKENS
+        ids, why = _text_ids(directory, spec.vocab_size, tokens)
     if ids is None:
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
@@ -101,7 +103,7 @@ def measured(model: Transformer, directory: Path, ids: list[int]) -> EntryTable:
         why = f"{len(ids)} tokens are too few: at least {2 * NEWEST + 1}"
     if why is not None:
         raise ConfigError(f"entries in few bits are rounded plainly: {why}")
-    own = measure(model, torch.tensor(ids, device=model.embedding.device))
+    own = measure(model, torch.tensor(ids, device=model.embedding.device), by_head=True)
     return replace(own, name=_name_of(directory, ids) or "not kept")
 
 
@@ -365,7 +367,7 @@ def _tensors(table: EntryTable) -> tuple[Tensor, Tensor, Tensor]:
     return table.mean, table.feedback, table.order
 
 
-def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str | None]:
+def _text_ids(directory: Path, vocab_size: int, tokens: int) -> tuple[list[int] | None, str | None]:
     """The shipped text's tokens, or why there are none."""
     text = files("kvserve").joinpath("data", "calibration.txt").read_text(encoding="utf-8")
     try:
@@ -377,7 +379,7 @@ def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str |
             ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids
     except (ConfigError, Exception) as error:
         return None, f"its tokenizer was not read ({str(error).splitlines()[0]})"
-    ids = [token for token in ids if token < vocab_size][:TOKENS]
+    ids = [token for token in ids if token < vocab_size][:tokens]
     return (ids, None) if len(ids) > 2 * NEWEST else (None, "its tokenizer makes too few tokens")
 
 

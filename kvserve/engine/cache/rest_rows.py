@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -38,7 +39,8 @@ def rest_spec(layout: KVLayout, block_bytes: int, bits: float, form: EntryFormat
             "--policy.rest_bits: all layers and heads share a block; use --kv-layout model"
         )
     lanes = layout.num_layers * layout.num_kv_heads
-    entry = lanes * (2 + layout.head_dim * bits / 4)
+    less, more = (few(number).levels(layout.head_dim) for number in (int(bits), math.ceil(bits)))
+    entry = 2 * lanes * (1 + less + (more - less) * (bits % 1))
     tokens = int(block_bytes / entry) // TILE * TILE
     if tokens <= layout.block_size:
         raise ConfigError(
