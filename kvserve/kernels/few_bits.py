@@ -51,8 +51,11 @@ _STORE, _GATHER, _MOVE = (
 )
 PLAIN = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}
 """Steps of least error, in roots of the mean square of a Gaussian (Max, 1960, table II)."""
-SHAPED = {1: 1.9, 2: 1.25, 3: 0.70, 4: 0.38}
+SHAPED = {1: 2.1, 2: 1.15, 3: 0.70, 4: 0.38}
 """Wider ones for errors that are fed back, which widen what is rounded."""
+VALUES = {1: 2.15, 2: 1.15, 3: 0.63, 4: 0.36}
+"""Wider ones for values: a step of least error makes numbers smaller, and so what attention adds up
+of many of them."""
 _THRESHOLDS = tuple(2 ** ((2 * k - 1) / 16) for k in range(1, 9))
 
 
@@ -297,7 +300,7 @@ class FewBlocks:
         codes = sum(levels), sum(levels) + TILE
         return (
             FewVectors(forms[0], dim, tiles, at[0], codes[0], keys, True),
-            FewVectors(forms[1], dim, tiles, at[1], codes[1], PLAIN[forms[1].bits], False),
+            FewVectors(forms[1], dim, tiles, at[1], codes[1], VALUES[forms[1].bits], False),
         )
 
 

@@ -24,7 +24,7 @@ from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
 from kvserve.entry_format import BITS, NEWEST
 from kvserve.folders import cache_folder
-from kvserve.kernels.few_bits import PLAIN, SHAPED, Shaping, quantize, scales
+from kvserve.kernels.few_bits import SHAPED, VALUES, Shaping, quantize, scales
 from kvserve.kernels.remainder import capped
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, logger
@@ -37,7 +37,7 @@ TOKENS, OF_HEADS = 1024, 2560
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
-_VERSION = 2
+_VERSION = 3
 _PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
 _QUERIES = 256  # whose attention is compared
 
@@ -274,7 +274,7 @@ class _Census:
             if bits not in BITS and self._by_head is None:
                 continue
             k = turn_torch(_held(turned[0], bits, SHAPED[bits], shaping)) + shaping.mean
-            v = turn_torch(_held(turned[1], bits, PLAIN[bits]))
+            v = turn_torch(_held(turned[1], bits, VALUES[bits]))
             for kind, held in enumerate(((k, values), (keys, v))):
                 if bits in BITS:
                     found[kind, BITS.index(bits)] = noise(attended(held) - exact)

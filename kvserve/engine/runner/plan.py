@@ -241,8 +241,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        newest = form.newest // 2 if policy.demands.rest_bits else form.newest
-        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk, newest)
+        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk, policy)
     if policy.demands.rest_bits:
         from kvserve.engine.cache.rest_rows import rest_spec
 
@@ -272,10 +271,10 @@ def _exact_specs(
     layout: KVLayout,
     itemsize: int,
     chunk: int,
-    newest: int,
+    policy: Policy,
 ) -> tuple[GroupSpec, GroupSpec]:
-    """The groups of entries as they were computed: from the last multiple of ``newest`` on, half as
-    many beside a rest, whose bits they cost more than they give."""
+    """The groups of entries as they were computed: half as many beside a rest, to whose bits they
+    would give more, and none for later turns, which do not go on from a rest."""
     from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
 
     size, lanes = layout.block_size, (layout.layers_per_block, layout.heads_per_block)
@@ -284,8 +283,10 @@ def _exact_specs(
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
-    window = -(-newest // size) * size
-    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk), FirstSpec(tokens)
+    rest = policy.demands.rest_bits > 0
+    window = -(-(form.newest // (1 + rest)) // size) * size
+    newest = NewestSpec(tokens, len(spec.layers.windowed), window, chunk, 16 * (not rest))
+    return newest, FirstSpec(tokens)
 
 
 @contextmanager
