@@ -329,7 +329,7 @@ def gather_few_torch(
     found = []
     for layer, own in zip(layers, slots, strict=True):
         held, mean = blocks.layer(layer)[int(values)], blocks.layers[layer].shaping.mean
-        numbers = turn_torch(held.numbers(_bytes_at(blocks, held, own)).transpose(0, 1))
+        numbers = turn_torch(held.numbers(bytes_at(blocks, held, own)).transpose(0, 1))
         found.append((numbers if values else numbers + mean).transpose(0, 1))
     return torch.stack(found).to(dtype)
 
@@ -340,20 +340,24 @@ def move_few_torch(
     """Copy entries, bit for bit, as ``move_kv_torch``: int64 slots [L, Hkv, S]."""
     for layer, source, target in zip(layers, src, dst, strict=True):
         for held in blocks.layer(layer):
-            moved = _bytes_at(blocks, held, source)
-            held.tiles[_entries_at(blocks, held, target)] = moved
+            moved = bytes_at(blocks, held, source)
+            held.tiles[entries_at(blocks, held, target)] = moved
 
 
-def _bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor) -> Tensor:
-    """Bytes of the vectors in slots [Hkv, S]: uint8 [Hkv, S, bytes + 1]."""
-    return held.tiles[_entries_at(blocks, held, slots)]
+def bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0) -> Tensor:
+    """Bytes of the vectors in slots [n, S] of n heads, from number ``first`` on: uint8 [n, S, bytes
+    + 1]."""
+    return held.tiles[entries_at(blocks, held, slots, first)]
 
 
-def _entries_at(blocks: FewBlocks, held: FewVectors, slots: Tensor) -> tuple[Tensor, ...]:
+def entries_at(
+    blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0
+) -> tuple[Tensor, ...]:
+    """Where they are in ``held.tiles``."""
     block, place = slots // blocks.block_size, slots % blocks.block_size
-    head = torch.arange(len(slots), device=slots.device)[:, None, None] % blocks.heads
+    head = torch.arange(first, first + len(slots), device=slots.device) % blocks.heads
     at = held.places.to(slots.device)[place % TILE]
-    return block[..., None], head, (place // TILE)[..., None], at
+    return block[..., None], head[:, None, None], (place // TILE)[..., None], at
 
 
 def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

@@ -21,7 +21,7 @@ from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.kernels.few_bits import FewBlocks, _bytes_at
+from kvserve.kernels.few_bits import FewBlocks, bytes_at
 from kvserve.kernels.move_kv import gather_kv_torch
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, slot_mapping
@@ -250,7 +250,7 @@ class Recorder:
 
 def _bytes_of(blocks: FewBlocks, layer: int, slots: Tensor) -> Tensor:
     """What is stored of the entries in slots [Hkv, n]: uint8 [Hkv, n, bytes]."""
-    return torch.cat([_bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
+    return torch.cat([bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
 
 
 def vectors_of(levels: Tensor, cache: KVCache, layer: int) -> tuple[Stored | QuantizedVectors, ...]:

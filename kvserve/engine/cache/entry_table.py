@@ -108,10 +108,11 @@ class EntryTable:
             chosen[best], left = bits, left - size
 
     def bits_of_heads(
-        self, lanes: list[tuple[int, int]], dim: int, left: int
+        self, lanes: list[tuple[int, int]], dim: int, left: int, most: list[int]
     ) -> list[tuple[int, int]]:
         """Bits of keys and values of ``lanes``, layers and KV heads, that share ``left`` bytes an
-        entry: each at least 1, one more at a time where the noise falls most for its bytes."""
+        entry: each at least 1 and at most ``most`` of it, keys and values in turns; one more at a
+        time where the noise falls most for its bytes."""
         layer, head = torch.tensor(lanes).T
         if self.by_head is None:  # what a layer loses; three times as much in 1 bit as in 2
             noise = torch.cat([3 * self.noise[layer, :, :1], self.noise[layer]], dim=-1)
@@ -125,14 +126,14 @@ class EntryTable:
             now = chosen[at]
             return (found[at][now + 1] - found[at][now]) / (sizes[now + 1] - sizes[now]), at
 
-        steps = [next_of(at) for at in range(len(found))]
+        steps = [next_of(at) for at in range(len(found)) if most[at] > 1]
         heapify(steps)
         while steps:
             _, at = heappop(steps)
             more = sizes[chosen[at] + 1] - sizes[chosen[at]]
             if more <= left:
                 chosen[at], left = chosen[at] + 1, left - more
-                if chosen[at] < 3:
+                if chosen[at] + 1 < most[at]:
                     heappush(steps, next_of(at))
         bits = [place + 1 for place in chosen]
         return list(zip(bits[::2], bits[1::2], strict=True))

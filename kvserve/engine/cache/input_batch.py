@@ -138,8 +138,7 @@ class InputBatch(RowArrays):
         self.log_from[rows] = self._long(task.log_from)
         rounds = task.rounds
         if rounds.any():
-            first = task.plan.first_uncompressed_pos[rounds]
-            self.rounded_at[self._long(task.rows[rounds])] = self._long(first)
+            self.rounded_at[self._long(task.rows[rounds])] = self._long(task.rounded_at[rounds])
         for group in self.groups:
             group.after_compaction(task, rows)
 

@@ -15,7 +15,7 @@ from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.entry_format import TILE, EntryFormat, few
-from kvserve.kernels.few_bits import FewBlocks, FewLayer
+from kvserve.kernels.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.rest_group import RestSpec
@@ -72,7 +72,9 @@ class RestRows(RowGroup):
         held, self._heads = cache.entries.blocks, layout.num_kv_heads
         left = cache.kv[0].nbytes // size - 2 * self.spec.lanes
         lanes = [(layer, head) for layer in cache.layers.full for head in range(self._heads)]
-        bits = model.entry_table.bits_of_heads(lanes, layout.head_dim, left)
+        forms = [(held.layers[layer].key, held.layers[layer].value) for layer, _ in lanes]
+        most = [form.bits for both in forms for form in both]
+        bits = model.entry_table.bits_of_heads(lanes, layout.head_dim, left, most)
         layers = []
         for (layer, head), (key, value) in zip(lanes, bits, strict=True):
             shaping = held.layers[layer].shaping.heads(head, 1)
@@ -80,7 +82,7 @@ class RestRows(RowGroup):
             lane = EntryFormat("", few(key), few(value))
             at += lane.block_bytes(size, layout.head_dim, 1, 1)
         self.blocks = FewBlocks(cache.kv.flatten(1), tuple(layers), 1, size, layout.head_dim)
-        self._store = cache.entries.store
+        self._cache, self._entries = cache, cache.entries
         cache.rest = [
             self.blocks.beside(first, self._heads) for first in range(0, len(lanes), self._heads)
         ]
@@ -90,11 +92,31 @@ class RestRows(RowGroup):
             ends = task.rest.before + task.plan.evicted
             self.rest_lens[rows] = to_device(ends, self.rest_lens.device)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:  # type: ignore[override]
-        """Store entries as they came, float32 [L, Hkv, S, D], in slots int64 [S] of all lanes."""
-        lanes = slots[None]
-        for lane, (k, v) in enumerate(zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)):
-            self._store(self.blocks, lane, lanes, k[:, None], v[:, None])
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """What slots [L, Hkv, S] of keys and values hold: numbers float32 [L, Hkv, S, D], and of
+        each lane's keys and values the bytes, where the rest has as many bits."""
+        keys, values = self._entries.numbers(slots)
+        copies: list[Tensor | None] = []
+        for place, layer in enumerate(self._cache.layers.full):
+            for head in range(self._heads):
+                lane = self.blocks.layer(place * self._heads + head)
+                for own, held in zip(lane, self._entries.blocks.layer(layer), strict=True):
+                    at = slots[place, head : head + 1], head
+                    equal = own.form == held.form
+                    copies.append(bytes_at(self._entries.blocks, held, *at) if equal else None)
+        return keys, values, copies
+
+    def append(
+        self, slots: Tensor, keys: Tensor, values: Tensor, copies: list[Tensor | None]
+    ) -> None:
+        """Store what ``read`` returned in slots int64 [S] of all lanes: rounded anew, but where the
+        rest has as many bits."""
+        lanes, heads = slots[None], zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+        for lane, (k, v) in enumerate(heads):
+            self._entries.store(self.blocks, lane, lanes, k[:, None], v[:, None])
+            for own, copy in zip(self.blocks.layer(lane), copies[2 * lane :], strict=False):
+                if copy is not None:
+                    own.tiles[entries_at(self.blocks, own, lanes)] = copy
 
     def over(
         self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.cache.level_entries import FewEntries
 from kvserve.engine.cache.rest_rows import RestRows
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.device_events import EvenEvents
@@ -27,39 +26,39 @@ class RestEvents(EvenEvents):
 
     def __init__(self, parts: EventParts, compressor: Compressor) -> None:
         super().__init__(parts, compressor)
-        self._cache = parts.cache
+        self._layout = parts.cache.layout
         self._rest = next(group for group in parts.batch.groups if isinstance(group, RestRows))
 
     def apply(self, events: Events, policy: Policy, found: Mapping[int, Any]) -> None:
-        read: list[tuple[Tensor, Tensor, Tensor]] = []
+        read: list[tuple[Tensor, Tensor, Tensor, list[Tensor | None]]] = []
 
         def keep_rest(part: Events, windows: Windows, places: Tensor) -> None:
             read.append(self._read(part, windows, places))
 
         self._compressor.run(events, policy, *self._tables, on_kept=keep_rest)
-        for slots, keys, values in read:
-            self._rest.write(slots, keys, values)
+        for dropped in read:
+            self._rest.append(*dropped)
 
     def _read(
         self, events: Events, windows: Windows, places: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
         """What is not among the kept ``places [E', L, Hkv, N]`` of windows of equal-shaped events:
-        slots of the rest int64 [S], keys and values float32 [L, Hkv, S, D]."""
+        slots of the rest int64 [S], and what ``RestRows.read`` says of the entries."""
         dropped = torch.ones(
             *places.shape[:-1], windows.length, dtype=torch.bool, device=places.device
         ).scatter_(-1, places, False)
         count = windows.length - places.shape[-1]
         at = dropped.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
         at = at + to_device(windows.entries, at.device)[..., None]
-        layout, entries = self._cache.layout, self._cache.entries
-        assert isinstance(entries, FewEntries) and events.rest is not None
+        layout = self._layout
+        assert events.rest is not None
         lanes = layout.num_layers, layout.num_kv_heads
         slots = slots_of(self._tables[0], windows.rows, at, lanes, layout.block_size)
-        keys, values = entries.numbers(slots)
+        entries = self._rest.read(slots)
         size, plan = self._rest.spec.block_tokens, events.plan
         event = np.repeat(np.arange(len(events.rows)), plan.windows)
         first = events.rest.before[event] + ragged_arange(plan.windows) * count
         place = first[:, None] + np.arange(count)
         column = place // size - (events.rest.before // size)[event, None]
         block = events.rest.blocks[event[:, None], column]
-        return to_device((block * size + place % size).ravel(), keys.device), keys, values
+        return to_device((block * size + place % size).ravel(), slots.device), *entries

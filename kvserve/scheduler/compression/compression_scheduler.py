@@ -255,9 +255,12 @@ class CompressionScheduler:
         dst_blocks = kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
         compacts, rounded = events.compacts, at[events.rounds]
         rows.compactions[at] += compacts
-        rows.rounded_at[rounded] = events.plan.first_uncompressed_pos[events.rounds]
+        intact = rows.num_computed[at] - self._triggers[events.policy_id].intact
+        rounded_at = np.minimum(intact, events.plan.first_uncompressed_pos)
+        rows.rounded_at[rounded] = rounded_at[events.rounds]
         self._totals.compactions_total += int(np.count_nonzero(compacts))
-        return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=events.choices[:0])
+        later = {"log_from": log_from, "rounded_at": rounded_at, "choices": events.choices[:0]}
+        return replace(events, dst_blocks=dst_blocks, **later)
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; return from where they log queries."""

@@ -44,7 +44,16 @@ def _later() -> IntArray:
     return np.zeros(0, np.int32)
 
 
-_BY_EVENT = "rows", "seq_ids", "token_ids", "copy_start", "released", "log_from", "choices"
+_BY_EVENT = (
+    "rows",
+    "seq_ids",
+    "token_ids",
+    "copy_start",
+    "released",
+    "log_from",
+    "rounded_at",
+    "choices",
+)
 _BY_LANE = "old_lens", "new_lens", "dst_blocks"
 
 
@@ -61,7 +70,8 @@ class Events:
 
     *Scheduled*: ``released`` blocks came free. Entries from ``copy_start`` on are written again:
     ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards. Then
-    queries are logged from ``log_from`` on. Those of kind ``CODED`` write ``codes``, and raw
+    queries are logged from ``log_from`` on, and tokens before ``rounded_at`` are no longer read as
+    they were computed. Those of kind ``CODED`` write ``codes``, and raw
     entries if a row is written afresh. ``early`` events were not due, but blocks ran out.
     """
 
@@ -79,6 +89,7 @@ class Events:
     released: IntArray = field(default_factory=_later)
     codes: CodeBlocks | None = None
     rest: RestBlocks | None = None
+    rounded_at: IntArray = field(default_factory=_later)
     early: bool = False
     choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)
 

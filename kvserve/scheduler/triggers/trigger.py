@@ -123,6 +123,9 @@ class Trigger:
     """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
     event_kind: ClassVar[EventKind | None] = None
     """The kind of its events, if no policy can have others."""
+    intact: int = 0
+    """Newest entries that an event leaves as they are, in their order, beside those behind its
+    ``first_uncompressed_pos``."""
     counts_steps: ClassVar[bool] = False
     """The scheduler makes rows due, by its own steps (``EngineWide``)."""
 
@@ -183,6 +186,7 @@ class AtPrefillEnd(Trigger):
 
     budget: Budget
     num_queries: int
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         held = rows.kv_len + rows.num_prompt - rows.num_computed  # at the prompt's end
@@ -211,6 +215,7 @@ class WhenOver(Trigger):
     keep: int
     num_queries: int
     protect_prompt: bool
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         free = rows.num_computed + self.limit - (rows.kv_len - protected(rows, self.protect_prompt))
@@ -234,6 +239,7 @@ class Bounded(Trigger):
     limit: int | None
     num_queries: int
     block: int | None = None
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         evicted = rows.num_computed - rows.kv_len
