@@ -158,16 +158,26 @@ def test_a_budget_never_reached_is_none(directory: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_rows_take_turns_in_a_pool_that_is_too_small(directory: Path) -> None:
-    """Rows that fill it take the blocks of their rest from those that their events give."""
-    prompts, policy = random_prompts([30, 17, 22, 25], seed=2), KEYS | {"rest_bits": 1.25}
-    expected = tokens_of(engine(directory, policy, max_num_seqs=1), prompts, 200)
-    llm = engine(directory, policy, num_gpu_blocks_override=70, enable_prefix_caching=False)
-    assert tokens_of(llm, prompts, 200) == expected
-    scheduler = llm.engine.core.scheduler
-    assert scheduler.totals.preemptions_total + scheduler.totals.early_compactions_total > 0
-    scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.capacity
+def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path) -> None:
+    """In a pool that has no others, but for the next token's."""
+    (prompt,), policy = random_prompts([30], seed=2), KEYS | {"rest_bits": 1.25}
+    llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
+    (expected,) = tokens_of(llm, [prompt], 150)
+    core, pool, taken = llm.engine.core, llm.engine.core.scheduler.pool, np.zeros(0, np.int32)
+    llm.engine.add_request(
+        "0", prompt, SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
+    )
+    output = None
+    while llm.engine.has_unfinished_requests:
+        pool.release(taken)
+        row = core.scheduler.rows
+        due = int(row.num_computed[0] >= row.next_event[0])
+        left = 5 * (not due) if row.num_decoding else pool.num_free
+        taken = pool.allocate(max(pool.num_free - left, 0))
+        output = next(iter(llm.engine.step()), output)
+    assert output is not None and output.outputs[0].token_ids == expected
+    assert output.kv_cache_details.rest_entries > 0
+    assert core.scheduler.totals.preemptions_total == 0
 
 
 @pytest.mark.parametrize(
