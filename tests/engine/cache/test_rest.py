@@ -160,7 +160,8 @@ def test_a_budget_never_reached_is_none(directory: Path) -> None:
 
 def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path) -> None:
     """In a pool that has no others, but for the next token's."""
-    (prompt,), policy = random_prompts([30], seed=2), KEYS | {"rest_bits": 1.25}
+    (prompt,) = random_prompts([30], seed=2)
+    policy = KEYS | {"rest_bits": 1.25, "threshold": 104}
     llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
     (expected,) = tokens_of(llm, [prompt], 150)
     core, pool, taken = llm.engine.core, llm.engine.core.scheduler.pool, np.zeros(0, np.int32)
@@ -172,7 +173,7 @@ def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path) -> 
         pool.release(taken)
         row = core.scheduler.rows
         due = int(row.num_computed[0] >= row.next_event[0])
-        left = 5 * (not due) if row.num_decoding else pool.num_free
+        left = 5 - 4 * due if row.num_decoding else pool.num_free
         taken = pool.allocate(max(pool.num_free - left, 0))
         output = next(iter(llm.engine.step()), output)
     assert output is not None and output.outputs[0].token_ids == expected
