@@ -255,8 +255,7 @@ class CompressionScheduler:
         dst_blocks = kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
         compacts, rounded = events.compacts, at[events.rounds]
         rows.compactions[at] += compacts
-        intact = rows.num_computed[at] - self._triggers[events.policy_id].intact
-        rounded_at = np.minimum(intact, events.plan.first_uncompressed_pos)
+        rounded_at = rows.num_computed[at] - self._triggers[events.policy_id].intact
         rows.rounded_at[rounded] = rounded_at[events.rounds]
         self._totals.compactions_total += int(np.count_nonzero(compacts))
         later = {"log_from": log_from, "rounded_at": rounded_at, "choices": events.choices[:0]}

@@ -124,8 +124,7 @@ class Trigger:
     event_kind: ClassVar[EventKind | None] = None
     """The kind of its events, if no policy can have others."""
     intact: int = 0
-    """Newest entries that an event leaves as they are, in their order, beside those behind its
-    ``first_uncompressed_pos``."""
+    """Newest entries that every event leaves as they are, in their order."""
     counts_steps: ClassVar[bool] = False
     """The scheduler makes rows due, by its own steps (``EngineWide``)."""
 
