@@ -70,6 +70,8 @@ class KVCacheDetails:
     """Those of them that belong to layers with sliding windows, which no policy compresses."""
     log_bytes: int = 0
     """Bytes of the blocks that hold its logged queries."""
+    rest_entries: int = 0
+    """Those of them that events left in fewer bits (``rest_bits``)."""
     coded_entries: int = 0
     """Entries that are held as codes, which only ``spindlekv`` does."""
     codebook_entries: int = 0

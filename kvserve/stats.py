@@ -142,6 +142,9 @@ class EngineStats:
     scoring_workspace_bytes: int = _gauge(
         "kv_scoring_workspace_bytes", "Most bytes that scoring needs outside the pool"
     )
+    rest_entries: int = _gauge(
+        "kv_rest_entries", "Entries of running requests that events left in fewer bits"
+    )
     coded_entries: int = _gauge(
         "kv_coded_entries", "Entries of running requests that are held as codes"
     )

@@ -17,7 +17,7 @@ from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     from kvserve.kernels.coded_entries import Codes
-    from kvserve.kernels.few_bits import FewVectors
+    from kvserve.kernels.few_bits import FewHeads, FewVectors
     from kvserve.kernels.quantized_entries import QuantizedVectors
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -30,6 +30,8 @@ FUTURES = ("mean", "max")
 
 Entries: TypeAlias = "Tensor | QuantizedVectors | FewVectors"
 """Keys or values [num_blocks, B, Hb, D]: numbers, or levels of them."""
+AnyEntries: TypeAlias = "Entries | FewHeads"
+"""Or levels whose bits differ by head."""
 
 
 def check_head_dim(*tensors: Tensor) -> None:
@@ -62,8 +64,8 @@ def check_dense(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torc
 
 def check_attention(
     q: Tensor,
-    keys: Entries,
-    values: Entries,
+    keys: AnyEntries,
+    values: AnyEntries,
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None = None,
@@ -94,7 +96,7 @@ def check_attention(
         _check_codes(codes, tables, keys)
 
 
-def _problem_of_entries(q: Tensor, keys: Entries, values: Entries) -> str | None:
+def _problem_of_entries(q: Tensor, keys: AnyEntries, values: AnyEntries) -> str | None:
     if isinstance(keys, Tensor) is not isinstance(values, Tensor):
         return "keys and values are not both levels"
     if keys.shape != values.shape or keys.shape[3] != q.shape[2]:
@@ -109,7 +111,7 @@ def _problem_of_entries(q: Tensor, keys: Entries, values: Entries) -> str | None
     return "queries are not dense" if q.stride(-1) != 1 else None
 
 
-def _problem(q: Tensor, keys: Entries, tables: Tensor, chunks: QuerySegments) -> str | None:
+def _problem(q: Tensor, keys: AnyEntries, tables: Tensor, chunks: QuerySegments) -> str | None:
     tokens, per_row, starts = len(q), tables.shape[1], chunks.starts
     if q.shape[1] % (per_row * keys.shape[2]):
         return "query heads do not divide over the KV heads of the blocks and tables"

@@ -51,8 +51,11 @@ _STORE, _GATHER, _MOVE = (
 )
 PLAIN = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}
 """Steps of least error, in roots of the mean square of a Gaussian (Max, 1960, table II)."""
-SHAPED = {1: 1.9, 2: 1.25, 3: 0.70, 4: 0.38}
+SHAPED = {1: 2.1, 2: 1.15, 3: 0.70, 4: 0.38}
 """Wider ones for errors that are fed back, which widen what is rounded."""
+VALUES = {1: 2.15, 2: 1.15, 3: 0.63, 4: 0.36}
+"""Wider ones for values: a step of least error makes numbers smaller, and so what attention adds up
+of many of them."""
 _THRESHOLDS = tuple(2 ** ((2 * k - 1) / 16) for k in range(1, 9))
 
 
@@ -216,6 +219,37 @@ class FewLayer(NamedTuple):
     shaping: Shaping
 
 
+@dataclass(frozen=True, slots=True)
+class FewHeads:
+    """Keys or values of one layer whose KV heads differ in bits: each head's own ``FewVectors``,
+    and where all its parts are. ``pool`` uint8 [num_blocks, bytes]; ``lanes`` int64 [Hkv, 3]: a
+    head's tiles in a block, bits of its keys and of its values; ``factors`` float32 [Hkv, 2]."""
+
+    heads: tuple[FewVectors, ...]
+    pool: Tensor
+    lanes: Tensor
+    factors: Tensor
+
+    @property
+    def form(self) -> VectorForm:
+        """One of its heads': all are of few bits."""
+        return self.heads[0].form
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_blocks, B, Hkv, D]."""
+        *lead, _, dim = self.heads[0].shape
+        return torch.Size([*lead, len(self.heads), dim])
+
+    def __getitem__(self, at: Any) -> FewHeads:
+        """Of some blocks, to be widened."""
+        return replace(self, heads=tuple(head[at] for head in self.heads))
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, turned: [..., B, Hkv, D]."""
+        return torch.cat([head.widened(dtype) for head in self.heads], dim=-2)
+
+
 class FewBlocks:
     """A pool of bytes, ``pool`` uint8 [num_blocks, bytes], read as the keys and values of its
     layers, which differ in bits. Each has ``heads`` lanes of tiles in a block."""
@@ -242,6 +276,17 @@ class FewBlocks:
         """Its keys and values: [num_blocks, B, Hb, D] twice."""
         return self._views[layer]
 
+    def beside(self, first: int, count: int) -> tuple[FewHeads, FewHeads]:
+        """Keys and values of ``count`` layers of one head each, as heads of one layer."""
+        some, views = self.layers[first : first + count], self._views[first : first + count]
+        lanes = torch.tensor([[x.at, x.key.bits, x.value.bits] for x in some])
+        factors = torch.tensor([[keys.factor, values.factor] for keys, values in views])
+        keys, values = zip(*views, strict=True)
+        return (
+            FewHeads(keys, self.pool, lanes, factors),
+            FewHeads(values, self.pool, lanes, factors),
+        )
+
     def _view(self, layer: FewLayer) -> tuple[FewVectors, FewVectors]:
         forms, pool, dim = (layer.key, layer.value), self.pool, self.dim
         levels = [TILE * form.levels(dim) for form in forms]
@@ -255,7 +300,7 @@ class FewBlocks:
         codes = sum(levels), sum(levels) + TILE
         return (
             FewVectors(forms[0], dim, tiles, at[0], codes[0], keys, True),
-            FewVectors(forms[1], dim, tiles, at[1], codes[1], PLAIN[forms[1].bits], False),
+            FewVectors(forms[1], dim, tiles, at[1], codes[1], VALUES[forms[1].bits], False),
         )
 
 
@@ -284,7 +329,7 @@ def gather_few_torch(
     found = []
     for layer, own in zip(layers, slots, strict=True):
         held, mean = blocks.layer(layer)[int(values)], blocks.layers[layer].shaping.mean
-        numbers = turn_torch(held.numbers(_bytes_at(blocks, held, own)).transpose(0, 1))
+        numbers = turn_torch(held.numbers(bytes_at(blocks, held, own)).transpose(0, 1))
         found.append((numbers if values else numbers + mean).transpose(0, 1))
     return torch.stack(found).to(dtype)
 
@@ -295,20 +340,24 @@ def move_few_torch(
     """Copy entries, bit for bit, as ``move_kv_torch``: int64 slots [L, Hkv, S]."""
     for layer, source, target in zip(layers, src, dst, strict=True):
         for held in blocks.layer(layer):
-            moved = _bytes_at(blocks, held, source)
-            held.tiles[_entries_at(blocks, held, target)] = moved
+            moved = bytes_at(blocks, held, source)
+            held.tiles[entries_at(blocks, held, target)] = moved
 
 
-def _bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor) -> Tensor:
-    """Bytes of the vectors in slots [Hkv, S]: uint8 [Hkv, S, bytes + 1]."""
-    return held.tiles[_entries_at(blocks, held, slots)]
+def bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0) -> Tensor:
+    """Bytes of the vectors in slots [n, S] of n heads, from number ``first`` on: uint8 [n, S, bytes
+    + 1]."""
+    return held.tiles[entries_at(blocks, held, slots, first)]
 
 
-def _entries_at(blocks: FewBlocks, held: FewVectors, slots: Tensor) -> tuple[Tensor, ...]:
+def entries_at(
+    blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0
+) -> tuple[Tensor, ...]:
+    """Where they are in ``held.tiles``."""
     block, place = slots // blocks.block_size, slots % blocks.block_size
-    head = torch.arange(len(slots), device=slots.device)[:, None, None] % blocks.heads
+    head = torch.arange(first, first + len(slots), device=slots.device) % blocks.heads
     at = held.places.to(slots.device)[place % TILE]
-    return block[..., None], head, (place // TILE)[..., None], at
+    return block[..., None], head[:, None, None], (place // TILE)[..., None], at
 
 
 def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:

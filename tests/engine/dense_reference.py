@@ -56,6 +56,7 @@ def dense_pass(
     pruned: bool = False,
     form: EntryFormat | None = None,
     held: Mapping[int, Vectors] | None = None,
+    intact: int = 0,
 ) -> DensePass:
     """One dense pass of transformers; every query sees what its layer and head then held: what
     events say of KV heads, or of query heads. Keys and values are rounded to ``form``, if given,
@@ -65,8 +66,9 @@ def dense_pass(
     """
     heads, count = model.config.num_attention_heads, len(tokens)
     full = full_layers(model)
-    near = exact_entries(count, events, form, pruned=pruned)
-    of_windows = exact_entries(count, events, form, pruned=pruned, first=False)
+    rule = count, events, form, intact
+    near = exact_entries(*rule, pruned=pruned)
+    of_windows = exact_entries(*rule, pruned=pruned, first=False)
     found: list[tuple[Tensor, Vectors, Vectors]] = []
     sinks: list[Tensor] = []
 
@@ -146,13 +148,14 @@ def exact_entries(
     length: int,
     events: Sequence[Event],
     form: EntryFormat | None,
+    intact: int = 0,
     *,
     pruned: bool = False,
     first: bool = True,
 ) -> Tensor:
     """Which entries each token reads as they were computed, bool [T, T]: those from the last
-    multiple of ``newest`` on, but none from before the last event that dropped any; and the
-    ``first``."""
+    multiple of ``newest`` on, but none from before the last event that dropped any but the newest
+    ``intact``; and the ``first``."""
     if form is None or not form.newest:
         return torch.zeros(length, length, dtype=torch.bool)
     at = torch.arange(length)
@@ -161,7 +164,7 @@ def exact_entries(
         if pruned and number == 0:
             begin[: event.seen] = length
         if (event.held >= 0).sum(-1).min() < event.before or (pruned and number == 0):
-            begin[event.seen :] = begin[event.seen :].clamp(min=event.seen)
+            begin[event.seen :] = begin[event.seen :].clamp(min=event.seen - intact)
     exact = (at >= begin[:, None]) & (at <= at[:, None])
     exact[:, 0] |= first
     return exact

@@ -107,6 +107,7 @@ def evicting_pass(
     fit: Fit,
     form: EntryFormat | None = None,
     held: Mapping[int, Vectors] | None = None,
+    intact: int = 0,
 ) -> EvictingPass:
     """One pass over ``tokens`` whose queries see what ``events`` have left, and remainders.
 
@@ -114,7 +115,7 @@ def evicting_pass(
     those that a query reads as they were computed.
     """
     lanes: dict[tuple[int, int], Lane] = {}
-    near = exact_entries(len(tokens), events, form)
+    near = exact_entries(len(tokens), events, form, intact)
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
         exact = k[0], v[0]

@@ -5,7 +5,7 @@ What it keeps lies in host memory, wherever the engine runs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.kernels.few_bits import FewBlocks, _bytes_at
+from kvserve.kernels.few_bits import FewBlocks, bytes_at
 from kvserve.kernels.move_kv import gather_kv_torch
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, slot_mapping
@@ -146,8 +146,9 @@ class Recorder:
             new = computed - record.num_stored
             tables, at = batch.block_tables[:, [row]], range(end - new, end)
             parts = [self._entries(tables, at, kinds.full)]
-            if batch._windows is not None:  # in the columns of their positions
-                [tables] = batch._windows.tables
+            windows = [group for group in batch.groups if type(group).__name__ == "WindowRows"]
+            if windows:  # in the columns of their positions
+                [tables] = windows[0].tables
                 at = range(computed - new, computed)
                 parts.append(self._entries(tables[:, [row]], at, sorted(kinds.windowed)))
             record.stored.append(parts)
@@ -176,13 +177,14 @@ class Recorder:
         policy: Policy,
         block_tables: Tensor,
         log_tables: Tensor,
+        on_kept: Callable[..., None] | None = None,
     ) -> None:
         events = range(len(task.rows))
         tables = [block_tables[:, [int(row)]] for row in task.rows]
         full = self._runner.cache.layers.full
         before = [self._entries(tables[e], range(task.old_lens[0, e, 0]), full) for e in events]
         watched: Any = _Watched(policy, self._choices)
-        self._run(task, watched, block_tables, log_tables)
+        self._run(task, watched, block_tables, log_tables, on_kept)
         size = self._runner.cache.layout.block_size
         for e in events:
             start, new = int(task.copy_start[e]), int(task.new_lens[0, e, 0])
@@ -248,7 +250,7 @@ class Recorder:
 
 def _bytes_of(blocks: FewBlocks, layer: int, slots: Tensor) -> Tensor:
     """What is stored of the entries in slots [Hkv, n]: uint8 [Hkv, n, bytes]."""
-    return torch.cat([_bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
+    return torch.cat([bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
 
 
 def vectors_of(levels: Tensor, cache: KVCache, layer: int) -> tuple[Stored | QuantizedVectors, ...]:

@@ -31,7 +31,7 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
 from kvserve.config import SETTINGS
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.entry_statistics import FILE as TABLE
-from kvserve.engine.cache.entry_statistics import TOKENS, measured
+from kvserve.engine.cache.entry_statistics import OF_HEADS, measured
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.compression.query_statistics import (
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--entries", action="store_true", help=words)
     words = (
-        "tokens to count (default: 32768; of --entries 1024, and it takes their square in bytes)"
+        "tokens to count (default: 32768; of --entries 2560, and it takes their square in bytes)"
     )
     parser.add_argument("--tokens", type=at_least(1), metavar="N", help=words)
     names = file_name(".stats", ".safetensors", ".pt", ".table", folder_exists=True)
@@ -115,7 +115,7 @@ def _entries(args: argparse.Namespace) -> int:
         args.fail("--entries: --text FILE is what the model reads; there is nothing to --plot")
     with opened_checkpoint(args) as checkpoint:
         engine = Engines(args, checkpoint).build(NO_COMPRESSION, enforce_eager=True)
-        ids = _text_ids(engine, args)[: args.tokens or TOKENS]
+        ids = _text_ids(engine, args)[: args.tokens or OF_HEADS]
         found = measured(engine.core.runner.model, checkpoint.path, ids)
     found.save(args.output)
     bits = "\n".join(

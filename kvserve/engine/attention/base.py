@@ -17,6 +17,7 @@ from kvserve.scheduler.arrays import IntArray
 
 if TYPE_CHECKING:
     from kvserve.kernels.coded_entries import Codes
+    from kvserve.kernels.few_bits import FewHeads
 
 
 class RowRemainders(Protocol):
@@ -54,7 +55,8 @@ class ForwardBatch:
     the first on (``None``: all in its columns). ``windowed`` are the same
     tokens over the tables of layers with sliding windows, if the model has any. ``newest`` are the
     same tokens over the tables of further entries that they see, held as they were computed (if any
-    are: ``LayerCache.newest_keys_values``). ``block_tokens``: how many entries a block holds,
+    are: ``LayerCache.newest_keys_values``); ``rest`` the same over what their row's events did not
+    keep. ``block_tokens``: how many entries a block holds,
     unless it is the layout's number.
     """
 
@@ -77,6 +79,7 @@ class ForwardBatch:
     most_seen: int | None = None
     windowed: ForwardBatch | None = None
     newest: ForwardBatch | None = None
+    rest: ForwardBatch | None = None
     block_tokens: int | None = None
 
     @property
@@ -103,6 +106,7 @@ class ForwardBatch:
             columns=self.columns[first:end],
             recent=None if self.recent is None else self.recent[tokens],
             newest=None if self.newest is None else self.newest.part(first, end),
+            rest=None if self.rest is None else self.rest.part(first, end),
         )
 
     def by_token(self) -> ForwardBatch:
@@ -171,6 +175,10 @@ class LayerCache(Protocol):
 
     def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """The same of entries that ``ForwardBatch.newest`` sees: numbers as they were computed."""
+        ...
+
+    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+        """Blocks of one layer of what ``ForwardBatch.rest`` sees."""
         ...
 
 

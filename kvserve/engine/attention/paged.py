@@ -17,6 +17,7 @@ from kvserve.kernels.query_segments import QuerySegments
 from kvserve.late import Late
 
 _newest = Late("kernels.attention.paged_attention:Newest")
+_rest = Late("kernels.attention.paged_attention:Rest")
 
 
 def triton_refusal(device: str, head_dim: int) -> str | None:
@@ -55,6 +56,7 @@ class PagedAttention:
         """Takes bounds from what the host knows, so that it does not wait for the device."""
         newest = [] if batch.newest is None else self._chunks(batch.newest)
         chunks = self._chunks(batch)
+        rest = [] if batch.rest is None else self._chunks(batch.rest)
 
         def attend(
             layer: int,
@@ -68,6 +70,10 @@ class PagedAttention:
             if batch.newest is not None:
                 k, v, own = cache.newest_keys_values(layer)
                 more = _newest(k, v, batch.newest.tables[own], newest[own], batch.newest.recent)
+            beside = {}
+            if batch.rest is not None:
+                held = cache.rest_keys_values(layer)
+                beside = {"rest": _rest(*held, batch.rest.tables[0], rest[0])}
             return self._kernel(
                 *(q, keys, values, batch.tables[group], chunks[group], self._scale),
                 codes=None if codes is None else codes[group],
@@ -76,6 +82,7 @@ class PagedAttention:
                 sinks=sinks,
                 soft_cap=self._soft_cap,
                 newest=more,
+                **beside,
             )
 
         return attend

@@ -38,8 +38,9 @@ class Needs:
 
     ``log_shares``: queries are logged with the share of their attention that newest entries got.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
-    stands for entries that were dropped. ``codes``: entries are held as codes. Layers ``windowed``
-    have sliding windows; ``sinks`` and ``soft_cap`` are the model's, if it has them.
+    stands for entries that were dropped. ``codes``: entries are held as codes. ``rest``: what
+    events do not keep stays in fewer bits. Layers ``windowed`` have sliding windows; ``sinks`` and
+    ``soft_cap`` are the model's, if it has them.
     """
 
     device: str
@@ -52,6 +53,7 @@ class Needs:
     form: str = "auto"
     remainders: bool = False
     codes: bool = False
+    rest: bool = False
     windowed: frozenset[int] = frozenset()
     sinks: bool = False
     soft_cap: float = 0.0
@@ -101,6 +103,8 @@ class _Candidate:
             return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
         if needs.codes and not self.codes:
             return NO_CODES
+        if needs.rest and self.name != "cpu":
+            return "it does not read what events left in fewer bits (--policy.rest_bits 0)"
         return self.refuse(needs)
 
 

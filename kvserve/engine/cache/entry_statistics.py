@@ -24,7 +24,7 @@ from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
 from kvserve.entry_format import BITS, NEWEST
 from kvserve.folders import cache_folder
-from kvserve.kernels.few_bits import PLAIN, SHAPED, Shaping, quantize, scales
+from kvserve.kernels.few_bits import SHAPED, VALUES, Shaping, quantize, scales
 from kvserve.kernels.remainder import capped
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, logger
@@ -32,11 +32,12 @@ from kvserve.log import ConfigError, logger
 FILE = "entries.table"
 """A table of this name beside the model is taken before any. It does not end in .safetensors:
 engines read every such file of a folder as weights."""
-TOKENS = 1024
+TOKENS, OF_HEADS = 1024, 2560
+"""Of the text; more are needed to tell which KV head loses how much."""
 _FIRST = 4  # tokens that no mean counts: theirs are unlike all others
 _POSITIONS, _FURTHEST = 256, 4096  # over which rotations are averaged
 _DAMPING = 0.1
-_VERSION = 2
+_VERSION = 3
 _PARTS, _PART_BYTES = 64, 4096  # of each file, that name it
 _QUERIES = 256  # whose attention is compared
 
@@ -50,14 +51,18 @@ def refusal(model: Transformer) -> str | None:
     return None
 
 
-def entry_table(model: Transformer, directory: Path, weights_are_there: bool) -> EntryTable:
+def entry_table(
+    model: Transformer, directory: Path, weights_are_there: bool, by_head: bool = False
+) -> EntryTable:
     """The model's table, for the heads of this rank: the one beside the model, else as it was kept,
-    else measured now. ``ConfigError``: the one beside it is another model's."""
+    else measured now; ``by_head``: with what each KV head loses. ``ConfigError``: the one beside it
+    is another model's."""
     spec, group = model.spec, model.group
     sizes = spec.num_layers, model.part.num_kv_heads, spec.head_dim, model.embedding.device.type
     ids, why = None, refusal(model)
     if why is None:
-        ids, why = _text_ids(directory, spec.vocab_size)
+        tokens = OF_HEADS if by_head else TOKENS
+        ids, why = _text_ids(directory, spec.vocab_size, tokens)
     if ids is None:
         logger.info("entries in few bits are rounded plainly: %s", why)
         return EntryTable.plain(*sizes)
@@ -65,7 +70,7 @@ def entry_table(model: Transformer, directory: Path, weights_are_there: bool) ->
     folder, beside = cache_folder(), (directory if directory.is_dir() else directory.parent) / FILE
     path, found = None, None
     if folder is not None and name is not None:
-        path = folder / f"entries-{name}.safetensors"
+        path = folder / f"entries-{name}{'-heads' * by_head}.safetensors"
     if beside.is_file():
         found = EntryTable.load(beside)
         if found is None or found.mean.shape != (spec.num_layers, spec.num_kv_heads, spec.head_dim):
@@ -81,12 +86,13 @@ def entry_table(model: Transformer, directory: Path, weights_are_there: bool) ->
         assert found is not None
         return found.of_rank(group.rank, group.size).to(sizes[-1])
     logger.info("measuring keys and queries over %d tokens, once", len(ids))
-    own = measure(model, torch.tensor(ids, device=model.embedding.device))
+    own = measure(model, torch.tensor(ids, device=model.embedding.device), by_head)
     whole = [x if group.size == 1 else group.gather(x, dim=1) for x in _tensors(own)]
     if path is not None and group.rank == 0:
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            EntryTable(whole[0], whole[1], whole[2], own.noise, name or "").save(path)
+            parts = own.noise, name or "", own.by_head
+            EntryTable(whole[0], whole[1], whole[2], *parts).save(path)
     return replace(own, name=name or "not kept")
 
 
@@ -97,14 +103,14 @@ def measured(model: Transformer, directory: Path, ids: list[int]) -> EntryTable:
         why = f"{len(ids)} tokens are too few: at least {2 * NEWEST + 1}"
     if why is not None:
         raise ConfigError(f"entries in few bits are rounded plainly: {why}")
-    own = measure(model, torch.tensor(ids, device=model.embedding.device))
+    own = measure(model, torch.tensor(ids, device=model.embedding.device), by_head=True)
     return replace(own, name=_name_of(directory, ids) or "not kept")
 
 
-def measure(model: Transformer, ids: Tensor) -> EntryTable:
-    """Of one text, int64 [T]: this rank's heads, and the noise of all."""
+def measure(model: Transformer, ids: Tensor, by_head: bool = False) -> EntryTable:
+    """Of one text, int64 [T]: this rank's heads, and the noise of all; or of each, too."""
     with torch.inference_mode():
-        census = _Census(model, ids)
+        census = _Census(model, ids, by_head)
         census.run()
     return census.table()
 
@@ -115,7 +121,8 @@ class _Census:
     logs_shares = False
     rotate_and_store = None
 
-    def __init__(self, model: Transformer, ids: Tensor) -> None:
+    def __init__(self, model: Transformer, ids: Tensor, by_head: bool) -> None:
+        self._by_head: list[Tensor] | None = [] if by_head else None
         self._model, self._ids, self._spec = model, ids, model.part
         self._keys: Tensor
         self._values: Tensor
@@ -126,7 +133,8 @@ class _Census:
 
     def table(self) -> EntryTable:
         mean, feedback, order = (torch.stack(x) for x in zip(*self._found, strict=True))
-        return EntryTable(mean, feedback, order, torch.stack(self._noise).cpu())
+        by_head = None if self._by_head is None else torch.stack(self._by_head)
+        return EntryTable(mean, feedback, order, torch.stack(self._noise).cpu(), by_head=by_head)
 
     def run(self) -> None:
         model = self._model
@@ -176,9 +184,11 @@ class _Census:
         values: Tensor,
         window: int | None,
         held: tuple[Tensor, Tensor] | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Of queries [n, Hq, D] of the tokens at ``at [n]``: [n, Hq, D], in float32. ``held``: keys
-        and values of entries that are no longer as they were computed."""
+        and values of entries that are no longer as they were computed. ``first``: the number of the
+        first query head."""
         group = q.shape[1] // keys.shape[1]
         place = torch.arange(len(keys), device=q.device)
         exact = (place >= at[:, None] // NEWEST * NEWEST) | (place == 0)
@@ -194,7 +204,7 @@ class _Census:
             logits = capped(logits * self._model.scale, self._spec.soft_cap)
             logits = logits.masked_fill(hidden, -torch.inf)
             if self._sinks is not None:
-                sink = self._sinks[head].float().expand(len(q), 1)
+                sink = self._sinks[first + head].float().expand(len(q), 1)
                 weights = torch.cat([logits, sink], dim=1).softmax(dim=-1)[:, :-1]
             else:
                 weights = logits.softmax(dim=-1)
@@ -253,13 +263,30 @@ class _Census:
             normed = layer.operators.norm(out, layer.after_attention, self._spec.rms_norm_eps)
             length = length * (out.float().norm(dim=-1) / normed.float().norm(dim=-1)).square()
         turned = turn_torch(keys, shaping.mean), turn_torch(values)
-        for place, bits in enumerate(BITS):
+
+        def noise(difference: Tensor) -> float:
+            # It goes through the matrix: that of two sums would be their rounding.
+            return float((added(difference).float().square().sum(dim=-1) / length).mean())
+
+        heads, group = keys.shape[1], q.shape[1] // keys.shape[1]
+        by_head = torch.zeros(heads, 2, 4, dtype=torch.float64)
+        for bits in range(1, 5):
+            if bits not in BITS and self._by_head is None:
+                continue
             k = turn_torch(_held(turned[0], bits, SHAPED[bits], shaping)) + shaping.mean
-            v = turn_torch(_held(turned[1], bits, PLAIN[bits]))
+            v = turn_torch(_held(turned[1], bits, VALUES[bits]))
             for kind, held in enumerate(((k, values), (keys, v))):
-                # The difference goes through the matrix: that of two sums would be their rounding.
-                lost = added(attended(held) - exact).float().square().sum(dim=-1)
-                found[kind, place] = float((lost / length).mean())
+                if bits in BITS:
+                    found[kind, BITS.index(bits)] = noise(attended(held) - exact)
+                for head in range(heads if self._by_head is not None else 0):
+                    own, queries = slice(head, head + 1), slice(head * group, (head + 1) * group)
+                    some = keys[:, own], values[:, own], window, (held[0][:, own], held[1][:, own])
+                    lost = torch.zeros_like(exact)
+                    lost[:, queries] = self._attention(q[:, queries], at, *some, queries.start)
+                    lost[:, queries] -= exact[:, queries]
+                    by_head[head, kind, bits - 1] = noise(lost)
+        if self._by_head is not None:
+            self._by_head.append(by_head)
         return found
 
 
@@ -340,7 +367,7 @@ def _tensors(table: EntryTable) -> tuple[Tensor, Tensor, Tensor]:
     return table.mean, table.feedback, table.order
 
 
-def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str | None]:
+def _text_ids(directory: Path, vocab_size: int, tokens: int) -> tuple[list[int] | None, str | None]:
     """The shipped text's tokens, or why there are none."""
     text = files("kvserve").joinpath("data", "calibration.txt").read_text(encoding="utf-8")
     try:
@@ -352,7 +379,7 @@ def _text_ids(directory: Path, vocab_size: int) -> tuple[list[int] | None, str |
             ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(text).ids
     except (ConfigError, Exception) as error:
         return None, f"its tokenizer was not read ({str(error).splitlines()[0]})"
-    ids = [token for token in ids if token < vocab_size][:TOKENS]
+    ids = [token for token in ids if token < vocab_size][:tokens]
     return (ids, None) if len(ids) > 2 * NEWEST else (None, "its tokenizer makes too few tokens")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 import torch
@@ -25,8 +26,9 @@ class EntryTable:
 
     ``mean`` float32 [L, Hkv, D]; ``order`` int64 [L, Hkv, D] and ``feedback`` float32 [L, Hkv, D,
     D] (``Shaping``), or ``None``. ``noise`` float64 [L, 2, 3]: of keys and of values, what a layer
-    adds to a hidden state's square by rounding to each of ``BITS``, on average. ``name`` says of
-    which weights and text; empty: nothing was measured.
+    adds to a hidden state's square by rounding to each of ``BITS``, on average. ``by_head`` float64
+    [L, Hkv, 2, 4]: the same of one KV head alone, in 1 to 4 bits, where it was asked for. ``name``
+    says of which weights and text; empty: nothing was measured.
     """
 
     mean: Tensor
@@ -34,6 +36,7 @@ class EntryTable:
     order: Tensor | None
     noise: Tensor
     name: str = ""
+    by_head: Tensor | None = None
 
     @classmethod
     def plain(cls, layers: int, heads: int, dim: int, device: str) -> EntryTable:
@@ -104,9 +107,42 @@ class EntryTable:
                 return [(chosen[layer, 0], chosen[layer, 1]) for layer in group]
             chosen[best], left = bits, left - size
 
+    def bits_of_heads(
+        self, lanes: list[tuple[int, int]], dim: int, left: int, most: list[int]
+    ) -> list[tuple[int, int]]:
+        """Bits of keys and values of ``lanes``, layers and KV heads, that share ``left`` bytes an
+        entry: each at least 1 and at most ``most`` of it, keys and values in turns; one more at a
+        time where the noise falls most for its bytes."""
+        layer, head = torch.tensor(lanes).T
+        if self.by_head is None:  # what a layer loses; three times as much in 1 bit as in 2
+            noise = torch.cat([3 * self.noise[layer, :, :1], self.noise[layer]], dim=-1)
+        else:
+            noise = self.by_head[layer, head]
+        found = noise.reshape(-1, 4).tolist()
+        sizes = [few(bits).levels(dim) for bits in range(1, 5)]
+        chosen, left = [0] * len(found), left - sizes[0] * len(found)
+
+        def next_of(at: int) -> tuple[float, int]:
+            now = chosen[at]
+            return (found[at][now + 1] - found[at][now]) / (sizes[now + 1] - sizes[now]), at
+
+        steps = [next_of(at) for at in range(len(found)) if most[at] > 1]
+        heapify(steps)
+        while steps:
+            _, at = heappop(steps)
+            more = sizes[chosen[at] + 1] - sizes[chosen[at]]
+            if more <= left:
+                chosen[at], left = chosen[at] + 1, left - more
+                if chosen[at] + 1 < most[at]:
+                    heappush(steps, next_of(at))
+        bits = [place + 1 for place in chosen]
+        return list(zip(bits[::2], bits[1::2], strict=True))
+
     def save(self, path: Path) -> None:
         """To a file that is there as a whole or not at all."""
         parts = {"mean": self.mean, "noise": self.noise}
+        if self.by_head is not None:
+            parts["by_head"] = self.by_head
         if self.feedback is not None and self.order is not None:
             parts |= {"feedback": self.feedback, "order": self.order}
         held = {name: x.cpu().contiguous() for name, x in parts.items()}
@@ -126,7 +162,8 @@ class EntryTable:
         except (OSError, SafetensorError):
             return None
         given = (parts.get("feedback"), parts.get("order"))
-        return cls(parts["mean"], *given, parts["noise"], facts["name"])
+        noise, by_head = parts["noise"], parts.get("by_head")
+        return cls(parts["mean"], *given, noise, facts["name"], by_head)
 
 
 def _sharing(layout: KVLayout, kinds: LayerKinds) -> Iterator[list[int]]:

@@ -8,7 +8,7 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import BegunTurns, Drafts, NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
-
-if TYPE_CHECKING:
-    from kvserve.engine.cache.window_rows import NewestRows, WindowRows
 
 
 class InputBatch(RowArrays):
@@ -69,11 +66,6 @@ class InputBatch(RowArrays):
         self.groups = groups
         """Those beside keys and values and logged queries."""
         self._writers = [group for group in groups if group.writes]
-        shown: dict[str, Any] = {group.shown: group for group in groups}
-        self._windows: WindowRows | None = shown.get("windows")
-        self._newest: NewestRows | None = shown.get("newest")
-        if self._newest is not None:
-            self._newest.first = shown["first"]
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -144,9 +136,9 @@ class InputBatch(RowArrays):
         rows = self._long(task.rows)
         self.kv_lens[:, rows] = self._long(task.new_lens)
         self.log_from[rows] = self._long(task.log_from)
-        if self._newest is not None:
-            rounded = self._long(task.rows[task.rounds])
-            self.rounded_at[rounded] = self.num_computed[rounded]
+        rounds = task.rounds
+        if rounds.any():
+            self.rounded_at[self._long(task.rows[rounds])] = self._long(task.rounded_at[rounds])
         for group in self.groups:
             group.after_compaction(task, rows)
 
@@ -197,10 +189,8 @@ class InputBatch(RowArrays):
             further=self._further_slots(by_token, positions),
             **self._of_groups(),
         )
-        if self._windows is not None:
-            batch = self._windows.over(batch, by_token, output.token_columns)
-        if self._newest is not None:
-            batch = self._newest.over(batch, self.rounded_at[at], output.token_columns)
+        for group in self.groups:
+            batch = group.over(batch, by_token, output.token_columns, self.rounded_at[at])
         return input_ids, batch
 
     def confirm(self, drafts: Drafts, rows: IntArray, token_ids: Tensor) -> None:
@@ -245,8 +235,9 @@ class InputBatch(RowArrays):
             further=tuple(slots.new_zeros(lane[0], lane[2], tokens) for lane in lanes),
             **self._of_groups(),
         )
-        batch = batch if self._windows is None else self._windows.nothing_of(batch)
-        return batch if self._newest is None else self._newest.nothing_of(batch)
+        for group in self.groups:
+            batch = group.nothing_of(batch)
+        return batch
 
     def padding(self, tokens: int) -> ForwardBatch:
         """A chunk of ``tokens`` tokens that see no entries and are stored in the null block."""
@@ -266,15 +257,13 @@ class InputBatch(RowArrays):
         self._decode_inputs(self._where, inputs, count)
         if chunks is not None:
             torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
-        if self._windows is not None or self._writers:
+        if self.groups:
             rows = self._rows[: len(batch.rows)] if chunks is None else chunks.rows
             real = rows < count
             if chunks is not None:
                 real &= chunks.real
-            if self._windows is not None:
-                self._windows.update(batch, rows, batch.positions, real)
-            if self._newest is not None:
-                self._newest.update(batch, self.rounded_at[rows], real)
+            for group in self.groups:
+                group.update(batch, rows, real, self.rounded_at[rows])
             new = self._further_slots(rows, batch.positions)
             for buffer, slots in zip(batch.further, new, strict=True):
                 buffer.copy_(torch.where(real, slots, 0))
@@ -283,7 +272,6 @@ class InputBatch(RowArrays):
     def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
         """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
         assert not self._writers, "layers that drop tokens write nothing of them"
-        assert self._windows is None, "layers that drop tokens have no windows"
         rows, count = self._long(task.rows), int(task.old_lens.max())
         self.num_computed[rows] = count
         self.after_compaction(task)
@@ -311,7 +299,6 @@ class InputBatch(RowArrays):
 
         rows: [P]; positions (logical), entries (physical): [P, Q].
         """
-        assert self._windows is None, "what earlier tokens saw there has been given back"
         last, count = self._long(entries).view(-1), positions.shape[1]
         return ForwardBatch(
             positions=self._long(positions).view(-1),

@@ -22,7 +22,7 @@ from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 if TYPE_CHECKING:
-    from kvserve.kernels.few_bits import FewLayer
+    from kvserve.kernels.few_bits import FewHeads, FewLayer
 
 _quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
 _few_blocks = Late("kernels.few_bits:FewBlocks")
@@ -98,6 +98,8 @@ class KVCache:
         """Called with each layer's queries [T, Hq, D], for who measures them."""
         self._kernels = kernels
         self._newest: RawEntries | None = None
+        self.rest: list[tuple[FewHeads, FewHeads]] = []
+        """By a layer's number among those that see all tokens: what ``ForwardBatch.rest`` sees."""
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
 
@@ -196,6 +198,10 @@ class KVCache:
         group, place = self._where(layer)
         blocks = self._newest.memory[:, place]
         return blocks[:, 0], blocks[:, 1], group
+
+    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+        """As ``keys_values``, of the rest, which has one layer group."""
+        return self.rest[self.layers.places[layer]]
 
     def _slots(self, layer: int, batch: ForwardBatch) -> tuple[int, Tensor]:
         """A layer's place in a block, and where its new entries go: [R, T]."""

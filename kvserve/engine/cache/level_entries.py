@@ -59,7 +59,7 @@ class FewEntries(RawEntries):
     ) -> None:
         self.memory, self.store_rotated = blocks.pool, None
         self.blocks = blocks
-        self._few = kernels.few
+        self._few, self.store = kernels.few, kernels.few.store
         self._dtype = dtype
         self._full = list(full)
         means = [blocks.layers[layer].shaping.mean for layer in full]
@@ -80,6 +80,11 @@ class FewEntries(RawEntries):
 
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         return self._few.gather(self.blocks, self._named(layers), slots, self._dtype, True)
+
+    def numbers(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all layers in slots [L, Hkv, S], unrounded: float32 [L, Hkv, S, D]."""
+        read = self.blocks, self._full, slots, torch.float32
+        return self._few.gather(*read), self._few.gather(*read, True)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._few.move(self.blocks, self._full, src, dst, runs)

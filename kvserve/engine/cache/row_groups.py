@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
@@ -31,8 +33,6 @@ class RowGroup(RowArrays):
     spec_type: ClassVar[type[GroupSpec]]
     writes: ClassVar[bool] = False
     """Whether each layer writes something of every token (``write``)."""
-    shown: ClassVar[str] = ""
-    """What a forward sees of it, if ``InputBatch`` says so: ``windows``, ``newest``, ``first``."""
 
     def __init__(self, spec: GroupSpec, shapes: Shapes, device: str) -> None:
         self.spec = spec
@@ -64,6 +64,21 @@ class RowGroup(RowArrays):
     def of_batch(self) -> dict[str, Any]:
         """Fields of ``ForwardBatch`` that every forward gets."""
         return {}
+
+    def over(
+        self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor
+    ) -> ForwardBatch:
+        """``batch`` with what its tokens, of ``rows [T]``, see of this group; ``columns [S]`` of
+        blocks of keys and values are in use by tokens, and older ones than ``rounded_at [T]`` are
+        not read as they were computed."""
+        return batch
+
+    def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
+        """``batch`` whose tokens see nothing of this group."""
+        return batch
+
+    def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
+        """Fill the buffers that ``nothing_of`` gave ``batch``, for its ``real [T]`` tokens."""
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Where the tokens at ``positions [T]`` of ``rows [T]`` write: int64 [LG, R, T]."""

@@ -4,6 +4,7 @@ windows see; and the newest and the first as they were computed, beside entries 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,12 +22,12 @@ class WindowRows(RowGroup):
     """Blocks of the newest tokens, in the columns of their logical positions."""
 
     spec_type = WindowSpec
-    shown = "windows"
     spec: WindowSpec
 
-    def over(self, batch: ForwardBatch, rows: Tensor, columns: IntArray) -> ForwardBatch:
-        """``batch`` with what layers with windows see: tokens at ``batch.positions [T]`` of ``rows
-        [T]`` see the newest, their own included; ``columns [S]`` are in use by tokens."""
+    def over(
+        self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor
+    ) -> ForwardBatch:
+        """What layers with windows see: the newest tokens, their own included."""
         last = self._lanes(batch.positions)
         return self._added(batch, self.slots(rows, batch.positions), last, columns)
 
@@ -35,9 +36,8 @@ class WindowRows(RowGroup):
         last = self._lanes(torch.full_like(batch.positions, -1))
         return self._added(batch, torch.zeros_like(last), last, batch.columns)
 
-    def update(self, batch: ForwardBatch, rows: Tensor, positions: Tensor, real: Tensor) -> None:
-        """Fill the buffers that ``nothing_of`` gave ``batch``, for its ``real [T]`` tokens."""
-        own = batch.windowed
+    def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
+        own, positions = batch.windowed, batch.positions
         assert own is not None and own.first is not None
         own.slots.copy_(torch.where(real, self.slots(rows, positions), 0))
         own.last.copy_(torch.where(real, self._lanes(positions), -1))
@@ -79,7 +79,6 @@ class FirstRows(RowGroup):
     """The block of a row's first entries as they were computed."""
 
     spec_type = FirstSpec
-    shown = "first"
     writes = True
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
@@ -109,11 +108,12 @@ class NewestRows(RowGroup):
     """
 
     spec_type = NewestSpec
-    shown = "newest"
     spec: NewestSpec
     writes = True
-    first: FirstRows
-    """Beside these, by ``InputBatch``."""
+
+    @cached_property
+    def _first(self) -> FirstRows:
+        return next(group for group in self._cache.writers if isinstance(group, FirstRows))
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         cache.hold_newest(self.spec.block_tokens)
@@ -122,9 +122,10 @@ class NewestRows(RowGroup):
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         self._cache.write_newest(layer, slots, k, v)
 
-    def over(self, batch: ForwardBatch, rounded_at: Tensor, columns: IntArray) -> ForwardBatch:
-        """``batch`` whose tokens see these entries, none before ``rounded_at [T]``, instead of what
-        they saw of the same tokens; tokens are in ``columns [S]`` of blocks of keys and values."""
+    def over(
+        self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor
+    ) -> ForwardBatch:
+        """Tokens see these entries instead of what they saw of the same tokens."""
         size = self.spec.block_tokens
         columns = -(-columns * self._cache.layout.block_size // size)
         columns = np.minimum(columns, self.tables[0].shape[3])
@@ -136,9 +137,8 @@ class NewestRows(RowGroup):
         columns = np.full_like(batch.columns, self.tables[0].shape[3])
         return self._of_kinds(batch, batch.positions + 1, columns)
 
-    def update(self, batch: ForwardBatch, rounded_at: Tensor, real: Tensor) -> None:
-        """Fill the buffers that ``nothing_of`` gave ``batch``, for its ``real [T]`` tokens; what
-        they see of others is filled in."""
+    def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
+        """What tokens see of others is filled in."""
         first = torch.maximum(batch.positions // self.spec.window * self.spec.window, rounded_at)
         first = torch.where(real, first, batch.positions + 1)
         columns = np.zeros(0, np.int64)
@@ -157,7 +157,7 @@ class NewestRows(RowGroup):
 
     def _of_kinds(self, batch: ForwardBatch, first: Tensor, columns: IntArray) -> ForwardBatch:
         """For the layers that see all tokens, and for those with windows."""
-        (table,), (of_first,), windowed = self.tables, self.first.tables, batch.windowed
+        (table,), (of_first,), windowed = self.tables, self._first.tables, batch.windowed
         full = len(of_first)
         table[:full, ..., :1] = of_first
         if windowed is not None:

@@ -73,13 +73,23 @@ class Compressor:
         )
         return cls(cache, observer, batch.kept_scores, parts.group, batch.remainders)
 
-    def run(self, task: Events, policy: Policy, block_tables: Tensor, log_tables: Tensor) -> None:
+    def run(
+        self,
+        task: Events,
+        policy: Policy,
+        block_tables: Tensor,
+        log_tables: Tensor,
+        on_kept: Callable[[Events, Windows, Tensor], None] | None = None,
+    ) -> None:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
-        The scores that the policy keeps of every row are updated in place."""
+        The scores that the policy keeps of every row are updated in place. ``on_kept`` is called
+        before anything of a shape moves, with the places that its windows keep."""
         plan, scope = task.plan, self.observer.scope(policy)
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
             places, left = self._select(part, windows, scope, block_tables, log_tables)
+            if on_kept is not None:
+                on_kept(part, windows, places)
             kept = places + to_device(windows.entries, places.device)[..., None]
             del places
             if (part.plan.windows != 1).any():

@@ -42,11 +42,12 @@ class EngineCounts:
             self._released[key] += int(events.released.sum())
             if not compacts.any():
                 continue
-            old, new, now = events.old_lens, events.new_lens, time.time()
+            old, now = events.old_lens.sum(axis=(0, 2)), time.time()
             self._events[key] += int(compacts.sum())
-            held = -(-new.sum(axis=(0, 2)) // layout.groups)
-            evicted = (old - new).sum(axis=(0, 2)) // layout.groups
-            each = events.seq_ids[compacts], evicted[compacts], held[compacts]
+            if events.rest is not None:
+                old = old + events.rest.before
+            held, evicted = -(-(old - events.dropped) // layout.groups), events.dropped
+            each = events.seq_ids[compacts], evicted[compacts] // layout.groups, held[compacts]
             for seq_id, *counts in zip(*(x.tolist() for x in each), strict=True):
                 found.append((seq_id, Compaction(reason, now, *counts)))
         return found
@@ -94,7 +95,7 @@ class EngineCounts:
     def _requests(self, request_ids: Mapping[int, str]) -> tuple[RequestStats, ...]:
         scheduler, rows = self._scheduler, self._scheduler.rows
         blocks = scheduler.blocks.blocks_of_rows(rows.num_rows)
-        entries = scheduler.blocks.kv_lens[:, : rows.num_rows].sum(axis=(0, 2))
+        entries = scheduler.blocks.entries(slice(rows.num_rows))
         held = -(-entries // scheduler.layout.groups)
         lanes = scheduler.layout.num_layers * scheduler.layout.num_kv_heads
         found = []

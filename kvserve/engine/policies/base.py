@@ -87,7 +87,8 @@ class Policy:
     query_reduce: str | None = None
     query_dtype: str = "auto"
     attention: str | None = "window"
-    remainder: str = "off"
+    remainder: str | None = "off"
+    rest_bits: float = 0.0
     reuse_layers: int | None = 1
 
     # ---- whether its arguments can work ----
@@ -96,6 +97,12 @@ class Policy:
         check_arguments(self)
         self.check()
         self._check_log()
+        if self.rest_bits:
+            off, even = self.remainder == "off", self.event_kind is EventKind.REST
+            require(off, "remainder", self.remainder, "off with rest_bits, which drops nothing")
+            require(self.rest_bits >= 1, "rest_bits", self.rest_bits, "0, or at least 1")
+            why = "0 where layers or heads keep different numbers of entries, or whole blocks"
+            require(even, "rest_bits", self.rest_bits, why)
 
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
@@ -152,7 +159,8 @@ class Policy:
             return kind
         if self.keeps_blocks:
             return EventKind.BLOCKS
-        return EventKind.EVEN if self.granularity is Granularity.MODEL else EventKind.UNEVEN
+        even = EventKind.REST if self.rest_bits else EventKind.EVEN
+        return even if self.granularity is Granularity.MODEL else EventKind.UNEVEN
 
     @property
     def protected(self) -> int:
@@ -210,7 +218,7 @@ class Policy:
         """
         reduction = self.query_reduction or self.recomputed_reduction
         fits = reduction is not None and not self.kept_scores
-        return "mean" if self.remainder == "fitted" and not fits else self.remainder
+        return "mean" if self.remainder == "fitted" and not fits else self.remainder or "off"
 
     @property
     def statistics_file(self) -> str | None:

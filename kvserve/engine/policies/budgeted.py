@@ -34,6 +34,7 @@ class PromptPolicy(Policy):
     )
 
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     needs: ClassVar[tuple[str, ...]] = ("budget", "ratio")
     nearest: ClassVar[bool] = False
@@ -66,7 +67,7 @@ class PromptPolicy(Policy):
 
     @property
     def event_trigger(self) -> Trigger:
-        return AtPrefillEnd(self.entries, self.num_queries)
+        return AtPrefillEnd(self.entries, self.num_queries, self.protected)
 
     def check(self) -> None:
         if self.ratio is None:
@@ -97,7 +98,8 @@ class BudgetedPolicy(PromptPolicy):
             return super().event_trigger
         assert self.budget is not None
         limit = common.limit(self.budget, self.threshold)
-        return WhenOver(limit, self.budget, self.num_queries, self.protect_prompt)
+        bounds = limit, self.budget, self.num_queries, self.protect_prompt
+        return WhenOver(*bounds, self.protected)
 
     def check(self) -> None:
         super().check()

@@ -139,7 +139,7 @@ class BlockChunkKV(ChunkKV):
         budget = WholeChunks(
             base.tokens, base.ratio, base.least, base.nearest, self.chunk_size, self.window
         )
-        return AtPrefillEnd(budget, self.num_queries)
+        return AtPrefillEnd(budget, self.num_queries, self.protected)
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """The best whole chunks and the tail behind them: ``keep`` entries in every lane."""

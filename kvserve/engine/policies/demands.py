@@ -29,6 +29,8 @@ class Demands:
     statistics_file: str | None
     kept_scores: int
     """Scores per head that are kept for the next event."""
+    rest_bits: float
+    """In how many bits stays what its events do not keep; 0: they drop it."""
     leaves: str
     """What stands for dropped entries: off, mean or fitted."""
     expects_turns: bool

@@ -50,6 +50,7 @@ class H2O(Policy):
         True, "go on evicting while generating; off: cut the prompt once, at its end"
     )
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     @property
     def entries(self) -> int:

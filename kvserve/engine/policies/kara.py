@@ -122,7 +122,8 @@ class Kara(Policy):
         choices=GROUP_AGGREGATES,
         only_if=("query_reduce heads",),
     )
-    remainder: str = common.remainder("mean")
+    remainder: str | None = common.remainder(None, " (default: mean, or off with rest_bits)")
+    rest_bits: float = common.rest_bits()
     query_stride: int = argument(
         1,
         "score with every s-th query of the window and always the last one",
@@ -155,6 +156,8 @@ class Kara(Policy):
     def __post_init__(self) -> None:
         if self.buffer is None and isinstance(self.window, int):
             object.__setattr__(self, "buffer", self.window // 4)
+        if self.remainder is None:
+            object.__setattr__(self, "remainder", "off" if self.rest_bits else "mean")
         super().__post_init__()
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class KeyDiff(BudgetedPolicy):
             return super().event_trigger
         assert self.budget is not None
         limit = common.limit(self.budget, self.threshold) if self.trigger == "threshold" else None
-        return Bounded(self.budget, limit, num_queries=0, block=self.block)
+        return Bounded(self.budget, limit, 0, self.block, self.recent)
 
     def score(self, obs: Observation) -> Tensor:
         """Minus each key's cosine with the anchor: float32 [E, L, Hkv, n - recent]."""

@@ -63,6 +63,7 @@ class RKV(Policy):
     )
     protect_prompt: bool = argument(False, "the prompt neither counts nor takes part")
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
     query_reduce: str = common.query_reduce()
     query_dtype: str = common.query_dtype()
     attention: str = common.attention("window", "the entries before the window")
@@ -72,8 +73,8 @@ class RKV(Policy):
         assert self.budget is not None
         limit = common.limit(self.budget, self.threshold)
         if self.protect_prompt:
-            return WhenOver(limit, self.budget, self.window, protect_prompt=True)
-        return Bounded(self.budget, limit, self.window)
+            return WhenOver(limit, self.budget, self.window, True, self.window)
+        return Bounded(self.budget, limit, self.window, intact=self.window)
 
     def score(self, obs: Observation) -> Tensor:
         """Z = lambda I - (1 - lambda) R of the entries before the window: [E, L, Hkv, n - window].

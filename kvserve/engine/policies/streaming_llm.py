@@ -46,6 +46,7 @@ class StreamingLLM(Policy):
         note="at most budget - sinks",
     )
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     def check(self) -> None:
         assert self.budget is not None
@@ -56,7 +57,8 @@ class StreamingLLM(Policy):
     def event_trigger(self) -> Trigger:
         # An event comes before the step that stores one more entry.
         assert self.budget is not None
-        return WhenOver(self.budget, self.budget - self.period, 0, protect_prompt=False)
+        keep = self.budget - self.period
+        return WhenOver(self.budget, keep, 0, protect_prompt=False, intact=keep - self.sinks)
 
     def score(self, obs: Observation) -> Tensor:
         """Age decides: float32 [E, L, Hkv, n], +inf for the sinks."""

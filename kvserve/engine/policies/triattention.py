@@ -82,6 +82,7 @@ class TriAttention(Policy):
         "requests use the server's",
     )
     remainder: str = common.remainder()
+    rest_bits: float = common.rest_bits()
 
     def check(self) -> None:
         if self.ratio is None:

@@ -175,6 +175,7 @@ class EnginePlan:
             form=self.form.name,
             remainders=self.policy.demands.leaves != "off",
             codes=self.policy.demands.event_kind is EventKind.CODED,
+            rest=self.policy.demands.rest_bits > 0,
             windowed=self.spec.windowed,
             sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
@@ -240,7 +241,16 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk)
+        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk, policy)
+    if policy.demands.rest_bits:
+        from kvserve.engine.cache.rest_rows import rest_spec
+
+        if ranks > 1:
+            raise ConfigError(
+                "--tensor-parallel-size: bits by KV head (--policy.rest_bits) are shared out by "
+                "one rank; use 1"
+            )
+        groups += (rest_spec(layout, block_bytes(layout, form), policy.demands.rest_bits, form),)
     if policy.demands.event_kind is EventKind.CODED:
         from kvserve.engine.cache.code_rows import check_codes
         from kvserve.scheduler.blocks.code_group import CodeSpec
@@ -256,9 +266,15 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
 
 def _exact_specs(
-    spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int
+    spec: ModelSpec,
+    form: EntryFormat,
+    layout: KVLayout,
+    itemsize: int,
+    chunk: int,
+    policy: Policy,
 ) -> tuple[GroupSpec, GroupSpec]:
-    """The groups of entries as they were computed."""
+    """The groups of entries as they were computed: half as many beside a rest, to whose bits they
+    would give more, and none for later turns, which do not go on from a rest."""
     from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
 
     size, lanes = layout.block_size, (layout.layers_per_block, layout.heads_per_block)
@@ -267,8 +283,10 @@ def _exact_specs(
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
-    window = -(-form.newest // size) * size
-    return NewestSpec(tokens, len(spec.layers.windowed), window, chunk), FirstSpec(tokens)
+    rest = policy.demands.rest_bits > 0
+    window = -(-(form.newest // (1 + rest)) // size) * size
+    newest = NewestSpec(tokens, len(spec.layers.windowed), window, chunk, 16 * (not rest))
+    return newest, FirstSpec(tokens)
 
 
 @contextmanager

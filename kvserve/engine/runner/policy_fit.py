@@ -62,6 +62,8 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
         return f"policy {name} keeps scores beside its blocks"
     if wants.event_kind is EventKind.CODED:
         return f"policy {name} holds entries as codes"
+    if wants.rest_bits:
+        return f"policy {name} leaves a rest, which does not move to another row"
     if wants.granularity is not Granularity.MODEL and not wants.cuts_again:
         return f"policy {name} cannot cut a second prompt"
     return None

@@ -79,11 +79,12 @@ def build_runner(
     model.tabulate(plan.max_len)
     few = ()
     if plan.form.few:
-        if model.entry_table is None:
+        by_head, known = plan.policy.demands.rest_bits > 0, model.entry_table
+        if known is None or (by_head and known.by_head is None):
             from kvserve.engine.cache.entry_statistics import entry_table
 
             weights_are_there = plan.config.model.load_format != "dummy"
-            model.entry_table = entry_table(model, plan.directory, weights_are_there)
+            model.entry_table = entry_table(model, plan.directory, weights_are_there, by_head)
         few = model.entry_table.layers(plan.form, plan.layout, plan.spec.layers)
     cache = KVCache(
         plan.layout,

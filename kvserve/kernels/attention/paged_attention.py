@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.kernels.checks import Entries
+from kvserve.kernels.checks import AnyEntries, Entries
 from kvserve.kernels.coded_entries import Codes, read_codes
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder, capped
 from kvserve.kernels.shares import Shares
+
+if TYPE_CHECKING:
+    from kvserve.kernels.few_bits import FewHeads
 
 
 class Newest(NamedTuple):
@@ -25,6 +28,16 @@ class Newest(NamedTuple):
     tables: Tensor
     chunks: QuerySegments
     recent: Tensor | None = None
+
+
+class Rest(NamedTuple):
+    """What events of a row did not keep, older than all other entries that tokens see: ``keys``,
+    ``values`` [num_blocks, B, Hkv, D], ``tables`` and ``chunks`` as those of the others."""
+
+    keys: FewHeads
+    values: FewHeads
+    tables: Tensor
+    chunks: QuerySegments
 
 
 def check_newest(newest: Newest | None, shares: Shares | None) -> None:
@@ -46,6 +59,7 @@ def paged_attention_torch(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
+    rest: Rest | None = None,
 ) -> Tensor:
     """The reference, in float32: every token gathers all entries of its rows.
 
@@ -56,7 +70,7 @@ def paged_attention_torch(
     sees nothing. ``remainder [num_rows, R * Hb, ...]`` is one more entry of each row, for tokens
     that see any. ``sinks`` float32 [Hq] are one more logit of each head, without a value. Logits x
     become ``soft_cap`` tanh(x / ``soft_cap``), unless it is 0. ``newest`` are further entries that
-    tokens see.
+    tokens see, and so are the ``rest``, which are older than all others.
     """
     rows = chunks.rows
     if chunks.starts is not None:
@@ -70,6 +84,10 @@ def paged_attention_torch(
         )
         seen, early = (torch.cat([seen, more[2]], dim=-1), torch.cat([early, more[3]], dim=-1))
         recent = newest.recent
+    if rest is not None:
+        more = _gathered(rest.keys, rest.values, rest.tables, rows, rest.chunks)
+        k, v = (torch.cat([y.float(), x.float()], 4) for x, y in zip((k, v), more, strict=False))
+        seen, early = (torch.cat([y, x], -1) for x, y in zip((seen, early), more[2:], strict=True))
     tokens, per_token = seen.shape[:2]
     folded = q.float().view(tokens, per_token, k.shape[2], -1, 1, q.shape[-1])
     logits = capped((folded @ k.float().transpose(-1, -2) * scale).squeeze(-2), soft_cap)
@@ -106,8 +124,8 @@ def paged_attention_torch(
 
 
 def _gathered(
-    keys: Entries,
-    values: Entries,
+    keys: AnyEntries,
+    values: AnyEntries,
     tables: Tensor,
     rows: Tensor,
     chunks: QuerySegments,
@@ -134,5 +152,5 @@ def _gathered(
     return k, v, seen | early, early
 
 
-def _numbers(x: Entries) -> Tensor:
+def _numbers(x: AnyEntries) -> Tensor:
     return x if isinstance(x, Tensor) else x.widened()

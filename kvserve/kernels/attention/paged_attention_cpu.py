@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.checks import Entries, check_attention
+from kvserve.kernels.checks import AnyEntries, Entries, check_attention
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.query_segments import QuerySegments
@@ -19,7 +19,7 @@ from kvserve.kernels.shares import Shares
 from kvserve.late import Late
 
 if TYPE_CHECKING:
-    from kvserve.kernels.attention.paged_attention import Newest
+    from kvserve.kernels.attention.paged_attention import Newest, Rest
     from kvserve.kernels.coded_entries import Codes
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -63,29 +63,35 @@ def paged_attention_cpu(
     sinks: Tensor | None = None,
     soft_cap: float = 0.0,
     newest: Newest | None = None,
+    rest: Rest | None = None,
 ) -> Tensor:
     """As ``paged_attention_torch``. Chunks are int64 and have ``starts``; tokens behind the last
     chunk are padding, and see nothing. A call begins with what tokens see of the ``newest``
-    entries, in one order for chunks of any length, and another one goes on from that.
+    entries, in one order for chunks of any length, and others go on from that.
 
     ``ValueError`` for shapes it is not built for, ``IndexError`` for a row, an entry, a block or a
     vector that is not there; no sequence holds block 0.
     """
     attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
-    if newest is not None:
-        _check_newest(newest, shares)
+    _check_newest(newest, shares)
+    for more in (newest, rest):
+        if more is None:
+            continue
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
-        if shares is not None and newest.recent is not None:
-            own = Shares(torch.empty_like(shares.out), newest.recent)
-        out = attend(*newest[:4], shares=own, log_sums=log_sums)
+        if shares is not None:
+            recent = getattr(more, "recent", None)  # none of the rest is among the newest
+            recent = torch.zeros_like(shares.recent) if recent is None else recent
+            own = Shares(torch.empty_like(shares.out), recent)
+        held = more.keys, more.values, more.tables, more.chunks
+        out = attend(*held, shares=own, log_sums=log_sums, begun=begun)
         begun = out, log_sums, None if own is None else own.out
     return attend(keys, values, tables, chunks, codes, shares, remainder, sinks, begun=begun)
 
 
 def _attend(
     q: Tensor,
-    keys: Entries,
-    values: Entries,
+    keys: AnyEntries,
+    values: AnyEntries,
     tables: Tensor,
     chunks: QuerySegments,
     codes: Codes | None = None,
@@ -107,20 +113,25 @@ def _attend(
     num_rows, per_row, columns = tables.shape
     defines: tuple[str, ...] = ()
     steps: tuple[Tensor | None, ...] = (None,) * 3
-    few: tuple[float, ...] = (0,) * 4
+    head_stride = 0
+    few: tuple[Tensor | float | None, ...] = (0, 0, None, None, 0, 0)
     if isinstance(keys, Tensor) or isinstance(values, Tensor):
         assert isinstance(keys, Tensor) and isinstance(values, Tensor), "checked"
-        k, v, head_stride = keys, values, 0
+        k, v = keys, values
     else:
-        from kvserve.kernels.few_bits import FewVectors
+        from kvserve.kernels.few_bits import FewHeads, FewVectors
 
         defines = defines_of(keys.form, values.form)
-        if isinstance(keys, FewVectors) or isinstance(values, FewVectors):
-            assert isinstance(keys, FewVectors) and isinstance(values, FewVectors), "checked"
+        if isinstance(keys, FewHeads):
+            k = v = keys.pool
+            few = 0, 0, keys.lanes, keys.factors, 0, 0
+        elif isinstance(keys, FewVectors) and isinstance(values, FewVectors):
             k = v = keys.tiles
             head_stride = k.stride(1)
-            few = keys.form.bits, values.form.bits, keys.factor, values.factor
+            few = keys.form.bits, values.form.bits, None, None, keys.factor, values.factor
         else:
+            assert not isinstance(values, FewHeads | FewVectors), "checked"
+            assert not isinstance(keys, FewVectors), "checked"
             k, v, head_stride = keys.levels, values.levels, keys.levels.stride(2)
             steps = keys.step, values.step, values.low
     coded: tuple[Tensor | None, ...] = (None,) * 6
@@ -155,7 +166,7 @@ def _attend(
     return out
 
 
-def _problem(q: Tensor, keys: Entries, values: Entries, chunks: QuerySegments) -> str | None:
+def _problem(q: Tensor, keys: AnyEntries, values: AnyEntries, chunks: QuerySegments) -> str | None:
     """What this kernel asks for beside ``check_attention``."""
     dim = q.shape[2]
     if (why := refusal(dim)) is not None:

@@ -127,6 +127,10 @@ extern "C" struct PagedAttention {
   const uint16_t* value_steps;
   const uint16_t* value_lows;
   int64_t head_stride, key_bits, value_bits;
+  // Of few bits that differ by KV head: [Hkv][3], where a head's tiles are in a block, and the bits of
+  // its keys and values; [Hkv][2], their factors. Null: those above are all heads'.
+  const int64_t* lanes;
+  const float* lane_factors;
   float key_factor, value_factor;
   int64_t slots_per_block, slot_columns, vector_columns, num_turns;
   int64_t query_stride, block_stride;
@@ -167,6 +171,17 @@ struct Scratch {
   float steps[kTileRows];                              // what one of those stands for
 };
 
+// Of a KV head in few bits: where its tiles are in a block, and what they hold.
+struct FewLane {
+  int64_t at;
+  Strips keys, values;
+  float key_factor, value_factor;
+
+  int64_t value_at() const { return kSixteen * keys.bytes(); }
+  int64_t codes_at() const { return value_at() + kSixteen * values.bytes(); }
+  int64_t bytes() const { return codes_at() + 2 * kSixteen; }
+};
+
 // Beside it where levels are held: what these stand for in each of the tile's entries.
 struct Scales {
   alignas(64) float values[kTileEntries * kMaxHeadDim];  // as numbers, for chunks
@@ -190,9 +205,15 @@ class Kernel {
         value_step_((kLevels ? 1 : heads_per_table_) * dim_ * sizeof(Value) / kValuePlanes),
         head_step_(kLevels ? call.head_stride : dim_ * sizeof(T)),
         block_step_(call.block_stride * (kLevels ? 1 : sizeof(T))),
-        key_columns_(dim_ * sizeof(Key) / 4),
-        key_strips_(kFew ? call.key_bits : 4, dim_),
-        value_strips_(kFew ? call.value_bits : 4, dim_) {}
+        key_columns_(dim_ * sizeof(Key) / 4) {
+    for (int h = 0; kFew && h < call.num_kv_heads; ++h) {
+      const int64_t* own = call.lanes ? call.lanes + 3 * h : nullptr;
+      const float* factors = call.lanes ? call.lane_factors + 2 * h : &call.key_factor;
+      lanes_.push_back({own ? own[0] : h % heads_per_table_ * head_step_,
+                        Strips(own ? own[1] : call.key_bits, dim_),
+                        Strips(own ? own[2] : call.value_bits, dim_), factors[0], factors[1]});
+    }
+  }
 
   int run() {
     if (int refusal = plan()) return refusal;
@@ -631,22 +652,24 @@ class Kernel {
                   Ahead& ahead, std::atomic<int>& refusal) const {
     constexpr int kMost = kTileEntries / kSixteen;
     const int num_tiles = (count + kSixteen - 1) / kSixteen, before = skipped / kSixteen;
-    const uint8_t *tiles[kMost], *values[kMost];
-    if (!find_tiles(item, at, before, num_tiles, tiles, refusal)) return false;
+    const uint8_t *blocks[kMost], *tiles[kMost], *values[kMost];
+    int places[kMost];
+    if (!find_tiles(item, at, before, num_tiles, blocks, places, refusal)) return false;
     find_behind(&item - items_.data(), item.behind(at), ahead);
-    const int64_t value_at = kSixteen * key_strips_.bytes();
-    const int64_t codes_at = value_at + kSixteen * value_strips_.bytes();
-    const float low = 0.5f - (1 << (key_strips_.bits - 1));
     for (int h = 0; h < item.heads; ++h) {
+      const FewLane& lane = lanes_[item.kv_head + h];
+      const float low = 0.5f - (1 << (lane.keys.bits - 1));
       const int first = h * item.count, last = first + item.count;
       for (int tile = 0; tile < num_tiles; ++tile) {
-        values[tile] = tiles[tile] + value_at;
+        tiles[tile] = blocks[tile] + lane.at + places[tile] * lane.bytes();
+        values[tile] = tiles[tile] + lane.value_at();
+        const uint8_t* codes = tiles[tile] + lane.codes_at();
         const int place = tile * kSixteen;
-        scale(tiles[tile] + codes_at, call_.key_factor, scales.key_steps + place);
-        scale(tiles[tile] + codes_at + kSixteen, call_.value_factor, scales.value_steps + place);
+        scale(codes, lane.key_factor, scales.key_steps + place);
+        scale(codes + kSixteen, lane.value_factor, scales.value_steps + place);
         for (int i = first; i < last; i += 4)
-          with_bits(key_strips_.bits, [&](auto bits) {
-            level_sums_of<bits, !kBf16, 4>(last - i, tiles[tile], key_strips_.width,
+          with_bits(lane.keys.bits, [&](auto bits) {
+            level_sums_of<bits, !kBf16, 4>(last - i, tiles[tile], lane.keys.width,
                                    own.pairs + i * kMaxHeadDim, kMaxHeadDim,
                                    own.weights + i * kTileEntries + place, kTileEntries, ahead);
           });
@@ -661,8 +684,7 @@ class Kernel {
       if (call_.soft_cap > 0.0f) cap(own, first, last, width);
       for (int i = first; i < last; ++i)
         soften(own, i, own.always[i] - at, own.first[i] - at, own.last[i] + 1 - at, own.newer[i] - at, width);
-      add_few_values(own, first, item.count, values, num_tiles, scales, ahead);
-      for (int tile = 0; tile < num_tiles; ++tile) tiles[tile] += head_step_;
+      add_few_values(own, first, item.count, lane.values, values, num_tiles, scales, ahead);
     }
     return true;
   }
@@ -671,38 +693,37 @@ class Kernel {
     Lanes<16>::store(to, scales_of((Lanes<16>::I)unsigned_bytes<16>(codes)) * factor);
   }
 
-  void add_few_values(Scratch& own, int first, int num_rows, const uint8_t* const* tiles,
-                      int num_tiles, Scales& scales, Ahead& ahead) const {
+  void add_few_values(Scratch& own, int first, int num_rows, const Strips& strips,
+                      const uint8_t* const* tiles, int num_tiles, Scales& scales,
+                      Ahead& ahead) const {
     float* sums = own.sums + first * dim_;
     const float* weights = own.weights + first * kTileEntries;
-    const float low = 0.5f - (1 << (value_strips_.bits - 1));
+    const float low = 0.5f - (1 << (strips.bits - 1));
     const int depth = num_tiles * kSixteen;
     for (int v = 0; v < depth; v += W)
       X::store(scales.value_lows + v, X::load(scales.value_steps + v) * low);
     const Steps of = steps_of(scales);
-    if (meets_levels(value_strips_.bits, value_strips_.width, dim_))
-      return add_levels<!kBf16>(sums, dim_, num_rows, weights, tiles, num_tiles, value_strips_, of, ahead);
-    widen_levels(tiles, num_tiles, value_strips_, dim_, of, scales.values);
+    if (meets_levels(strips.bits, strips.width, dim_))
+      return add_levels<!kBf16>(sums, dim_, num_rows, weights, tiles, num_tiles, strips, of, ahead);
+    widen_levels(tiles, num_tiles, strips, dim_, of, scales.values);
     const void* rows[kTileEntries];
     for (int k = 0; k < depth; ++k) rows[k] = scales.values + k * dim_;
     multiply_all<W, float>(sums, dim_, num_rows, dim_, weights, kTileEntries, rows, depth, of, ahead);
   }
 
-  // Tiles of entries from `at` on, of an item's first head; those before number `before` are not
-  // there, and stand for others.
-  bool find_tiles(const Item& item, int64_t at, int before, int count, const uint8_t** tiles,
-                  std::atomic<int>& refusal) const {
+  // Blocks of the tiles of entries from `at` on, and the tiles' numbers there; those before number
+  // `before` are not there, and stand for others.
+  bool find_tiles(const Item& item, int64_t at, int before, int count, const uint8_t** blocks,
+                  int* places, std::atomic<int>& refusal) const {
     const PagedAttention& c = call_;
-    const int32_t* blocks = c.tables + lane(item) * c.columns;
-    const int64_t bytes = kSixteen * (key_strips_.bytes() + value_strips_.bytes() + 2);
-    const int64_t head = item.kv_head % heads_per_table_ * head_step_;
+    const int32_t* columns = c.tables + lane(item) * c.columns;
     for (int i = before; i < count; ++i) {
-      const int64_t entry = at + i * kSixteen, block = blocks[entry / c.block_size];
+      const int64_t entry = at + i * kSixteen, block = columns[entry / c.block_size];
       if (block < 1 || block >= c.num_blocks) return refuse_one(kBlock, item, block, refusal);
-      tiles[i] = static_cast<const uint8_t*>(c.keys) + block * block_step_ + head +
-                 entry % c.block_size / kSixteen * bytes;
+      blocks[i] = static_cast<const uint8_t*>(c.keys) + block * block_step_;
+      places[i] = entry % c.block_size / kSixteen;
     }
-    for (int i = 0; i < before; ++i) tiles[i] = tiles[before];
+    for (int i = 0; i < before; ++i) blocks[i] = blocks[before], places[i] = places[before];
     return true;
   }
 
@@ -937,7 +958,7 @@ class Kernel {
   const int dim_, group_, heads_per_table_;
   const int64_t key_step_, value_step_, head_step_, block_step_;  // bytes
   const int key_columns_;  // of four bytes of a key
-  const Strips key_strips_, value_strips_;  // of few bits
+  std::vector<FewLane> lanes_;  // of few bits, by KV head
   std::vector<Item> items_;
   std::vector<float> partials_;
 };

@@ -203,6 +203,11 @@ class BlockManager:
         """Blocks that each of the first ``num_rows`` rows names, logged queries included."""
         return reduce(np.add, (group.blocks_of_rows(num_rows) for group in self.groups))
 
+    def entries(self, rows: slice) -> IntArray:
+        """Entries of keys and values that ``rows`` hold over the lanes of their tables: [n]."""
+        held: IntArray = self.kv_lens[:, rows].sum(axis=(0, 2))
+        return held + sum(group.held_beside(rows) for group in self.groups)
+
     def held_by_kind(self, rows: slice) -> Counter[str]:
         """Blocks that ``rows`` name, by what they hold (``CacheGroup.kind``)."""
         held: Counter[str] = Counter()

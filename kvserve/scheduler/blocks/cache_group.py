@@ -148,6 +148,10 @@ class CacheGroup(RowArrays):
         """Blocks that each of the first rows names."""
         return reduce(np.add, (table.blocks_of_rows(num_rows) for table in self.tables))
 
+    def held_beside(self, rows: Rows) -> IntArray | int:
+        """Entries of each of ``rows`` over the lanes of its tables, beside ``kv_lens``."""
+        return 0
+
     def counts(self, rows: Rows) -> dict[str, int]:
         """What ``usage`` says of the entries of ``rows`` beside their number."""
         return {}

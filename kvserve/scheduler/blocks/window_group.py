@@ -163,10 +163,12 @@ class NewestSpec(WindowSpec):
     their own. ``window`` is a multiple of the layout's block size."""
 
     makes = NewestGroup
+    left_out: int = 16
+    """Newest tokens of an answer that a later turn may leave out."""
 
     @property
     def slack(self) -> int:
-        return 16
+        return self.left_out
 
     def lanes(self, layout: KVLayout) -> tuple[int, int]:
         windowed, rows = super().lanes(layout)

@@ -200,7 +200,7 @@ class CompressionScheduler:
         if max_observed is not None:
             queries = [  # whose attention each event still has to work out
                 events.plan.num_scored_queries
-                * (not events.lengths_known or events.kind is EventKind.EVEN)
+                * (not events.lengths_known or events.kind in (EventKind.EVEN, EventKind.REST))
                 for events in candidates
             ]
             fits = np.concatenate(queries)[order].cumsum() <= max_observed
@@ -245,7 +245,7 @@ class CompressionScheduler:
         log_from = self.schedule_next_event(events.policy_id, at)
         rows.blocks_released[at] += events.released
         self._totals.blocks_released_total += int(events.released.sum())
-        evicted = int((events.old_lens - new).sum()) // self.blocks.layout.groups
+        evicted = int(events.dropped.sum()) // self.blocks.layout.groups
         self._totals.tokens_evicted_total += evicted
         # The columns of the entries [copy_start, new), padded.
         first = events.copy_start // self.blocks.layout.block_size
@@ -255,9 +255,11 @@ class CompressionScheduler:
         dst_blocks = kv.blocks[:, at[:, None], :, columns].transpose(2, 0, 3, 1)
         compacts, rounded = events.compacts, at[events.rounds]
         rows.compactions[at] += compacts
-        rows.rounded_at[rounded] = rows.num_computed[rounded]
+        rounded_at = rows.num_computed[at] - self._triggers[events.policy_id].intact
+        rows.rounded_at[rounded] = rounded_at[events.rounds]
         self._totals.compactions_total += int(np.count_nonzero(compacts))
-        return replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=events.choices[:0])
+        later = {"log_from": log_from, "rounded_at": rounded_at, "choices": events.choices[:0]}
+        return replace(events, dst_blocks=dst_blocks, **later)
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; return from where they log queries."""

@@ -48,12 +48,14 @@ class HostEvenEvents:
         owner = np.repeat(np.arange(len(rows)), counts)
         column = np.repeat(first, counts) + ragged_arange(counts)
         copy_start, shared = start.copy(), kv.is_shared(rows[owner], column, ends[:, owner])
-        if shared.any():
-            if not blocks.have_free(int(shared.sum()), for_event=True):
+        more = self.taken_beside(events, ends)
+        if shared.any() or more.any():
+            if not blocks.have_free(int(shared.sum() + more.sum()), for_event=True):
                 # Blocks that only a row and a cache name are writable once the cache drops them.
-                blocks.forget(kv.blocks[:, rows[owner], :, column].ravel())
+                blocks.forget(np.concatenate([kv.row_blocks(row) for row in rows]))
                 shared = kv.is_shared(rows[owner], column, ends[:, owner])
-            missing = np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)).cumsum()
+                more = self.taken_beside(events, ends)
+            missing = (np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)) + more).cumsum()
             count = int(np.searchsorted(missing, blocks.pool.num_free, side="right"))
             if not count:
                 return None
@@ -64,6 +66,11 @@ class HostEvenEvents:
         blocks.kv_lens[:, events.rows] = events.new_lens
         released = kv.truncate(events.rows, ends[:, : len(events.rows)])
         return replace(events, copy_start=copy_start, released=released)
+
+    def taken_beside(self, events: Events, ends: IntArray) -> IntArray:
+        """Blocks that each event takes beyond those that it gives back, which are a row's from the
+        columns ``ends [LG, E, R]`` on: [E]."""
+        return np.zeros(len(events.rows), np.int64)
 
     def next_event(self, at: IntArray, state: RowState, due: IntArray) -> IntArray:
         """When rows ``at`` are due next, if their trigger says ``due``."""

@@ -25,6 +25,9 @@ KINDS = {
     EventKind.EVEN: Kind(
         Late(_HOST + "handlers:HostEvenEvents"), Late(_DEVICE + "device_events:EvenEvents")
     ),
+    EventKind.REST: Kind(
+        Late(_HOST + "rest_events:HostRestEvents"), Late(_DEVICE + "rest_events:RestEvents")
+    ),
     EventKind.UNEVEN: Kind(
         Late(_HOST + "handlers:HostUnevenEvents"), Late(_DEVICE + "device_events:UnevenEvents")
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,12 +31,29 @@ class CodeBlocks:
         return CodeBlocks(*(getattr(self, name)[:, at] for name in self.__slots__))
 
 
+class RestBlocks(NamedTuple):
+    """Where E events write what they do not keep: behind the ``before [E]`` entries of a row's
+    rest, in ``blocks [E, W]`` of its columns from that entry's on."""
+
+    before: IntArray
+    blocks: IntArray
+
+
 def _later() -> IntArray:
     """What a field holds that an earlier stage leaves empty."""
     return np.zeros(0, np.int32)
 
 
-_BY_EVENT = "rows", "seq_ids", "token_ids", "copy_start", "released", "log_from", "choices"
+_BY_EVENT = (
+    "rows",
+    "seq_ids",
+    "token_ids",
+    "copy_start",
+    "released",
+    "log_from",
+    "rounded_at",
+    "choices",
+)
 _BY_LANE = "old_lens", "new_lens", "dst_blocks"
 
 
@@ -53,7 +70,8 @@ class Events:
 
     *Scheduled*: ``released`` blocks came free. Entries from ``copy_start`` on are written again:
     ``dst_blocks[lg, e, r, j]`` is the block of column ``copy_start[e] // B + j`` afterwards. Then
-    queries are logged from ``log_from`` on. Those of kind ``CODED`` write ``codes``, and raw
+    queries are logged from ``log_from`` on, and tokens before ``rounded_at`` are no longer read as
+    they were computed. Those of kind ``CODED`` write ``codes``, and raw
     entries if a row is written afresh. ``early`` events were not due, but blocks ran out.
     """
 
@@ -70,6 +88,8 @@ class Events:
     log_from: IntArray = field(default_factory=_later)
     released: IntArray = field(default_factory=_later)
     codes: CodeBlocks | None = None
+    rest: RestBlocks | None = None
+    rounded_at: IntArray = field(default_factory=_later)
     early: bool = False
     choices: np.ndarray[Any, np.dtype[np.object_]] = field(default_factory=_later)
 
@@ -87,6 +107,12 @@ class Events:
         return np.asarray(changed)
 
     @property
+    def dropped(self) -> IntArray:
+        """Entries that leave the cache, over the lanes of a row's tables: [E]. A rest stays."""
+        left = (self.old_lens - self.new_lens).sum(axis=(0, 2))
+        return np.asarray(left if self.rest is None else np.zeros_like(left))
+
+    @property
     def rounds(self) -> IntArray:
         """Behind which events no older entry is read as it was computed: bool [E]. Those that evict
         nothing change nothing; a pruned prompt was never stored so."""
@@ -101,4 +127,6 @@ class Events:
                 some[name] = array[:, at] if name in _BY_LANE else array[at]
         if self.codes is not None:
             some["codes"] = self.codes.part(at)
+        if self.rest is not None:
+            some["rest"] = RestBlocks(*(array[at] for array in self.rest))
         return replace(self, **some)

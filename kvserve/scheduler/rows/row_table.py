@@ -122,9 +122,9 @@ class RowTable(RowArrays):
         seq.usage.compactions = int(self.compactions[row])
         seq.usage.blocks_released = int(self.blocks_released[row])
         seq.usage.peak_blocks = max(seq.usage.peak_blocks, int(self.peak_blocks[row]))
-        lens, lanes = blocks.kv_lens[:, row], layout.num_layers * layout.num_kv_heads
-        seq.usage.held_entries = int(lens.sum()) * layout.layers_per_block * layout.heads_per_block
-        seq.usage.held_tokens = -(-int(lens.sum()) // lens.size)
+        held, lanes = blocks.entries(slice(row, row + 1)), layout.num_layers * layout.num_kv_heads
+        seq.usage.held_entries = int(held[0]) * layout.layers_per_block * layout.heads_per_block
+        seq.usage.held_tokens = -(-int(held[0]) // layout.groups)
         seq.usage.held_blocks = blocks.held_by_kind(slice(row, row + 1))
         seq.usage.held_counts = blocks.counts(slice(row, row + 1))
         seq.usage.remainder_entries = lanes * self.has_remainder(row)

@@ -51,6 +51,10 @@ class Periodic(Trigger):
         return self.window
 
     @property
+    def intact(self) -> int:  # type: ignore[override]
+        return self.buffer
+
+    @property
     def log_span(self) -> int:  # type: ignore[override]
         return self.compressible
 
@@ -113,6 +117,10 @@ class EngineWide(Trigger):
     @property
     def num_queries(self) -> int:  # type: ignore[override]
         return self.window
+
+    @property
+    def intact(self) -> int:  # type: ignore[override]
+        return self.buffer
 
     def start(self, num_prompt: IntArray) -> IntArray:
         return num_prompt

@@ -26,7 +26,8 @@ class EventKind(enum.Enum):
     """What decides how much an event keeps, and in which form: ``compression/kinds.py`` says
     which file says what each does to lengths and blocks, and which what to entries.
 
-    ``EVEN``: its trigger alone, equally many in all lanes. The others are scored in one step, which
+    ``EVEN``: its trigger alone, equally many in all lanes. ``REST``: as even, and what is not kept
+    goes to the row's rest, in fewer bits. The others are scored in one step, which
     answers with an array, and carried out in a later one. ``UNEVEN``: its scores, by layer or by
     head; the answer counts entries that are kept of each lane's scored region, ``[LG, E, R]``.
     ``BLOCKS``: as uneven, but whole blocks stay where they are; the answer ``[LG, E, R, K]`` names
@@ -37,6 +38,7 @@ class EventKind(enum.Enum):
     """
 
     EVEN = "even"
+    REST = "rest"
     UNEVEN = "uneven"
     BLOCKS = "blocks"
     CODED = "coded"
@@ -121,6 +123,8 @@ class Trigger:
     """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
     event_kind: ClassVar[EventKind | None] = None
     """The kind of its events, if no policy can have others."""
+    intact: int = 0
+    """Newest entries that every event leaves as they are, in their order."""
     counts_steps: ClassVar[bool] = False
     """The scheduler makes rows due, by its own steps (``EngineWide``)."""
 
@@ -181,6 +185,7 @@ class AtPrefillEnd(Trigger):
 
     budget: Budget
     num_queries: int
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         held = rows.kv_len + rows.num_prompt - rows.num_computed  # at the prompt's end
@@ -209,6 +214,7 @@ class WhenOver(Trigger):
     keep: int
     num_queries: int
     protect_prompt: bool
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         free = rows.num_computed + self.limit - (rows.kv_len - protected(rows, self.protect_prompt))
@@ -232,6 +238,7 @@ class Bounded(Trigger):
     limit: int | None
     num_queries: int
     block: int | None = None
+    intact: int = 0
 
     def next_event(self, rows: RowState) -> IntArray:
         evicted = rows.num_computed - rows.kv_len

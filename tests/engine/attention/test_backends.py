@@ -16,6 +16,7 @@ from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.cpu import build
+from kvserve.kernels.few_bits import FewHeads
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate
@@ -30,6 +31,9 @@ class StoredCase:
 
     def __init__(self, case: Case, group: int) -> None:
         self._found = case.keys.nan_to_num(), case.values.nan_to_num(), group
+
+    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+        raise AssertionError("there is no rest")
 
     def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:
         raise AssertionError("its entries are all as they were computed")

@@ -105,7 +105,8 @@ def reference(lab: Lab, label: str) -> tuple[Run, EvictingPass]:
     run, form = lab.alone(label), FORMATS.get(lab.form)
     case = lab.cases[label]
     ids, fit, held = IDS + run.tokens[:-1], fit_of(case, run), lab.held(run)
-    found = evicting_pass(load_dense(lab.directory), ids, run.events, fit, form, held)
+    how = fit, form, held, lab.intact(label)
+    found = evicting_pass(load_dense(lab.directory), ids, run.events, *how)
     return run, found
 
 

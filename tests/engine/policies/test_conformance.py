@@ -183,18 +183,23 @@ class Lab:
 
     def _dense(self, label: str) -> DensePass:
         """What a run alone must equal, given its tokens, kept sets and levels."""
-        return self._dense_pass(self.alone(label), FORMATS.get(self.form))
+        return self._dense_pass(label, FORMATS.get(self.form))
 
-    def _dense_pass(self, run: Run, form: EntryFormat | None) -> DensePass:
-        ids, held = IDS + run.tokens[:-1], self.held(run)
-        return dense_pass(self._model, ids, run.events, form=form, held=held)
+    def _dense_pass(self, label: str, form: EntryFormat | None) -> DensePass:
+        run = self.alone(label)
+        how: dict[str, Any] = {"form": form, "held": self.held(run), "intact": self.intact(label)}
+        return dense_pass(self._model, IDS + run.tokens[:-1], run.events, **how)
+
+    def intact(self, label: str) -> int:
+        """How many of the newest entries each event of a case leaves in their order."""
+        return self.cases[label].make().event_trigger.intact
 
     def recomputed(self, label: str) -> Tensor:
         """The queries that an event computes again: they read all entries as levels."""
         form = FORMATS.get(self.form)
         if form is None or not form.newest:
             return self.dense(label).queries
-        return self._dense_pass(self.alone(label), replace(form, newest=0)).queries
+        return self._dense_pass(label, replace(form, newest=0)).queries
 
     def levels(self, run: Run) -> dict[int, tuple[Stored | QuantizedVectors, ...]]:
         """What a run stored of every layer's keys and values, [Hkv, T, D]."""

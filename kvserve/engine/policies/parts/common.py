@@ -92,11 +92,20 @@ def attention(default: str | None, window: str, more: str = "") -> Any:
     return argument(default, help, choices=ATTENTION)
 
 
-def remainder(default: str = "off") -> Any:
+def rest_bits() -> Any:
+    """``rest_bits``: in how many bits stays what an event does not keep."""
+    help = (
+        "bits of a number in which what an event does not keep stays, on average (1 to 4 by layer "
+        "and KV head, more where blocks have room), read by all later tokens; 0: it is dropped"
+    )
+    return argument(0.0, help, least=0, most=4, note="0, or at least 1; --kv-cache-dtype 3bit")
+
+
+def remainder(default: str | None = "off", more: str = "") -> Any:
     """``remainder``: what stands for dropped entries."""
     help = (
         "what stands for dropped entries, in one entry per layer and KV head: nothing (off), or "
         "their mean key and value, with the logarithm of their number added to its logit (mean), "
         "or means by what the observed queries gave each of them, with a weight to match (fitted)"
     )
-    return argument(default, help, choices=REMAINDERS)
+    return argument(default, help + more, choices=REMAINDERS)

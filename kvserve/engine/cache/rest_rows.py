@@ -1,0 +1,154 @@
+"""The rest of rows on the device: what their events did not keep, in bits by layer and KV head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.level_entries import FewEntries
+from kvserve.engine.cache.row_groups import KINDS, RowGroup
+from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.transformer import Transformer
+from kvserve.entry_format import TILE, EntryFormat, few
+from kvserve.kernels.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
+from kvserve.log import ConfigError
+from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.blocks.rest_group import RestSpec
+from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.event import Events
+from kvserve.scheduler.row_schema import per_row
+
+
+def rest_spec(layout: KVLayout, block_bytes: int, bits: float, form: EntryFormat) -> RestSpec:
+    """The group of a rest of at least ``bits`` a number on average, more where blocks have room.
+
+    ``ConfigError``: it cannot be beside entries of ``form`` in this layout.
+    """
+    if not form.few:
+        raise ConfigError(
+            f"--policy.rest_bits: a rest is read by the queries of entries in few bits, not of "
+            f"{form.name}; use --kv-cache-dtype 3bit"
+        )
+    if layout.groups > 1:
+        raise ConfigError(
+            "--policy.rest_bits: all layers and heads share a block; use --kv-layout model"
+        )
+    lanes = layout.num_layers * layout.num_kv_heads
+    less, more = (few(number).levels(layout.head_dim) for number in (int(bits), math.ceil(bits)))
+    entry = 2 * lanes * (1 + less + (more - less) * (bits % 1))
+    tokens = int(block_bytes / entry) // TILE * TILE
+    if tokens <= layout.block_size:
+        raise ConfigError(
+            f"--policy.rest_bits: {bits:g} bits save no block beside {form.name} in blocks of "
+            f"{layout.block_size}; lower it, or use a larger --block-size"
+        )
+    return RestSpec(tokens, lanes)
+
+
+class RestRows(RowGroup):
+    """Blocks of the rest, and how many entries of it each row has, in every lane."""
+
+    spec_type = RestSpec
+    spec: RestSpec
+    rest_lens: Tensor = per_row()
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        (table,) = self.tables
+        self.make_by_row(
+            lambda fields: torch.zeros(
+                (fields, table.shape[1]), dtype=torch.int64, device=table.device
+            )
+        )
+
+    def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
+        assert isinstance(cache.entries, FewEntries) and model.entry_table is not None
+        layout, size, at = cache.layout, self.spec.block_tokens, 0
+        held, self._heads = cache.entries.blocks, layout.num_kv_heads
+        left = cache.kv[0].nbytes // size - 2 * self.spec.lanes
+        lanes = [(layer, head) for layer in cache.layers.full for head in range(self._heads)]
+        forms = [(held.layers[layer].key, held.layers[layer].value) for layer, _ in lanes]
+        most = [form.bits for both in forms for form in both]
+        bits = model.entry_table.bits_of_heads(lanes, layout.head_dim, left, most)
+        layers = []
+        for (layer, head), (key, value) in zip(lanes, bits, strict=True):
+            shaping = held.layers[layer].shaping.heads(head, 1)
+            layers.append(FewLayer(few(key), few(value), at, shaping))
+            lane = EntryFormat("", few(key), few(value))
+            at += lane.block_bytes(size, layout.head_dim, 1, 1)
+        self.blocks = FewBlocks(cache.kv.flatten(1), tuple(layers), 1, size, layout.head_dim)
+        self._cache, self._entries = cache, cache.entries
+        cache.rest = [
+            self.blocks.beside(first, self._heads) for first in range(0, len(lanes), self._heads)
+        ]
+
+    def after_compaction(self, task: Events, rows: Tensor) -> None:
+        if task.rest is not None:
+            ends = task.rest.before + task.plan.evicted
+            self.rest_lens[rows] = to_device(ends, self.rest_lens.device)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """What slots [L, Hkv, S] of keys and values hold: numbers float32 [L, Hkv, S, D], and of
+        each lane's keys and values the bytes, where the rest has as many bits."""
+        keys, values = self._entries.numbers(slots)
+        copies: list[Tensor | None] = []
+        for place, layer in enumerate(self._cache.layers.full):
+            for head in range(self._heads):
+                lane = self.blocks.layer(place * self._heads + head)
+                for own, held in zip(lane, self._entries.blocks.layer(layer), strict=True):
+                    at = slots[place, head : head + 1], head
+                    equal = own.form == held.form
+                    copies.append(bytes_at(self._entries.blocks, held, *at) if equal else None)
+        return keys, values, copies
+
+    def append(
+        self, slots: Tensor, keys: Tensor, values: Tensor, copies: list[Tensor | None]
+    ) -> None:
+        """Store what ``read`` returned in slots int64 [S] of all lanes: rounded anew, but where the
+        rest has as many bits."""
+        lanes, heads = slots[None], zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+        for lane, (k, v) in enumerate(heads):
+            self._entries.store(self.blocks, lane, lanes, k[:, None], v[:, None])
+            for own, copy in zip(self.blocks.layer(lane), copies[2 * lane :], strict=False):
+                if copy is not None:
+                    own.tiles[entries_at(self.blocks, own, lanes)] = copy
+
+    def over(
+        self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor
+    ) -> ForwardBatch:
+        return self._beside(batch, self.rest_lens[rows] - 1)
+
+    def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
+        return self._beside(batch, torch.full_like(batch.positions, -1))
+
+    def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
+        assert batch.rest is not None
+        batch.rest.last.copy_(torch.where(real, self.rest_lens[rows] - 1, -1))
+
+    def _beside(self, batch: ForwardBatch, last: Tensor) -> ForwardBatch:
+        (table,) = self.tables
+        rest = replace(
+            batch,
+            slots=batch.slots[..., :0],
+            query_slots=None,
+            last=last.expand(1, 1, -1).contiguous(),
+            tables=table,
+            first=None,
+            always=None,
+            recent=None,
+            remainders=None,
+            further=(),
+            windowed=None,
+            newest=None,
+            most_seen=table.shape[3] * self.spec.block_tokens,
+            block_tokens=self.spec.block_tokens,
+        )
+        return replace(batch, rest=rest)
+
+
+KINDS.append(RestRows)

@@ -1,0 +1,208 @@
+"""What events do not keep, in fewer bits: nothing is lost, whoever is beside, and tokens see all of
+it as the reference does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvserve import LLM, SamplingParams
+from kvserve.engine.attention import paged
+from kvserve.engine.cache.rest_rows import RestRows
+from kvserve.engine.compression.rest_events import RestEvents
+from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.few_bits import packed, quantize
+from kvserve.kernels.turning import turn_torch
+from kvserve.log import ConfigError, RequestError
+from tests.checkpoints import random_prompts, write_checkpoint
+from tests.engine.guesses import SPECULATIVE
+from tests.engine.models.decoding import make
+from tests.engine.models.decoding import tokens as tokens_of
+from tests.scheduler.traffic import preempt_now_and_then
+
+pytestmark = pytest.mark.usefixtures("few_newest", "some_text")
+KARA = {"name": "kara", "window": 48, "buffer": 16, "ratio": 0.25, "period": 8, "rest_bits": 1.25}
+KEYS = {"name": "keydiff", "budget": 40, "threshold": 64, "trigger": "threshold", "recent": 16}
+SETTINGS: dict[str, Any] = {"kv_cache_dtype": "3bit"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("qwen3", tmp_path_factory.mktemp("model"), head_dim=64)
+
+
+def engine(directory: Path, policy: Any, **settings: Any) -> LLM:
+    return make(directory, policy=policy, **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("policy", [KARA, KEYS | {"rest_bits": 1.25}], ids=["kara", "keydiff"])
+def test_alone_and_in_a_crowd(directory: Path, policy: dict[str, Any]) -> None:
+    """Beside others, in chunks, with guesses, hits and recomputation: the same tokens, and no block
+    is lost."""
+    prompts = random_prompts([70, 23, 41, 5], seed=5)
+    alone = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
+    expected = tokens_of(alone, prompts, 120)
+    settings = {"max_num_batched_tokens": 99, "speculative_config": SPECULATIVE, "swap_space": 1}
+    crowd = engine(directory, policy, max_num_seqs=6, **settings)
+    scheduler = crowd.engine.core.scheduler
+    preempt_now_and_then(scheduler, np.random.default_rng(0), 0.05)
+    assert tokens_of(crowd, prompts * 2, 120) == expected * 2
+    scheduler.check_integrity()
+    assert scheduler.totals.preemptions_total > 3
+    assert scheduler.pool.num_free + scheduler.blocks.num_cached == scheduler.pool.capacity
+
+
+def test_all_tokens_are_seen_as_the_reference_sees_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, calls = engine(directory, KARA, enforce_eager=True), list[float]()
+    backend = llm.engine.core.runner.attention
+    assert isinstance(backend, paged.PagedAttention)
+    attend = backend._kernel
+
+    def both(*args: Any, **more: Any) -> torch.Tensor:
+        found = attend(*args, **more)
+        more["shares"] = None
+        torch.testing.assert_close(
+            found, paged_attention_torch(*args, **more), rtol=1e-4, atol=1e-4
+        )
+        without = paged_attention_torch(*args, **more | {"rest": None})
+        calls.append(float((found - without).abs().max()))
+        return found
+
+    monkeypatch.setattr(backend, "_kernel", both)
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
+    outputs = llm.generate(random_prompts([30, 9], seed=2), params, use_tqdm=False)
+    assert max(calls) > 0.01  # tokens do look there
+    for output in outputs:
+        details = output.kv_cache_details
+        assert details.held_tokens == details.logical_tokens
+        assert details.evicted_tokens == 0 < details.rest_entries
+
+
+def test_the_rest_is_what_was_dropped(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event appends what it does not keep, written anew from what was held, by the rule of
+    ``few_bits.py`` in each lane's bits."""
+    llm = engine(directory, KARA, enforce_eager=True, kv_cache_dtype="2bit", block_size=32)
+    runner = llm.engine.core.runner
+    (rest,) = (group for group in runner.batch.groups if isinstance(group, RestRows))
+    wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copied: list[list[torch.Tensor | None]] = []
+    read = RestEvents._read
+
+    def on_read(self: RestEvents, events: Any, windows: Any, places: torch.Tensor) -> Any:
+        slots, keys, values, copies = read(self, events, windows, places)
+        dropped = windows.length - places.shape[-1]
+        assert len(slots) == len(windows.rows) * dropped
+        kept = {(h, int(p)) for h in range(places.shape[2]) for p in places[0, 0, h]}
+        assert len(kept) == places.shape[2] * places.shape[3]
+        wanted.append((keys[:, :, -dropped:], values[:, :, -dropped:]))
+        copied.append(copies)
+        return slots, keys, values, copies
+
+    monkeypatch.setattr(RestEvents, "_read", on_read)
+    llm.generate(
+        random_prompts([30], seed=2), SamplingParams(max_tokens=60, ignore_eos=True), use_tqdm=False
+    )
+    keys, values = (torch.cat(parts, dim=2) for parts in zip(*wanted, strict=True))
+    count = keys.shape[2]
+    assert count == 24 * len(wanted) > 0  # 32 of a window's 48, of which 8 stay
+    assert rest.spec.block_tokens > runner.cache.layout.block_size
+    used = [bits for layer in rest.blocks.layers for bits in (layer.key.bits, layer.value.bits)]
+    assert min(used) == 1 < max(used)
+    table = rest.tables[0][0, 0, 0].long()
+    blocks = table[: -(-count // rest.spec.block_tokens)]
+    equal = 0
+    for lane, (layer, k, v) in enumerate(
+        zip(rest.blocks.layers, keys.flatten(0, 1), values.flatten(0, 1), strict=True)
+    ):
+        for kind, (held, x) in enumerate(zip(rest.blocks.layer(lane), (k, v), strict=True)):
+            there = held.tiles[blocks][..., held.places].flatten(0, 3)[:count]
+            copies = [each[2 * lane + kind] for each in copied]
+            if copies[0] is not None:  # in as many bits as before: the same bytes
+                assert torch.equal(there, torch.cat([x[0] for x in copies if x is not None]))
+                equal += 1
+                continue
+            shaping = layer.shaping if held.of_keys else None
+            mean = layer.shaping.mean if held.of_keys else None
+            turned = turn_torch(x[:, None], mean, torch.float32)
+            levels, codes = quantize(turned, held.form.bits, held.factor, shaping)
+            new = torch.cat([packed(levels, held.form.bits), codes[..., None]], dim=-1)[:, 0]
+            assert torch.equal(there, new)
+    assert 0 < equal < 2 * len(rest.blocks.layers)
+
+
+def test_a_budget_never_reached_is_none(directory: Path) -> None:
+    prompts = random_prompts([20, 9], seed=3)
+    policy = KARA | {"window": 512, "buffer": 128}
+    with_rest = engine(directory, policy)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0, logprobs=3)
+    # The newest entries are half as many beside a rest, so both engines have one.
+    answers = [
+        [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+        for outputs in (
+            with_rest.generate(prompts, params, use_tqdm=False),
+            with_rest.generate(
+                prompts,
+                SamplingParams(
+                    max_tokens=60, ignore_eos=True, temperature=0.0, logprobs=3, kv_policy="none"
+                ),
+                use_tqdm=False,
+            ),
+        )
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path) -> None:
+    """In a pool that has no others, but for the next token's."""
+    (prompt,) = random_prompts([30], seed=2)
+    policy = KEYS | {"rest_bits": 1.25, "threshold": 104}
+    llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
+    (expected,) = tokens_of(llm, [prompt], 150)
+    core, pool, taken = llm.engine.core, llm.engine.core.scheduler.pool, np.zeros(0, np.int32)
+    llm.engine.add_request(
+        "0", prompt, SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
+    )
+    output = None
+    while llm.engine.has_unfinished_requests:
+        pool.release(taken)
+        row = core.scheduler.rows
+        due = int(row.num_computed[0] >= row.next_event[0])
+        left = 5 - 4 * due if row.num_decoding else pool.num_free
+        taken = pool.allocate(max(pool.num_free - left, 0))
+        output = next(iter(llm.engine.step()), output)
+    assert output is not None and output.outputs[0].token_ids == expected
+    assert output.kv_cache_details.rest_entries > 0
+    assert core.scheduler.totals.preemptions_total == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "word"),
+    [
+        (KARA, {"kv_cache_dtype": "k8v4"}, "rest_bits: a rest is read by"),
+        (KARA, {"kv_layout": "head"}, "use --kv-layout model"),
+        (KARA | {"remainder": "mean"}, {}, "off with rest_bits"),
+        (KARA | {"rest_bits": 0.5}, {}, "at least 1"),
+        (KARA | {"rest_bits": 4}, {}, "save no block"),
+        ({"name": "adakv", "budget": 64, "rest_bits": 2}, {}, "rest_bits must be 0 where"),
+        (KARA, {"attention_backend": "torch"}, "left in fewer bits"),
+    ],
+    ids=["form", "layout", "remainder", "below one", "four", "uneven", "backend"],
+)
+def test_what_cannot_be_is_refused(
+    directory: Path, policy: dict[str, Any], settings: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        engine(directory, policy, **settings)
+
+
+def test_a_request_may_not_bring_another(directory: Path) -> None:
+    llm = engine(directory, KARA)
+    params = SamplingParams(max_tokens=2, kv_policy=KARA | {"rest_bits": 2.5})
+    with pytest.raises(RequestError, match=r"rest_bits are 1\.25 on this server"):
+        llm.generate([[5, 6]], params, use_tqdm=False)
