@@ -23,7 +23,6 @@ from kvserve.engine.compression.observer import (
     Scope,
     Windows,
     at_layers,
-    by_window,
     slots_of,
     uneven_lengths,
 )
@@ -323,12 +322,12 @@ def _mean_of_dropped(
     lanes = layout.num_layers, layout.num_kv_heads
     slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
     number = weights.sum(dim=-1, keepdim=True)
-    share = (weights / number.clamp(min=1))[..., None, :]
-    keys, values = (
-        (share @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
+    share = (weights / number.clamp(min=1)).movedim(0, 2)[..., None, :]
+    keys, values = (  # [L, Hkv, E, S, D] as they are gathered: a product by event would copy them
+        (share @ read(slots, None).unflatten(2, (len(task.rows), -1)).float())[..., 0, :]
         for read in (cache.entries.keys, cache.entries.values)
     )
-    return Remainder(keys, values, number[..., 0].log())
+    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), number[..., 0].log())
 
 
 def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:

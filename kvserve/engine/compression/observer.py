@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.kernels.events import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.quantized_entries import LevelKeys
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.late import Made
@@ -238,10 +239,16 @@ class Observer:
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
-        keys, values = by_window(cache.entries.keys(slots, layers), count), None
+        read = cache.entries.scored if policy.demands.scores_levels else cache.entries.keys
+        keys: Any = read(slots, layers)
+        values = None
+        if isinstance(keys, Tensor):
+            keys = by_window(keys, count)
+        else:
+            keys = LevelKeys(*(by_window(x, count) for x in keys))
         if scope.reads_values:
             values = by_window(cache.entries.values(slots, layers), count)
-        queries: Queries = keys[..., :0, :]
+        queries: Queries
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = at_layers(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
@@ -253,6 +260,8 @@ class Observer:
                 queries = by_window(found, count)
             else:
                 queries = Int4Queries(*(by_window(x, count) for x in found))
+        else:
+            queries = keys[..., :0, :]
         scores = None if earlier is None else earlier[to_device(part.rows, device)]
         if scores is not None and scores.shape[1] > lanes:
             scores = at_layers(scores, at)
