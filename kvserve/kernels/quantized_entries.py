@@ -14,6 +14,7 @@ Levels of 4 bits share bytes: of D channels byte j holds number j, and above it 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -156,12 +157,14 @@ class QuantizedBlocks:
             held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held
 
-    @property
+    @cached_property
     def fields(self) -> tuple[object, ...]:
-        """``Blocks`` of the C++ file."""
-        held = (
-            (x.levels, x.step, x.low, x.form.bits, x.form.e4m3) for x in (self.keys, self.values)
-        )
+        """``Blocks`` of the C++ file: addresses inside of the pool, which stays where it is."""
+        held = []
+        for x in (self.keys, self.values):
+            parts = (x.levels, x.step, x.low)
+            at = (None if part is None else part.data_ptr() for part in parts)
+            held.append((*at, x.form.bits, x.form.e4m3))
         return (*held, *self.pool.stride()[:2], self.lane_bytes, *self.keys.shape)
 
     @property

@@ -250,8 +250,7 @@ class Compressor:
     def _with_first(self, chosen: Tensor, windows: Windows, count: int = 1) -> Tensor:
         """The places that windows keep, [E', L', Hkv, N]: beside entries in few bits with a row's
         ``count`` first entries, since attention reads the first one as it was computed, always."""
-        at = np.flatnonzero(windows.begin == 0)
-        if not self._cache.form.few or not len(at):
+        if not self._cache.form.few or not len(at := np.flatnonzero(windows.begin == 0)):
             return chosen
         first = to_device(-windows.entries[at], chosen.device)[..., None]
         places = first + torch.arange(count, device=chosen.device)
