@@ -89,11 +89,8 @@ def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
 def gather_kv_triton(
     kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
-    """Keys of slots outside of the cache are 0. Values are gathered by torch: few policies read
-    them."""
-    if values:
-        return gather_kv_torch(kv_cache, slots, layer_ids, values)
-    return gather_triton(kv_cache[:, :, 0], slots, layer_ids)
+    """Those of slots outside of the cache are 0."""
+    return gather_triton(kv_cache[:, :, int(values)], slots, layer_ids)
 
 
 def gather_triton(

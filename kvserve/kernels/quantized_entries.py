@@ -14,7 +14,8 @@ Levels of 4 bits share bytes: of D channels byte j holds number j, and above it 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +76,23 @@ class QuantizedVectors:
         if self.low is not None:
             numbers = numbers + self.low[..., None].float()
         return numbers.to(dtype)
+
+
+class LevelKeys(NamedTuple):
+    """Keys whose levels have a sign and a byte each: ``levels int8 [..., D]``, ``steps float32
+    [...]``."""
+
+    levels: Tensor
+    steps: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the numbers: [..., D]."""
+        return self.levels.shape
+
+    def float(self) -> Tensor:
+        """The numbers: float32 [..., D]."""
+        return self.levels.float() * self.steps[..., None]
 
 
 def quantize(x: Tensor, form: VectorForm) -> QuantizedVectors:
@@ -139,12 +157,14 @@ class QuantizedBlocks:
             held.append(QuantizedVectors(vector, own, *parts))
         self.keys, self.values = held
 
-    @property
+    @cached_property
     def fields(self) -> tuple[object, ...]:
-        """``Blocks`` of the C++ file."""
-        held = (
-            (x.levels, x.step, x.low, x.form.bits, x.form.e4m3) for x in (self.keys, self.values)
-        )
+        """``Blocks`` of the C++ file: addresses inside of the pool, which stays where it is."""
+        held = []
+        for x in (self.keys, self.values):
+            parts = (x.levels, x.step, x.low)
+            at = (None if part is None else part.data_ptr() for part in parts)
+            held.append((*at, x.form.bits, x.form.e4m3))
         return (*held, *self.pool.stride()[:2], self.lane_bytes, *self.keys.shape)
 
     @property
@@ -211,11 +231,27 @@ def gather_levels_cpu(
     layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
     out = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=dtype)
     _GATHER_LEVELS(
-        *(blocks.fields, out, as_int64(slots), layer_ids),
+        *(blocks.fields, out, None, as_int64(slots), layer_ids),
         *(*slots.shape, values, dtype is torch.bfloat16),
         refused=blocks.slot_outside,
     )
     return out
+
+
+def gather_key_levels_cpu(
+    blocks: QuantizedBlocks, slots: Tensor, layer_ids: Tensor | None
+) -> LevelKeys:
+    """Keys of 8 bits with a sign as they are held: [L', Hkv, S, ...]. ``IndexError`` as of the
+    store."""
+    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    levels = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=torch.int8)
+    steps = torch.empty(slots.shape)
+    _GATHER_LEVELS(
+        *(blocks.fields, levels, steps, as_int64(slots), layer_ids),
+        *(*slots.shape, False, False),
+        refused=blocks.slot_outside,
+    )
+    return LevelKeys(levels, steps)
 
 
 def move_levels_cpu(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:

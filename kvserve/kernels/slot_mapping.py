@@ -18,12 +18,14 @@ def slot_mapping(
     """
     groups, num_rows, heads, columns = block_tables.shape
     lanes = positions.shape[:2]
-    group = torch.arange(lanes[0], device=rows.device) * groups // lanes[0]
-    head = torch.arange(lanes[1], device=rows.device) * heads // lanes[1]
+    row = rows
+    if groups * heads > 1:
+        group = torch.arange(lanes[0], device=rows.device) * groups // lanes[0]
+        head = torch.arange(lanes[1], device=rows.device) * heads // lanes[1]
+        row = (group[:, None, None] * num_rows + rows) * heads + head[:, None]
     column = torch.div(positions, block_tokens, rounding_mode="floor")
-    row = (group[:, None, None] * num_rows + rows) * heads + head[:, None]
-    blocks = block_tables.reshape(-1)[row * columns + column].long()
-    return blocks * block_tokens + positions % block_tokens
+    blocks = block_tables.reshape(-1)[row * columns + column]
+    return torch.add(positions % block_tokens, blocks, alpha=block_tokens)
 
 
 def places_of(

@@ -445,3 +445,26 @@ async def test_an_engine_that_is_forgotten_leaves_the_next_ones_sockets_open() -
         gc.collect()
         assert not (newer._outputs.closed or newer._commands.closed)
         newer._close_sockets()
+
+
+_LOADED = """
+import sys
+from kvserve import EngineConfig
+from kvserve.engine.core.core_loop import serving_core
+config = EngineConfig.from_flat(
+    model="kvserve/tiny", policy=sys.argv[1], device="cpu", num_gpu_blocks_override=200
+)
+core = serving_core(config, lambda stage: None)
+event = "engine.compression.compressor", "kernels.scores.window_scores"
+print(*("kvserve." + name in sys.modules for name in event), core.stats().compactions_total)
+core.close()
+"""
+
+
+@pytest.mark.parametrize("policy", ["none", "kara"])
+def test_what_events_need_is_there_before_the_first_request(policy: str) -> None:
+    """Else the first event waits for it, and every request beside it; ``none`` has no events."""
+    command = [sys.executable, "-c", _LOADED, policy]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
+    loaded = policy == "kara"
+    assert done.stdout.split() == [str(loaded)] * 2 + ["0"]

@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS, GROUP_AGGREGATES
 from kvserve.kernels.int4_log import Int4Queries, quantize
+from kvserve.kernels.quantized_entries import LevelKeys
+from kvserve.kernels.quantized_entries import quantize as quantize_entries
 from kvserve.kernels.scores.causal_scores import (
     causal_scores,
     over_group,
     past_scores,
 )
-from kvserve.kernels.scores.window_scores import window_scores_cpu, window_scores_torch
+from kvserve.kernels.scores.window_scores import (
+    window_scores,
+    window_scores_cpu,
+    window_scores_torch,
+)
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen
 
@@ -125,19 +132,32 @@ def views(query: Int4Queries, window: int, n: int, later: int) -> list[Seen | No
     return [None, Seen(query.shares, n, 0, 1, later), Seen(query.shares, 7, last % step, step, 0)]
 
 
+def as_levels(key: Tensor) -> LevelKeys:
+    """Keys as the cache holds them in 8 bits."""
+    held = quantize_entries(key, FORMATS["int8"].key)
+    return LevelKeys(held.levels.view(torch.int8), held.step.float())
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("aggregate", "group_aggregate"), COMBINATIONS)
 def test_compiled(
     aggregate: str, group_aggregate: str, dtype: torch.dtype, shape: tuple[int, int, int, int, int]
 ) -> None:
+    """Levels of 8 bits are scored as the numbers that they stand for."""
     _, window, n, later, _ = shape
-    q, k = case(*shape, dtype)
+    held: Tensor | LevelKeys
+    q, held = case(*shape, torch.float32 if dtype is torch.int8 else dtype)
+    k = held
+    if dtype is torch.int8:
+        held = as_levels(k)
+        k = held.float()
     for seen in views(q, window, n, later):
-        how = k, SCALE, aggregate, group_aggregate, seen
-        found = window_scores_cpu(q, *how)
-        torch.testing.assert_close(found, window_scores_torch(q, *how), rtol=1e-4, atol=1e-6)
+        how = SCALE, aggregate, group_aggregate, seen
+        found, expected = window_scores_cpu(q, held, *how), window_scores_torch(q, k, *how)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        assert dtype is not torch.int8 or torch.equal(found, window_scores(q, held, *how))
 
 
 @pytest.mark.compiler

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.level_entries import QuantizedEntries
 from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.elementwise import rotate_triton
 from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
@@ -318,6 +319,10 @@ def test_levels(form: EntryFormat, kernels: StorageKernels, dim: int, dtype: tor
         # Triton may round the sum with a low once less.
         within = 0.0 if kernels is COMPILED else 1e-6
         torch.testing.assert_close(found, expected, atol=within, rtol=within)
+    if kernels is COMPILED and form.key.bits == 8 and not form.key.e4m3:
+        entries = QuantizedEntries(ours, kernels, dtype)
+        exact = TORCH.gather_levels(theirs, lanes, None, F32)
+        assert torch.equal(entries.scored(lanes, None).float(), exact)
     for each, pool in ((kernels, ours), (TORCH, theirs)):
         each.move_levels(pool, lanes[..., :10], lanes[..., 10:20], 1)
     assert torch.equal(ours.pool, theirs.pool)

@@ -6,6 +6,8 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kvserve.engine.attention.base import Entries
@@ -55,6 +57,10 @@ class RawEntries:
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         """As ``keys``, of values."""
         return self._kernels.gather_kv(self.memory, slots, on_device(slots, layers), True)
+
+    def scored(self, slots: Tensor, layers: IntArray | None) -> Any:
+        """As ``keys``, or as ``LevelKeys`` where scores take levels faster."""
+        return self.keys(slots, layers)
 
     def turn(self, x: Tensor, layer: int | None = None) -> Tensor:
         """Heads [T, H, D] as they are held: keys of a ``layer``, or else queries and values, which

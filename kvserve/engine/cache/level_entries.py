@@ -10,9 +10,9 @@ from torch import Tensor
 from kvserve.engine.attention.base import Entries
 from kvserve.engine.cache.entry_store import RawEntries, on_device
 from kvserve.kernels.few_bits import FewBlocks
-from kvserve.kernels.quantized_entries import QuantizedBlocks
+from kvserve.kernels.quantized_entries import LevelKeys, QuantizedBlocks, gather_key_levels_cpu
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.storage import StorageKernels
+from kvserve.kernels.storage import COMPILED, StorageKernels
 from kvserve.kernels.turning import turn_torch
 from kvserve.scheduler.arrays import IntArray
 
@@ -45,6 +45,12 @@ class QuantizedEntries(RawEntries):
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         own = on_device(slots, layers)
         return self._kernels.gather_levels(self.blocks, slots, own, self._dtype, True)
+
+    def scored(self, slots: Tensor, layers: IntArray | None) -> Tensor | LevelKeys:
+        form, own = self.blocks.keys.form, on_device(slots, layers)
+        if self._kernels.gather_levels is not COMPILED.gather_levels or form.e4m3:
+            return self.keys(slots, layers)
+        return gather_key_levels_cpu(self.blocks, slots, own)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
         self._kernels.move_levels(self.blocks, src, dst, runs)

@@ -23,7 +23,6 @@ from kvserve.engine.compression.observer import (
     Scope,
     Windows,
     at_layers,
-    by_window,
     slots_of,
     uneven_lengths,
 )
@@ -261,8 +260,7 @@ class Compressor:
     def _with_first(self, chosen: Tensor, windows: Windows, count: int = 1) -> Tensor:
         """The places that windows keep, [E', L', Hkv, N]: beside entries in few bits with a row's
         ``count`` first entries, since attention reads the first one as it was computed, always."""
-        at = np.flatnonzero(windows.begin == 0)
-        if not self._cache.form.few or not len(at):
+        if not self._cache.form.few or not len(at := np.flatnonzero(windows.begin == 0)):
             return chosen
         first = to_device(-windows.entries[at], chosen.device)[..., None]
         places = first + torch.arange(count, device=chosen.device)
@@ -333,12 +331,12 @@ def _mean_of_dropped(
     lanes = layout.num_layers, layout.num_kv_heads
     slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
     number = weights.sum(dim=-1, keepdim=True)
-    share = (weights / number.clamp(min=1))[..., None, :]
-    keys, values = (
-        (share @ by_window(read(slots, None), len(task.rows)).float())[..., 0, :]
+    share = (weights / number.clamp(min=1)).movedim(0, 2)[..., None, :]
+    keys, values = (  # [L, Hkv, E, S, D] as they are gathered: a product by event would copy them
+        (share @ read(slots, None).unflatten(2, (len(task.rows), -1)).float())[..., 0, :]
         for read in (cache.entries.keys, cache.entries.values)
     )
-    return Remainder(keys, values, number[..., 0].log())
+    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), number[..., 0].log())
 
 
 def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:

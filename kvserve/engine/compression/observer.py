@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
+from kvserve.entry_format import int4_bytes
 from kvserve.kernels.events import slots_of_entries
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.quantized_entries import LevelKeys
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
 from kvserve.late import Made
@@ -45,7 +47,7 @@ def event_bytes(layout: KVLayout, max_len: int) -> int:
     if layers * layer <= SCRATCH_BYTES:
         return SCRATCH_BYTES
     scoring = layer + 4 * PIECE_BYTES + entries * layers * _SCORE_BYTES
-    return max(scoring, entries * layers * _RANKED_BYTES)
+    return max(scoring, entries * layers * _RANKED_BYTES, SCRATCH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,12 @@ class Observer:
         # torch's operators hold them.
         length, queries, kv_heads = windows.length, len(windows.places), layout.num_kv_heads
         matrices = 2 if self._cache.kv.device.type == "cpu" else 0
-        vectors = kv_heads * length * (1 + scope.reads_values) + scope.query_heads * queries
-        layer = vectors * (4 * layout.head_dim + _SLOT_BYTES) + kv_heads * length * _SCORE_BYTES
+        key = query = 4 * layout.head_dim
+        if scope.policy.demands.scores_levels:  # neither is widened
+            key, query = self._cache.dtype.itemsize * layout.head_dim, int4_bytes(layout.head_dim)
+        entries = kv_heads * (length + scope.policy.demands.later_entries)
+        layer = entries * (1 + scope.reads_values) * (key + _SLOT_BYTES)
+        layer += scope.query_heads * queries * (query + _SLOT_BYTES) + entries * _SCORE_BYTES
         each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
         step, count = max(1, self.scratch_bytes // each), scope.count
         if each > self.scratch_bytes and not scope.policy.demands.couples_layers:
@@ -238,10 +244,16 @@ class Observer:
         shape = lanes, layout.num_kv_heads
         held = numbers[..., None] + places
         slots = slots_of(block_tables, part.rows, held, shape, layout.block_size)
-        keys, values = by_window(cache.entries.keys(slots, layers), count), None
+        read = cache.entries.scored if policy.demands.scores_levels else cache.entries.keys
+        keys: Any = read(slots, layers)
+        values = None
+        if isinstance(keys, Tensor):
+            keys = by_window(keys, count)
+        else:
+            keys = LevelKeys(*(by_window(x, count) for x in keys))
         if scope.reads_values:
             values = by_window(cache.entries.values(slots, layers), count)
-        queries: Queries = keys[..., :0, :]
+        queries: Queries
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = at_layers(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
@@ -253,6 +265,8 @@ class Observer:
                 queries = by_window(found, count)
             else:
                 queries = Int4Queries(*(by_window(x, count) for x in found))
+        else:
+            queries = keys[..., :0, :]
         scores = None if earlier is None else earlier[to_device(part.rows, device)]
         if scores is not None and scores.shape[1] > lanes:
             scores = at_layers(scores, at)

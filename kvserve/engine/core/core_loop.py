@@ -135,9 +135,7 @@ class ThreadClient:
             raise
 
     def _load(self) -> EngineCore:
-        from kvserve.engine.core.engine_core import EngineCore
-
-        return EngineCore(self._config, tell=partial(setattr, self, "stage"))
+        return serving_core(self._config, partial(setattr, self, "stage"))
 
     def send(self, command: Command) -> None:
         self._commands.put(command)
@@ -152,6 +150,22 @@ class ThreadClient:
             while True:
                 yield self._commands.get(block, timeout=_IDLE_POLL_S)
                 block = False
+
+
+def serving_core(config: EngineConfig, tell: Callable[[str], None]) -> EngineCore:
+    """A core that has run an event of its policy once, on no entry: no request waits until what
+    events need is loaded, and compiled. (On a GPU all ranks do so as they start.)"""
+    from kvserve.engine.core.engine_core import EngineCore
+    from kvserve.scheduler.triggers.trigger import Never
+
+    core = EngineCore(config, tell=tell)
+    runner, policy = core.runner, core.runner.policies[0]
+    here = runner.batch.device == "cpu" and runner.group.size == 1
+    if here and not isinstance(policy.event_trigger, Never):
+        from kvserve.engine.runner.warm_up import rehearse_event
+
+        rehearse_event(runner, policy, core.info.max_model_len, events=1)
+    return core
 
 
 def run_core(

@@ -34,6 +34,7 @@ from kvserve.engine.core.core_loop import (
     Unreadable,
     WatchPool,
     run_core,
+    serving_core,
 )
 from kvserve.engine.device.child import parents_end, start_child
 from kvserve.engine.device.pages import share_one_arena
@@ -190,13 +191,11 @@ def main() -> None:
     share_one_arena()
     channel = _SocketChannel(commands, outputs)
     try:
-        # Here: the server's process starts this one before it could have loaded torch itself.
-        from kvserve.engine.core.engine_core import EngineCore
 
         def tell(stage: str) -> None:
             channel.send_frames([_STAGE, stage.encode()])
 
-        with closing(EngineCore(config, tell=tell)) as core:
+        with closing(serving_core(config, tell)) as core:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             channel.send_frames(_pack(core.described()))
             run_core(core, channel.receive, channel.send)

@@ -77,6 +77,8 @@ class Policy:
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
     uses_values: ClassVar[bool] = False
     """It scores by the entries' values too (``Observation.values``)."""
+    scores_levels: ClassVar[bool] = False
+    """Its scores take keys as they are held, too (``Observation.keys``)."""
     uses_centres: ClassVar[bool] = False
     """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
@@ -146,10 +148,7 @@ class Policy:
 
     @property
     def event_trigger(self) -> Trigger:
-        """When events are due, and what they do to lengths.
-
-        A policy without an argument ``trigger`` may define it under that name.
-        """
+        """When events are due, and what they do to lengths; it may be a field ``trigger``."""
         return cast(Trigger, cast(Any, self).trigger)
 
     @property
@@ -170,18 +169,13 @@ class Policy:
 
     @property
     def query_reduction(self) -> str | None:
-        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed.
-
-        By default, the argument ``query_reduce``.
-        """
+        """``group_mean`` or ``heads``: how logged queries are reduced; ``None``: none needed."""
         return self.query_reduce
 
     @property
     def logged_dtype(self) -> str:
-        """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice).
-
-        By default, the argument ``query_dtype``, where auto is int4 if absolute attention needs it.
-        """
+        """How queries are logged: model (the model's dtype), fp8, int4, or auto (engine's choice):
+        the argument ``query_dtype``, where auto is int4 if absolute attention needs it."""
         absolute = self.attention == "absolute"
         return "int4" if self.query_dtype == "auto" and absolute else self.query_dtype
 
@@ -192,10 +186,8 @@ class Policy:
 
     @property
     def recomputed_reduction(self) -> str | None:
-        """As ``query_reduction``, if queries are recomputed at the event instead of logged.
-
-        For triggers that do not log, and whose windows are scored by their own tokens.
-        """
+        """As ``query_reduction``, if queries are recomputed at the event: for triggers that do not
+        log, and whose windows are scored by their own tokens."""
         return None
 
     @property
@@ -240,11 +232,8 @@ class Policy:
 
     @property
     def couples_heads(self) -> bool:
-        """Whether counts or choices depend on several KV heads.
-
-        If so, its scores and choices cover the heads of all tensor-parallel ranks
-        (``Observation.all_heads``), and each rank takes its own heads of the choice.
-        """
+        """Whether counts or choices depend on several KV heads. If so, they cover the heads of all
+        tensor-parallel ranks (``Observation.all_heads``), and each rank takes its own."""
         return False
 
     @property

@@ -26,6 +26,7 @@ class Demands:
     """As ``query_reduction``, if queries are recomputed at the event."""
     reads_values: bool
     uses_centres: bool
+    scores_levels: bool
     statistics_file: str | None
     kept_scores: int
     """Scores per head that are kept for the next event."""

@@ -221,6 +221,10 @@ class Kara(Policy):
         return self.protect_turns
 
     @property
+    def scores_levels(self) -> bool:  # type: ignore[override]
+        return self.sees_all and self.remainder != "fitted"
+
+    @property
     def later_entries(self) -> int:
         return self.buffer if self.sees_all else 0
 

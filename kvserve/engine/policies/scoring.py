@@ -54,9 +54,9 @@ class Observation:
     q . k. ``earlier [E, L, Hkv, m]`` are the scores that the first m entries had after the last
     event, for policies that keep them (m = 0 before the first). ``missing [E, L, Hkv, n]`` is True
     where a shorter lane has no entry: lanes end together, so these are its first places; ``None``:
-    no entry is missing. The last ``later`` keys lie behind the window's places, for policies that
-    ask for them. ``values``, in the shape of the keys, are given to policies that
-    declare ``uses_values``, or fit something.
+    no entry is missing. Keys may be ``LevelKeys`` for a policy that ``scores_levels``. The last
+    ``later`` keys lie behind the window's places, for policies that ask for them. ``values``, in
+    the shape of the keys, are given to policies that declare ``uses_values``, or fit something.
     ``left`` reads the ``remainder [E, L, Hkv, ...]``, for policies that look at it.
     ``sinks`` float32 [E, L, Hlog] take part in each head's softmax, if the model has them.
     ``centres`` are where the model's queries usually point, for policies that use them;
@@ -98,14 +98,16 @@ class Observation:
         If the queries' ``places`` in the window are given, attention is absolute: the softmax runs
         over all entries that a query saw and over those after it, the ``later`` ones included.
         """
-        span = self.keys.shape[-2] - self.later
-        keys, seen, given = self.keys[..., :span, :], None, None
-        if places is not None:
-            keys = self.keys
+        keys, seen, given = self.keys, None, None
+        span = keys.shape[-2] - self.later
+        if places is None:
+            keys = keys[..., :span, :]
+        else:
             seen = Seen(self.shares, span, places.start, places.step, self.later)
         if self.values is not None:  # something is fitted
-            log_sums = torch.empty(self.queries.shape[:-1], device=keys.device)
-            given = Given(log_sums, torch.empty(*keys.shape[:-2], span, device=keys.device))
+            device = self.values.device
+            log_sums = torch.empty(self.queries.shape[:-1], device=device)
+            given = Given(log_sums, torch.empty(*keys.shape[:-2], span, device=device))
             self._known.append(given)
         how = self.scale, aggregate, group_aggregate, seen, given
         return window_scores(self.queries, keys, *how)

@@ -36,7 +36,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     _draw(runner)
     for events in (1, 2):
         if events <= len(runner.batch.last_token):
-            _compress(runner, policy, max_len, events)
+            rehearse_event(runner, policy, max_len, events)
     runner.group.agree()
 
 
@@ -73,8 +73,10 @@ def _draw(runner: ModelRunner) -> None:
             runner.batch.sampling.draw(logits, rows, rows, filtered=filtered)
 
 
-def _compress(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
-    """Run the first event of rows whose tables name only the null block."""
+@torch.inference_mode()
+def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: int) -> None:
+    """Run the first event of so many rows; their tables name only the null block, before any row
+    has begun."""
     layout = runner.cache.layout
     if policy.demands.event_kind in (EventKind.CODED, EventKind.PRUNED):
         _move(runner)

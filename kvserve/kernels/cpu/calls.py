@@ -175,9 +175,9 @@ def as_int64(x: Tensor) -> Tensor:
 
 def _plain(x: Any) -> Any:
     """Tensors as their addresses, alone or in tuples."""
-    if isinstance(x, Tensor):
-        return x.data_ptr()
-    return tuple(map(_plain, x)) if isinstance(x, tuple) else x
+    if isinstance(x, tuple):
+        return tuple([y if type(y) in _PLAIN else _plain(y) for y in x])
+    return x.data_ptr() if isinstance(x, Tensor) else x
 
 
 def _struct(source: str, name: str) -> type[ctypes.Structure]:

@@ -411,12 +411,13 @@ void quantize(const T* x, const Blocks& b, const Held& held, const Place& to, ui
 }
 
 template <typename T>
-void widen(const Blocks& b, const Held& held, const Place& from, T* to, uint8_t* levels) {
+void widen(const Blocks& b, const Held& held, const Place& from, T* to, uint8_t* room) {
   const int64_t bytes = width(b, held);
-  const uint8_t mask = (1 << held.bits) - 1;
-  for (int64_t shift = 0; shift < 8; shift += held.bits)
-    for (int64_t j = 0; j < bytes; ++j)
-      levels[shift / held.bits * bytes + j] = from.levels[j] >> shift & mask;
+  const uint8_t* levels = from.levels;
+  if (held.bits == 4) {
+    for (int64_t j = 0; j < bytes; ++j) room[j] = levels[j] & 15, room[bytes + j] = levels[j] >> 4;
+    levels = room;
+  }
   const float step = as_float(*from.steps), low = from.lows ? as_float(*from.lows) : 0.0f;
   for (int64_t d = 0; d < b.dim; d += 8) {
     const V::F numbers = held.e4m3 ? V::load((const e4m3*)levels + d)
@@ -472,6 +473,7 @@ extern "C" int kvserve_store_levels(const StoreLevels* call) {
 extern "C" struct GatherLevels {
   Blocks blocks;
   void* out;                // [L', H, S, D]
+  float* steps;             // [L', H, S], of levels that are read as they are; null: numbers are
   const int64_t* slots;     // [L', H, S]
   const int64_t* layers;    // [L']
   int64_t* fault;
@@ -488,7 +490,10 @@ extern "C" int kvserve_gather_levels(const GatherLevels* call) {
     const int64_t layer = c.layers[lane / c.num_heads] % b.num_layers;
     for (int64_t i = lane * c.length; i < (lane + 1) * c.length; ++i) {
       const Place from = at(b, held, c.slots[i], layer, lane % c.num_heads % b.heads);
-      if (c.is_bf16)
+      if (c.steps) {
+        std::memcpy(static_cast<uint8_t*>(c.out) + i * b.dim, from.levels, b.dim);
+        c.steps[i] = as_float(*from.steps);
+      } else if (c.is_bf16)
         widen(b, held, from, static_cast<bf16*>(c.out) + i * b.dim, levels.data());
       else
         widen(b, held, from, static_cast<float*>(c.out) + i * b.dim, levels.data());

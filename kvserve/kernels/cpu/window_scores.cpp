@@ -2,9 +2,9 @@
 //
 // A lane is one KV head of one layer and event. Its keys are turned once, into panels of kWidth keys
 // that are read front to back. Then kRows queries at a time give a strip of logits, which become
-// probabilities and are added to the scores: no [W, n] matrix is held. Arithmetic is float32. Keys of
-// bfloat16 are met in pairs by a CPU that multiplies such: the 15 levels of a query are numbers of
-// bfloat16, and their scale is applied to its logits, so that products are as exact.
+// probabilities and are added to the scores: no [W, n] matrix is held. The 15 levels of a query meet
+// keys as they are: numbers of float32; pairs of bfloat16, or levels of a byte by fours, on a CPU that
+// multiplies such. Steps and scales are applied to the sums, which are float32 or exact.
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,8 @@ extern "C" struct WindowScores {
   const uint8_t* codes;  // [outer, inner, Hq, W, D / 2]
   const float* scales;   // [outer, inner, Hq, W], dense, times the model's scale
   const float* shares;   // [outer, inner, Hq, W], dense; null: the softmax runs over the n keys alone
-  const void* keys;      // [outer, inner, Hkv, n + later, D]
+  const void* keys;      // [outer, inner, Hkv, n + later, D]: float32, bfloat16, or levels, int8
+  const float* steps;    // [outer, inner, Hkv, n + later], dense, of levels
   float* out;            // [outer, inner, Hkv, n], dense
   float* log_sums;       // [outer, inner, Hq, W], dense: what each softmax divides by; null: not wanted
   float* given;          // as out, what all queries of a group gave a key; null: not wanted
@@ -39,57 +40,76 @@ constexpr int kRows = kMaxLanes == 8 ? 6 : 4;  // as many sums as registers hold
 constexpr int kVectors = kMaxLanes / 4;  // of a row of logits that are computed at a time
 constexpr int kWidth = kVectors * W;
 constexpr int kLargestDim = 256;
+constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 enum Aggregate { kSum, kSquares, kMax };
 enum class Pool { kMean, kMax, kRms };  // over a group's heads
 
 typedef Lanes<W> X;
 typedef X::F F;
+typedef X::I I;
 
-// Whether keys of T are met in pairs.
+// How many numbers of T a product takes at once; levels that are not met as such are widened.
+template <typename T>
+constexpr int kEach = 1;
 #if defined(__AVX512BF16__)
-template <typename T>
-constexpr bool kPairs = std::is_same_v<T, bf16>;
-
-inline F add_product(F sum, uint32_t query, F key) {
-  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(query), (__m512bh)key);
-}
-#else
-template <typename T>
-constexpr bool kPairs = false;
+template <>
+constexpr int kEach<bf16> = 2;
 #endif
-inline F add_product(F sum, float query, F key) { return sum + query * key; }
+#if defined(__AVX512VNNI__)
+template <>
+constexpr int kEach<int8> = 4;
+#endif
 
-// logits[kRows][stride] = queries[kRows][depth] . panels[stride / kWidth][depth][kWidth], of numbers
-// or of pairs of them
-template <typename Q>
-void multiply(float* logits, const Q* queries, const float* panels, int depth, int64_t stride) {
-  for (int64_t at = 0; at < stride; at += kWidth) {
-    F sum[kRows][kVectors] = {};
-    for (int d = 0; d < depth; ++d, panels += kWidth) {
-      F key[kVectors];
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) key[v] = X::load(panels + v * W);
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v)
-          sum[r][v] = add_product(sum[r][v], queries[r * depth + d], key[v]);
-    }
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) X::store(logits + r * stride + at + v * W, sum[r][v]);
+// Sums of products of one query with W keys; what is met by twos or fours has 32 bits of each.
+template <int Each>
+struct Product {
+  typedef std::conditional_t<Each == 1, float, uint32_t> Query;
+  typedef std::conditional_t<Each == 4, I, F> Sum;
+
+  static inline Sum add(Sum sum, Query query, F key) {
+#if defined(__AVX512BF16__)
+    if constexpr (Each == 2)
+      return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(query), (__m512bh)key);
+#endif
+#if defined(__AVX512VNNI__)
+    if constexpr (Each == 4)
+      return (I)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(query), (__m512i)key);
+#endif
+    if constexpr (Each == 1) return sum + query * key;
+    return sum;
   }
+};
+
+inline F larger(F a, F b) { return a > b ? a : b; }
+
+// 2 to the power of x, to about 3e-6 relative; beyond float32's range it may stay what it is there.
+inline F power_of_two(F x) {
+#if defined(__AVX512DQ__)
+  const F r = (F)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // from 0 to 1
+  F p = r * 0.013534168f + 0.05201146f;
+  p = p * r + 0.24144275f;
+  p = p * r + 0.69300383f;
+  p = p * r + 1.0000026f;
+  return (F)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return X::exp(x * kLn2);
+#endif
 }
 
 template <typename T>
 class Kernel {
-  typedef std::conditional_t<kPairs<T>, uint32_t, float> Query;  // a number, or a pair of them
-  static constexpr int kEach = kPairs<T> ? 2 : 1;
+  static constexpr int kEach = ::kEach<T>;
+  static constexpr bool kWidens = kEach == 1;
+  typedef Product<kEach> P;
+  typedef typename P::Query Query;
+  typedef typename P::Sum Sum;
 
  public:
   explicit Kernel(const WindowScores& call)
       : call_(call),
         group_(call.num_heads / call.num_kv_heads),
         held_(call.length + call.later),
+        depth_(call.dim / kEach),
         stride_((held_ + kWidth - 1) / kWidth * kWidth) {}
 
   void run() {
@@ -97,7 +117,7 @@ class Kernel {
     const int threads = std::max<int64_t>(1, std::min(call_.num_threads, lanes));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      std::vector<float> scratch((call_.dim + kRows + 3) * stride_ + W);
+      std::vector<float> scratch((depth_ + kRows + 5) * stride_ + W);
       // Vectors are loaded whole from addresses that 64 divides.
       const auto skip = (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) / sizeof(float);
 #pragma omp for schedule(dynamic)
@@ -106,8 +126,17 @@ class Kernel {
   }
 
  private:
-  void score(int64_t lane, float* keys) const {
-    float* logits = keys + call_.dim * stride_;
+  // A lane's keys as they are multiplied, and what was turned beside them.
+  struct Keys {
+    float* panels;  // [stride / kWidth, depth, kWidth]
+    float* steps;   // of levels
+    int32_t* starts;  // of levels: what sums of codes, which count from 8, begin with
+  };
+
+  void score(int64_t lane, float* scratch) const {
+    const Keys keys = {scratch, scratch + depth_ * stride_,
+                       reinterpret_cast<int32_t*>(scratch + (depth_ + 1) * stride_)};
+    float* logits = scratch + (depth_ + 2) * stride_;
     float *share = logits + kRows * stride_, *pooled = share + stride_, *given = pooled + stride_;
     const Pool pool = static_cast<Pool>(call_.pool);
     turn(lane, keys);
@@ -117,15 +146,18 @@ class Kernel {
       for (int64_t row = 0; row < call_.window; row += kRows) {
         const int count = std::min<int64_t>(kRows, call_.window - row);
         alignas(64) Query queries[kRows * kLargestDim];
+        float highest[kRows], factors[kRows] = {};
         read(lane, member, row, count, queries);
-        multiply(logits, queries, keys, call_.dim / kEach, stride_);
-        if (kPairs<T>) scale(logits, call_.scales + (lane * group_ + member) * call_.window + row, count);
+        multiply(queries, keys, logits, highest);
         for (int r = 0; r < count; ++r) {
           const int64_t query = (lane * group_ + member) * call_.window + row + r;
-          const Sum sum = soften(logits + r * stride_, query, row + r);
-          add(logits + r * stride_, 1.0f / sum.total, share, call_.given ? given : nullptr);
-          if (call_.log_sums) call_.log_sums[query] = sum.high + std::log(sum.total);
+          const float scale = call_.scales[query] * kLog2E, high = highest[r] * scale;
+          const float total = soften(logits + r * stride_, scale, high, query, row + r);
+          factors[r] = 1.0f / total;
+          if (call_.log_sums) call_.log_sums[query] = high * kLn2 + std::log(total);
         }
+        add(logits, factors, share);
+        if (call_.given) add_up<kSum>(logits, factors, given);
       }
       for (int64_t j = 0; j < stride_; ++j)
         pooled[j] = pool == Pool::kMax    ? std::max(pooled[j], share[j])
@@ -139,54 +171,65 @@ class Kernel {
     if (call_.given) std::copy_n(given, call_.length, call_.given + lane * call_.length);
   }
 
-  // Keys [n + later, D] -> panels; what fills up the last one is zero.
-  void turn(int64_t lane, float* to) const {
+  // Keys [n + later, D] -> panels; the last key fills up the last one.
+  void turn(int64_t lane, const Keys& to) const {
     const int64_t* strides = call_.key_strides;
     const int64_t event = lane / call_.num_kv_heads, head = lane % call_.num_kv_heads;
     const T* from = static_cast<const T*>(call_.keys) + event / call_.inner * strides[0] +
                     event % call_.inner * strides[1] + head * strides[2];
-    const int depth = call_.dim / kEach;
     alignas(64) float row[kLargestDim];
     for (int64_t j = 0; j < stride_; ++j) {
-      float* column = to + j / kWidth * depth * kWidth + j % kWidth;
-      const T* key = from + j * strides[3];
-      if (j >= held_)
-        std::fill(row, row + depth, 0.0f);
-      else if (kPairs<T>)
+      const int64_t at = std::min(j, held_ - 1);
+      const T* key = from + at * strides[3];
+      float* column = to.panels + j / kWidth * depth_ * kWidth + j % kWidth;
+      const float step = call_.steps ? call_.steps[lane * held_ + at] : 1.0f;
+      if constexpr (kEach == 2) {
         std::memcpy(row, key, call_.dim * sizeof(T));
-      else
-        for (int d = 0; d < call_.dim; d += 8) Lanes<8>::store(row + d, Lanes<8>::load(key + d));
-      for (int d = 0; d < depth; ++d) column[place(d) * kWidth] = row[d];
+      } else if constexpr (kEach == 4) {
+        int8_t* levels = reinterpret_cast<int8_t*>(row);
+        int32_t sum = 0;
+        for (int d = 0; d < call_.dim; ++d) {
+          levels[d % 2 * (call_.dim / 2) + d / 2] = key[d].level;
+          sum += key[d].level;
+        }
+        to.steps[j] = step, to.starts[j] = -8 * sum;
+      } else {
+        for (int d = 0; d < call_.dim; d += 8)
+          Lanes<8>::store(row + d, Lanes<8>::load(key + d) * step);
+      }
+      for (int d = 0; d < depth_; ++d) column[place(d) * kWidth] = row[d];
     }
   }
 
   // Numbers of even dimensions come before those of odd ones, as they are in a query's bytes.
-  int place(int dim) const { return kPairs<T> ? dim : dim % 2 * (call_.dim / 2) + dim / 2; }
+  int place(int dim) const {
+    return kWidens ? dim % 2 * (call_.dim / 2) + dim / 2 : dim;
+  }
 
-  // Queries [row, row + count) of a head; others are zero.
+  // The levels of queries [row, row + count) of a head; others are zero.
   void read(int64_t lane, int member, int64_t row, int count, Query* to) const {
     const int64_t* strides = call_.codes_strides;
     const int64_t event = lane / call_.num_kv_heads, half = call_.dim / 2;
     const int64_t head = lane % call_.num_kv_heads * group_ + member;
     const uint8_t* from = call_.codes + event / call_.inner * strides[0] +
                           event % call_.inner * strides[1] + head * strides[2];
-    const float* scales = call_.scales + (lane * group_ + member) * call_.window;
-    for (int r = 0; r < kRows; ++r) {
-      const uint8_t* codes = from + (row + r) * strides[3];
-      if constexpr (kPairs<T>) {
-        for (int d = 0; d < half; ++d) {
-          const int both = r < count ? codes[d] : 0x88;
-          to[r * half + d] = upper_half((both >> 4) - 8) << 16 | upper_half((both & 15) - 8);
-        }
-      } else if (r >= count) {
-        std::fill_n(to + r * call_.dim, call_.dim, 0.0f);
+    uint8_t none[kLargestDim / 2];
+    if (count < kRows) std::fill_n(none, half, 0x88);
+    for (int r = 0; r < kRows; ++r, to += depth_) {
+      const uint8_t* codes = r < count ? from + (row + r) * strides[3] : none;
+      if constexpr (kEach == 2) {
+        for (int d = 0; d < half; ++d)
+          to[d] = upper_half((codes[d] >> 4) - 8) << 16 | upper_half((codes[d] & 15) - 8);
+      } else if constexpr (kEach == 4) {
+        uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
+        for (int d = 0; d < half; ++d) bytes[d] = codes[d] & 15, bytes[half + d] = codes[d] >> 4;
       } else {
         for (int64_t d = 0; d < half; d += W) {
           const int some = std::min<int64_t>(W, half - d);
           F low, high;
           X::load(reinterpret_cast<const packed<4>*>(codes + d), some, low, high);
-          X::store(to + r * call_.dim + d, (low - 8.0f) * scales[row + r], some);
-          X::store(to + r * call_.dim + half + d, (high - 8.0f) * scales[row + r], some);
+          X::store(to + d, low - 8.0f, some);
+          X::store(to + half + d, high - 8.0f, some);
         }
       }
     }
@@ -198,77 +241,115 @@ class Kernel {
     return bits >> 16;
   }
 
-  // Logits of levels become those of the queries that they stand for.
-  void scale(float* logits, const float* scales, int count) const {
-    for (int r = 0; r < count; ++r)
-      for (int64_t j = 0; j < stride_; j += W) {
-        float* to = logits + r * stride_ + j;
-        X::store(to, X::load(to) * scales[r]);
+  // logits[kRows][stride] = queries[kRows][depth] . keys, and the highest of each row
+  void multiply(const Query* queries, const Keys& keys, float* logits, float* highest) const {
+    const float* panel = keys.panels;
+    F high[kRows];
+    for (int r = 0; r < kRows; ++r) high[r] = F{} - INFINITY;
+    for (int64_t at = 0; at < stride_; at += kWidth) {
+      Sum sum[kRows][kVectors] = {};
+      if constexpr (kEach == 4)
+        for (int v = 0; v < kVectors; ++v) {
+          std::memcpy(&sum[0][v], keys.starts + at + v * W, sizeof(Sum));
+          for (int r = 1; r < kRows; ++r) sum[r][v] = sum[0][v];
+        }
+      for (int d = 0; d < depth_; ++d, panel += kWidth) {
+        F key[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) key[v] = X::load(panel + v * W);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+          for (int v = 0; v < kVectors; ++v)
+            sum[r][v] = P::add(sum[r][v], queries[r * depth_ + d], key[v]);
       }
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        const F step = kEach == 4 ? X::load(keys.steps + at + v * W) : F{};
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          F x;
+          if constexpr (kEach == 4)
+            x = __builtin_convertvector(sum[r][v], F) * step;
+          else
+            x = sum[r][v];
+          high[r] = larger(x, high[r]);
+          X::store(logits + r * stride_ + at + v * W, x);
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) highest[r] = X::largest(high[r]);
   }
 
-  struct Sum {
-    float high, total;  // exp(high) * total
-  };
-
-  // A row of logits becomes powers of e, relative to their highest; returns what they add up to,
-  // where they count.
-  Sum soften(float* row, int64_t query, int64_t index) const {
+  // A row of logits, times scale, becomes powers of two, relative to 2^high; returns what they add up
+  // to, where they count.
+  float soften(float* row, float scale, float high, int64_t query, int64_t index) const {
     const bool absolute = call_.shares != nullptr;
     const int64_t own = absolute ? call_.first + call_.step * index : -1;
     const int64_t first = absolute ? own - (uint32_t)own % (uint32_t)call_.span : 0;
-    const int64_t end = absolute ? held_ : call_.length;
+    const auto power = [=](int64_t j) {
+      const F x = power_of_two(X::load(row + j) * scale - high);
+      X::store(row + j, x);
+      return x;
+    };
+    // What came before those that its share is of, these up to its own place, and what is new to it.
+    const int64_t ends[3] = {first, own + 1, held_};
     const auto lane = X::count();
-    F highest = F{} - INFINITY;
-    for (int64_t j = 0; j < end; j += W) {
-      F x = X::load(row + j);
-      if (j + W > end) x = lane < (int)(end - j) ? x : F{} - INFINITY;
-      highest = x > highest ? x : highest;
+    F part[3] = {};
+    for (int64_t k = 0, j = 0; k < 3; ++k) {
+      F sum = {};
+      for (; j + W <= ends[k]; j += W) sum += power(j);
+      part[k] += sum;
+      if (j >= ends[k]) continue;
+      const F x = power(j);  // of several parts
+      for (int64_t begin = 0, i = k; i < 3; begin = ends[i++] - j)
+        part[i] += (lane >= (int)begin) & (lane < (int)(ends[i] - j)) ? x : F{};
+      j += W;
     }
-    const float high = X::largest(highest);
-    F all = {}, later = {}, recent = {};  // keys behind the query's own place are new to it
-    for (int64_t j = 0; j < end; j += W) {
-      const F power = X::exp(X::load(row + j) - high);
-      X::store(row + j, power);
-      const bool old = j + W <= first, known = j >= first && j + W <= own + 1;
-      if (j + W <= end && (j > own || old || known)) {  // most are on one side, as a whole
-        all += power;
-        if (j > own) later += power;
-        if (known) recent += power;
-        continue;
-      }
-      const F counts = lane < (int)(end - j) ? power : F{};
-      all += counts;
-      later += lane > (int)(own - j) ? counts : F{};
-      recent += (lane <= (int)(own - j)) & (lane >= (int)(first - j)) ? counts : F{};
-    }
-    const float window = X::total(all);
-    if (!absolute) return {high, window};
+    const float old = X::total(part[0]), recent = X::total(part[1]), later = X::total(part[2]);
+    if (!absolute) return later;
     // A query with hardly any share does not vote; exp(80) is far from infinite.
     const float elsewhere = std::exp(std::min(-call_.shares[query], 80.0f));
-    return {high, std::max(window, X::total(later) + X::total(recent) * elsewhere)};
+    return std::max(old + recent + later, later + recent * elsewhere);
   }
 
-  // Adds the n probabilities that these powers are, times factor, to the scores; to `given` as they
-  // are.
-  void add(const float* row, float factor, float* share, float* given) const {
+  // Adds the n probabilities that powers are, times their rows' factors, to the scores.
+  void add(const float* powers, const float* factors, float* share) const {
+    switch (call_.aggregate) {
+      case kSquares: return add_up<kSquares>(powers, factors, share);
+      case kMax: return add_up<kMax>(powers, factors, share);
+      default: return add_up<kSum>(powers, factors, share);
+    }
+  }
+
+  template <int How>
+  void add_up(const float* powers, const float* factors, float* share) const {
     for (int64_t j = 0; j < call_.length; j += W) {
-      const F x = X::load(row + j) * factor, old = X::load(share + j);
-      if (call_.aggregate == kMax)
-        X::store(share + j, x > old ? x : old);
-      else
-        X::store(share + j, old + (call_.aggregate == kSquares ? x * x : x));
-      if (given) X::store(given + j, X::load(given + j) + x);
+      F all = X::load(share + j);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const F x = X::load(powers + r * stride_ + j) * factors[r];
+        if (How == kMax)
+          all = larger(x, all);
+        else
+          all += How == kSquares ? x * x : x;
+      }
+      X::store(share + j, all);
     }
   }
 
   const WindowScores& call_;
   const int group_;
-  const int64_t held_, stride_;
+  const int64_t held_, depth_, stride_;
 };
 
 }  // namespace
 
 extern "C" void kvserve_window_scores(const WindowScores* call) {
-  call->is_bf16 ? Kernel<bf16>(*call).run() : Kernel<float>(*call).run();
+  if (call->steps)
+    Kernel<int8>(*call).run();
+  else if (call->is_bf16)
+    Kernel<bf16>(*call).run();
+  else
+    Kernel<float>(*call).run();
 }

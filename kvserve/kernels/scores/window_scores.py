@@ -10,6 +10,7 @@ from torch import Tensor
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, runs_triton
 from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
+from kvserve.kernels.quantized_entries import LevelKeys
 from kvserve.kernels.scores.causal_scores import Queries, five_dims, logits_of, over_group
 from kvserve.kernels.shares import Given, Seen
 from kvserve.late import Late
@@ -22,7 +23,7 @@ window_scores_triton: Callable[..., Tensor] = Late(
 
 def window_scores(
     query: Queries,
-    key: Tensor,
+    key: Tensor | LevelKeys,
     scale: float,
     aggregate: str = "sum",
     group_aggregate: str = "mean",
@@ -41,12 +42,13 @@ def window_scores(
     probabilities of a query are bounded to add to at most 1: rounded queries, and keys evicted
     since, could make it more. ``beside`` is filled, if it is given.
     """
-    how = key, scale, aggregate, group_aggregate, seen, beside
-    if runs_triton(key):
-        return window_scores_triton(query, *how)
-    if isinstance(query, Int4Queries) and takes(COMPILED, query, key):
-        return window_scores_cpu(query, *how)
-    return window_scores_torch(query, *how)
+    how = scale, aggregate, group_aggregate, seen, beside
+    levels = key[0] if isinstance(key, LevelKeys) else key
+    if runs_triton(levels):
+        return window_scores_triton(query, key, *how)
+    if isinstance(query, Int4Queries) and takes(COMPILED, query, levels):
+        return window_scores_cpu(query, key, *how)
+    return window_scores_torch(query, key if levels is key else key.float(), *how)
 
 
 def window_scores_torch(
@@ -72,12 +74,13 @@ def window_scores_torch(
 def takes(compiled: Compiled, query: Int4Queries, *keys: Tensor) -> bool:
     """Whether a compiled kernel takes these queries and keys, or values."""
     alike = len({x.dtype for x in keys}) == 1 and query.codes.stride(-1) == 1
-    return alike and all(compiled.takes(x, torch.float32, torch.bfloat16, multiple=8) for x in keys)
+    types = torch.float32, torch.bfloat16, torch.int8
+    return alike and all(compiled.takes(x, *types, multiple=8) for x in keys)
 
 
 def window_scores_cpu(
     query: Int4Queries,
-    key: Tensor,
+    key: Tensor | LevelKeys,
     scale: float,
     aggregate: str = "sum",
     group_aggregate: str = "mean",
@@ -88,17 +91,19 @@ def window_scores_cpu(
     *lead, heads, window, _ = query.shape
     kv_heads, held, dim = key.shape[-3:]
     length = held if seen is None else held - seen.later
-    codes, keys = five_dims(query.codes), five_dims(key)
+    numbers, steps = key if isinstance(key, LevelKeys) else (key, None)
+    codes, keys = five_dims(query.codes), five_dims(numbers)
     scales = query.scales[..., 0].float().mul_(scale).contiguous()
     shares = None if seen is None else seen.shares.float().contiguous()
     out = torch.empty(*lead, kv_heads, length)
     COMPILED(
-        *(codes, scales, shares, keys, out, *(beside or (None, None))),
+        *(codes, scales, shares, keys, None if steps is None else steps.contiguous()),
+        *(out, *(beside or (None, None))),
         *(codes.stride()[:4], keys.stride()[:4]),
         *(*keys.shape[:2], heads, kv_heads, window, length, held - length, dim),
         *((0, 1, 1) if seen is None else (seen.first, seen.step, seen.span)),
         *(AGGREGATES.index(aggregate), GROUP_AGGREGATES.index(group_aggregate)),
-        *(key.dtype is torch.bfloat16, torch.get_num_threads()),
+        *(keys.dtype is torch.bfloat16, torch.get_num_threads()),
     )
     return out
 

@@ -3,6 +3,7 @@ long a prompt is."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu_runs.jobs import CONFIGS
 from kvserve import LLM
@@ -19,6 +21,7 @@ from kvserve.engine.models import loader
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.warm_up import first_event
+from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.int4_log import quantize
 from kvserve.kernels.scores.causal_scores import (
     Queries,
@@ -155,3 +158,49 @@ def test_scratch_is_bounded(llama_dir: Path, monkeypatch: pytest.MonkeyPatch) ->
         results.append(tokens_of(llm, random_prompts([11, 7, 19], seed=4), 90))
         assert (most == 1) == (scratch == 1)
     assert results[0] == results[1]
+
+
+class CountLaunches(TorchDispatchMode):
+    """Notes operators that launch something on a device: views and memory launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, silent = func.overloadpacket.__name__, ("_unsafe_view", "detach", "alias")
+        on_device = isinstance(result, torch.Tensor) and result.device.type == "meta"
+        if on_device and not func.is_view and "empty" not in name and name not in silent:
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_the_events_of_a_step_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of Kara on an 8B model, whose queries in 4 bits and keys in 16 are counted as the bytes
+    that they are: an H100 took eight pieces and 900 launches when they were counted as four bytes a
+    number."""
+    monkeypatch.setattr(loader, "_fill_randomly", lambda *_: None)
+    llm = LLM(
+        str(CONFIGS / "llama-3.1-8b"),
+        policy="kara",
+        dtype="bfloat16",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        block_size=64,
+        max_num_seqs=4,
+        num_gpu_blocks_override=4096,
+    )
+    runner, kernels = llm.engine.core.runner, list[str]()
+    policy = make_policy({"name": "kara"})
+    task = first_event(policy, runner.cache.layout, 4, prompt=256)
+    assert task is not None and (task.plan.num_scored_queries == 512).all()
+    tables = runner.batch.block_tables, runner.batch.log_tables
+    note = lambda kernel, *_, **__: kernels.append(kernel.source.__name__)  # noqa: E731
+    monkeypatch.setattr(Kernel, "launch", note)
+    with torch.no_grad(), PeakBytes() as peak, CountLaunches() as operators:
+        runner.compressor.run(task, policy, *tables)
+    assert kernels.count("_shares") == 1, "pieces"
+    assert len(kernels) + len(operators.names) <= 150, Counter(operators.names)
+    assert peak.most <= SCRATCH_BYTES
