@@ -64,11 +64,11 @@ KARA = {"window": 32, "ratio": "1/3", "align": "block", "protect_prompt": True, 
                 *("--max-seq-len-to-capture", "8192", "--no-enable-lora", "--task", "generate"),
                 *("--api-server-count=1", "--kv-cache-dtype", "fp8_e4m3", "--max_model_len", "64"),
                 *("--cpu_offload_gb", "0", "--no_enable_prefix_caching"),
-                *("--tool-call-parser", "qwen3_coder"),
+                *("--tool-call-parser", "qwen3_coder", "--reasoning-parser", "glm45"),
             ),
             {"model": "m", "max_num_seqs": 3, "kv_cache_dtype": "fp8", "max_model_len": 64}
             | {"enable_prefix_caching": False},
-            {"tool_call_parser": "hermes"},
+            {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
         ),
         (
             (

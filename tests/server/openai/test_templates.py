@@ -43,8 +43,9 @@ class TemplateTokenizer(FakeTokenizer):
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: Any = None, **kwargs: Any
     ) -> str:
+        forms, tools = self.forms(), kwargs.pop("tools", None)
         try:
-            return self._render(self.forms().apply(messages), **kwargs)
+            return self._render(forms.apply(messages), tools=forms.tools(tools), **kwargs)
         except Exception as error:
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
 
