@@ -287,6 +287,11 @@ def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> Non
         (["chat", "--port", "8300"], "unknown flag --port; give --url http://HOST:PORT"),
         (["complete", "--base-url=http://a"], "unknown flag --base-url; give --url http://HOST"),
         (["inspect", "--prompt", "a", "--max-new-tokens", "9"], "follow the prompt as --contin"),
+        (["inspect", "--max_new_tokens=9"], "follow the prompt as --contin"),
+        (["serve", "--max-tokens", "9"], "a request says it (max_tokens)"),
+        (["bench", "serve", "--url", "http://a"], "give --base-url http://HOST:PORT"),
+        (["eval", "--task", "x"], "unknown flag --task; give --tasks NAME"),
+        (["polices"], "unknown command 'polices'; did you mean policies?"),
     ],
 )
 def test_a_flag_of_another_command_has_a_hint(
