@@ -183,5 +183,5 @@ def test_broken_files_are_named(
     path.write_text(content)
     with pytest.raises(ConfigError, match=said):
         read("--dataset", name, "--dataset-path", str(path), "--num-prompts", "2")
-    with pytest.raises(ConfigError, match=r"cannot read .*gone: No such file"):
+    with pytest.raises(ConfigError, match=r"^--dataset-path: cannot read .*gone: No such file"):
         read("--dataset", name, "--dataset-path", str(path) + "gone")

@@ -113,8 +113,9 @@ def read_questions(
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
+    text = _text(path, "--dataset-path")
     try:
-        content = json.loads(_text(path, "--dataset-path"))
+        content = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--dataset-path: {path} is not JSON: {error}") from None
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):

@@ -28,7 +28,9 @@ _NOT_FOR_TEMPLATES = frozenset(
 )
 """Arguments of transformers' ``apply_chat_template`` that do not go to the template."""
 ABSENT = "absent"
+_NO_OBJECT = "arguments"
 _OF_CALLS = ("tool_calls", "tool_call_id", "name")
+_WHOLE: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -40,14 +42,20 @@ class Forms:
     """The content beside calls where there is none: ``""``, ``None``, or no such key."""
     text_arguments: bool = False
     """Arguments are JSON text."""
+    text_values: bool = False
+    """Each argument is a text."""
     short_ids: bool = False
     """Ids of calls have nine letters and digits."""
+    named_ids: bool = False
+    """An id is the call's name and number, as Kimi has them."""
     split: bool = False
     """Content and calls are two messages."""
     one_call: bool = False
     """A message has one call, and its result follows."""
     merge: bool = False
     """Neighbours of one role are one message."""
+    no_empty: bool = False
+    """No turn of the assistant is empty."""
     user_first: bool = False
     """The first turn that is not the system's is a user's."""
     after_results: bool = True
@@ -56,6 +64,12 @@ class Forms:
     """Content is a list of parts."""
     shows_calls: bool = True
     shows_tools: bool = True
+    bare_tools: bool = False
+    """Tools are functions without what says that they are."""
+    whole_tools: bool = False
+    """Each has a description and parameters."""
+    empty_tools: bool = False
+    """No tools are an empty list."""
     system: SystemTurns = field(default_factory=SystemTurns)
     reasons: Reasons = field(default_factory=Reasons)
 
@@ -64,12 +78,17 @@ class Forms:
         out = [_one_form(message) for message in messages]
         if not self.shows_calls:
             out = _calls_as_text(out)
-        out = self.system.place(out)
+        out = _without_calls(self.system.place(out))
+        if self.no_empty:
+            full = (m["role"] != "assistant" or m["content"] or m.get("tool_calls") for m in out)
+            out = [message for message, kept in zip(out, full, strict=True) if kept]
         if self.user_first:
             at = next((i for i, each in enumerate(out) if each["role"] != "system"), len(out))
             if at < len(out) and out[at]["role"] == "assistant":
                 out.insert(at, {"role": "user", "content": ""})
         _join_results(out)
+        if self.named_ids:
+            _name_ids(out)
         if not self.after_results:
             out = _behind_results(out)
         if self.merge:
@@ -82,6 +101,19 @@ class Forms:
             self._finish(message)
         return out
 
+    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+        """The tools in this form; none where the template does not show them: some refuse them."""
+        if not tools or not self.shows_tools:
+            return [] if self.empty_tools else None
+        functions = [{k: v for k, v in tool["function"].items() if v is not None} for tool in tools]
+        if self.whole_tools:
+            functions = [{**_WHOLE, **each} for each in functions]
+            for each in functions:
+                each["parameters"] = {**_WHOLE["parameters"], **each["parameters"]}
+        if self.bare_tools:
+            return functions
+        return [{**t, "function": each} for t, each in zip(tools, functions, strict=True)]
+
     def _finish(self, message: Message) -> None:
         if message.get("tool_calls"):
             message["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
@@ -91,12 +123,15 @@ class Forms:
                     del message["content"]
         if self.short_ids and message.get("tool_call_id"):
             message["tool_call_id"] = _short(message["tool_call_id"])
-        if self.parts and message.get("content"):
+        if self.parts and isinstance(message.get("content"), str):
             message["content"] = [{"type": "text", "text": message["content"]}]
 
     def _call(self, call: Mapping[str, Any]) -> Message:
         function = dict(call["function"])
-        function["arguments"] = _arguments(function.get("arguments"), self.text_arguments)
+        given = _arguments(function.get("arguments"), self.text_arguments)
+        if self.text_values and isinstance(given, Mapping):
+            given = {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}
+        function["arguments"] = given
         made = {"type": "function", **call, "function": function}
         if self.short_ids and made.get("id"):
             made["id"] = _short(made["id"])
@@ -162,17 +197,20 @@ def template_arguments(
 
 
 def _arguments(arguments: Any, as_text: bool) -> Any:
-    """Arguments as an object or as its text; a text that is no object stays as it is."""
+    """Arguments as an object or as its text; what is no object, as a call that was cut, is one
+    argument."""
+    value = arguments
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            return arguments
+            return arguments if as_text else {_NO_OBJECT: arguments}
         if as_text and value is not None:
             return arguments.strip() or "{}"
-        arguments = value
-    value = {} if arguments is None else arguments
-    return json.dumps(value, ensure_ascii=False) if as_text else value
+    value = {} if value is None else value
+    if as_text:
+        return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, Mapping) else {_NO_OBJECT: value}
 
 
 def _calls_as_text(messages: Iterable[Message]) -> list[Message]:
@@ -180,19 +218,52 @@ def _calls_as_text(messages: Iterable[Message]) -> list[Message]:
     user says."""
     out: list[Message] = []
     for message in messages:
-        made = {key: value for key, value in message.items() if key not in _OF_CALLS}
-        texts = [message["content"]] if message["content"] else []
+        made = _as_users(message) if message["role"] == "tool" else dict(message)
+        made.pop("tool_calls", None)
+        texts = [made["content"]] if made["content"] else []
         for call in message.get("tool_calls", ()):
             name, given = call["function"]["name"], call["function"].get("arguments")
             called = {"name": name, "arguments": _arguments(given, as_text=False)}
             texts.append(f"<tool_call>\n{json.dumps(called, ensure_ascii=False)}\n</tool_call>")
-        if message["role"] == "tool":
-            made["role"] = "user"
-            texts = [f"<tool_response>\n{message['content']}\n</tool_response>"]
         made["content"] = "\n".join(texts)
         results = message["role"] == "tool" and out and out[-1]["role"] == "user"
         out[-1:] = joined([out[-1], made]) if results else [*out[-1:], made]
     return out
+
+
+def _without_calls(messages: Iterable[Message]) -> list[Message]:
+    """Results behind no call, as of a history that was cut, are what the user says."""
+    out: list[Message] = []
+    called = False
+    for message in messages:
+        if message["role"] == "tool" and not called:
+            message = _as_users(message)
+        elif message["role"] not in ("tool", "system"):
+            called = bool(message.get("tool_calls"))
+        out.append(message)
+    return out
+
+
+def _as_users(result: Message) -> Message:
+    text = f"<tool_response>\n{result['content']}\n</tool_response>"
+    kept = {key: value for key, value in result.items() if key not in _OF_CALLS}
+    return {**kept, "role": "user", "content": text}
+
+
+def _name_ids(messages: Iterable[Message]) -> None:
+    """Give calls and their results ids that name the call."""
+    named: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            named[call["id"]] = f"functions.{call['function']['name']}:{number}"
+            calls.append({**call, "id": named[call["id"]]})
+            number += 1
+        if calls:
+            message["tool_calls"] = calls
+        if message.get("tool_call_id") in named:
+            message["tool_call_id"] = named[message["tool_call_id"]]
 
 
 def _join_results(messages: Iterable[Message]) -> None:
@@ -258,10 +329,15 @@ def _merged(messages: Iterable[Message]) -> list[Message]:
 
 
 def _behind_results(messages: Iterable[Message]) -> list[Message]:
-    """What a user says behind results of calls is in the last one's text."""
+    """What a user says behind results of calls is in the last one's text, or is that."""
     out: list[Message] = []
     for message in messages:
-        if message["role"] == "user" and out and out[-1]["role"] == "tool":
+        calls = out[-1].get("tool_calls") if out else None
+        if message["role"] == "user" and calls:
+            [*_, last] = calls
+            name, call_id = last["function"]["name"], last["id"]
+            out.append({**message, "role": "tool", "tool_call_id": call_id, "name": name})
+        elif message["role"] == "user" and out and out[-1]["role"] == "tool":
             out[-1:] = joined([out[-1], {"content": message["content"]}])
         else:
             out.append(message)

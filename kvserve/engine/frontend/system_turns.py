@@ -90,8 +90,8 @@ def find_system_turns(render: Callable[[Sequence[Message]], str]) -> SystemTurns
     places: dict[str, tuple[list[Message], list[list[Message]]]] = {
         "system": ([first], [[user]]),
         "user": ([user], [[], [more], [reply, more]]),
-        "assistant": ([user, reply], [[more]]),
-        "tool": ([user, *call], [[], [reply, more]]),
+        "assistant": ([user, reply], [[], [more]]),
+        "tool": ([user, *call], [[], [more], [reply, more]]),
     }
     # Some show a later one instead of the first.
     begins: list[list[Message]] = [[], [first]] if shown else [[]]

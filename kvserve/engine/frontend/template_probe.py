@@ -20,6 +20,7 @@ from kvserve.engine.frontend.system_turns import Message, find_system_turns
 Render = Callable[..., str]
 """Messages, and arguments of the template -> text."""
 TOOL, KEY, VALUE = "kvserve_tool", "kvserve_key", "kvserve value"
+_OTHER = "kvserve_other"
 _TEXT, _RESULT, _THOUGHT = "kvserve text", "kvserve result", "kvserve thought"
 PROBE_TOOLS = [
     {
@@ -40,14 +41,18 @@ PROBE_TOOLS = [
 def find_forms(render: Render) -> Forms:
     """Try a template; ``render`` may raise anything."""
 
-    def rendered(forms: Forms, messages: Sequence[Message], **kwargs: Any) -> str:
-        for tools in (PROBE_TOOLS, None):  # some templates take no tools like these
-            with suppress(Exception):  # what the template's author chose
-                return render(forms.apply(messages), tools=tools, **kwargs)
+    def text_of(forms: Forms, messages: Sequence[Message], tools: Any, **kwargs: Any) -> str:
+        with suppress(Exception):  # what the template's author chose
+            return render(forms.apply(messages), tools=forms.tools(tools), **kwargs)
         return ""
 
-    forms = Forms()
+    def rendered(forms: Forms, messages: Sequence[Message], **kwargs: Any) -> str:
+        # Some show less beside tools.
+        texts = (text_of(forms, messages, tools, **kwargs) for tools in (PROBE_TOOLS, None))
+        return next(filter(None, texts), "")
+
     user, call = conversation(), conversation(called_conversation())
+    forms = _tools_form(text_of, user)
     nones = rendered(forms, user).count("None")
 
     def shows(forms: Forms, messages: Sequence[Message], *words: str) -> bool:
@@ -59,14 +64,15 @@ def find_forms(render: Render) -> Forms:
     if not shows(forms, user, _TEXT) and shows(replace(forms, parts=True), user, _TEXT):
         forms = replace(forms, parts=True)
     shown = (TOOL, KEY, VALUE, _RESULT)
-    for short, text, empty in product((False, True), (False, True), ("", None, ABSENT)):
-        tried = replace(forms, short_ids=short, text_arguments=text, empty=empty)
+    both = False, True
+    for named, short, text, empty in product(both, both, both, ("", None, ABSENT)):
+        tried = replace(forms, named_ids=named, short_ids=short and not named)
+        tried = replace(tried, text_arguments=text, empty=empty)
         if shows(tried, call, *shown):
             forms = tried
             break
     else:
         forms = replace(forms, shows_calls=False)
-    forms = replace(forms, shows_tools=TOOL in rendered(forms, user))
     for change, messages, words in _odd_conversations(shown):
         changed = replace(forms, **{change: change != "after_results"})  # type: ignore[arg-type]
         if not shows(forms, messages, *words) and shows(changed, messages, *words):
@@ -77,6 +83,23 @@ def find_forms(render: Render) -> Forms:
     )
 
 
+def _tools_form(text_of: Callable[..., str], user: Sequence[Message]) -> Forms:
+    """How tools show, if they do: some templates want functions alone, some a list without any."""
+    least = [{"type": "function", "function": {"name": TOOL}}]
+    first = [{"role": "system", "content": _TEXT}, *user]
+    forms = Forms(shows_tools=False)
+    for bare, parts, messages in product((False, True), (False, True), (user, first)):
+        shown = Forms(bare_tools=bare, parts=parts)
+        if TOOL in text_of(shown, messages, PROBE_TOOLS):
+            whole = replace(shown, whole_tools=True)
+            lacks = TOOL not in text_of(shown, messages, least)
+            lacks = lacks and TOOL in text_of(whole, messages, least)
+            forms = Forms(bare_tools=bare, whole_tools=lacks)
+            break
+    listed = replace(forms, empty_tools=True)
+    return listed if not text_of(forms, user, None) and text_of(listed, user, None) else forms
+
+
 def _odd_conversations(
     shown: tuple[str, ...],
 ) -> list[tuple[str, list[Message], tuple[str, ...]]]:
@@ -84,13 +107,21 @@ def _odd_conversations(
     user = conversation()
     both = conversation(called_conversation(content=_TEXT + "2", reasoning=_THOUGHT))
     two = conversation(called_conversation(2))
+    short, number, other = (called_conversation() for _ in range(3))
+    other[0]["tool_calls"][0]["function"]["name"] = _OTHER
+    short[0]["tool_calls"][0]["id"] = short[1]["tool_call_id"] = "c_1"
+    number[0]["tool_calls"][0]["function"]["arguments"] = json.dumps({KEY: VALUE, "kvserve_n": 1})
     more = {"role": "user", "content": _TEXT + "3"}
     replies = [{"role": "assistant", "content": _TEXT + at} for at in "45"]
     return [
-        ("split", both, (*shown, _TEXT + "2")),
+        ("short_ids", conversation(short), shown),
+        ("text_values", conversation(number), shown),
+        ("named_ids", conversation(other[:1]), (_OTHER,)),
+        ("split", [*both, replies[0], more], (*shown, _TEXT + "2")),
         ("one_call", two, (*shown, VALUE + "1", _RESULT + "1")),
         ("merge", [*user, *user], (_TEXT,)),
         ("merge", [*user, *replies, more], (_TEXT + "4", _TEXT + "5")),
+        ("no_empty", [*user, {"role": "assistant", "content": ""}, more], (_TEXT + "3",)),
         ("user_first", [replies[0], more], (_TEXT + "4", _TEXT + "3")),
         ("after_results", [*user, *called_conversation(), more], (*shown, _TEXT + "3")),
     ]

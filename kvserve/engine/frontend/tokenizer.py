@@ -205,9 +205,10 @@ class Tokenizer:
                 "this model has no chat template; use /v1/completions or --chat-template",
                 param="messages",
             )
-        formed = self.forms(chat_template).apply(messages)
+        forms = self.forms(chat_template)
+        kwargs |= {"chat_template": chat_template, "tools": forms.tools(kwargs.get("tools"))}
         try:
-            return self._render(formed, chat_template=chat_template, **kwargs)
+            return self._render(forms.apply(messages), **kwargs)
         except Exception as error:  # jinja2 raises what the template's author chose
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
 
@@ -222,18 +223,17 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         chat_template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Any = None,
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
         """As the tokenizer does, but that drops a content that is ``None``."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        own: Any = None if tools is None else [dict(tool) for tool in tools]
         texts: Any = render_jinja_template(
             [[dict(message) for message in messages]],
-            own,
-            chat_template=self.hf.get_chat_template(chat_template, own),
+            tools,
+            chat_template=self.hf.get_chat_template(chat_template, tools),
             add_generation_prompt=add_generation_prompt,
             **{**self.hf.special_tokens_map, **kwargs},
         )

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from kvserve import __version__
+from kvserve.fields import did_you_mean
 from kvserve.log import ConfigError, EngineDeadError, RequestError, say
 from kvserve.server.settings.args import Parser, UsageError
 
@@ -30,14 +31,23 @@ _TERMINAL = "kvserve.server.cli.terminal"
 _THROUGHPUT = "kvserve.benchmarks.commands.throughput"
 _URL = dict.fromkeys(("--port", "--host", "--base-url"), "give --url http://HOST:PORT")
 COMMANDS = {
-    "serve": Command("kvserve.server.cli.serve", "serve a model over HTTP"),
+    "serve": Command(
+        "kvserve.server.cli.serve",
+        "serve a model over HTTP",
+        instead=dict.fromkeys(
+            ("--max-tokens", "--max-new-tokens"),
+            "a request says it (max_tokens); --max-model-len bounds prompt and answer",
+        ),
+    ),
     "chat": Command(_TERMINAL, "talk to a running server", {"chats": True}, _URL),
     "complete": Command(_TERMINAL, "let a running server continue texts", {"chats": False}, _URL),
     "policies": Command(
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
     "bench serve": Command(
-        "kvserve.benchmarks.commands.serving", "send traffic to a server and time it"
+        "kvserve.benchmarks.commands.serving",
+        "send traffic to a server and time it",
+        instead={"--url": "give --base-url http://HOST:PORT"},
     ),
     "bench throughput": Command(_THROUGHPUT, "compare policies on one pool or on several"),
     # What these measured on their own is a choice of `bench throughput`'s flags.
@@ -59,7 +69,11 @@ COMMANDS = {
     "bench frontier": Command(
         "kvserve.benchmarks.commands.frontier", "bytes, fidelity and speed of a model's settings"
     ),
-    "eval": Command("kvserve.benchmarks.commands.evaluate", "measure a policy's accuracy on tasks"),
+    "eval": Command(
+        "kvserve.benchmarks.commands.evaluate",
+        "measure a policy's accuracy on tasks",
+        instead={"--task": "give --tasks NAME"},
+    ),
     "tune": Command(
         "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"
     ),
@@ -148,7 +162,8 @@ def _split(words: list[str]) -> tuple[str, list[str]]:
     group = sorted(name for name in COMMANDS if name.startswith(words[0] + " "))
     if group:
         raise UsageError(f"'{words[0]}' needs one of: {', '.join(group)}")
-    raise UsageError(f"unknown command {words[0]!r}; `kvserve --help` lists the commands")
+    near = did_you_mean(words[0], COMMANDS)
+    raise UsageError(f"unknown command {words[0]!r}{near}; `kvserve --help` lists the commands")
 
 
 def parser_of(name: str) -> Parser:

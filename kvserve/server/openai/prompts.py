@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kvserve.engine.frontend.chat_template import template_arguments
@@ -11,8 +12,8 @@ from kvserve.log import RequestError, log_once, too_long
 from kvserve.server.openai.chat_protocol import ChatPrompt
 from kvserve.server.openai.protocol import GenerationRequest
 from kvserve.server.parsers.json_text import whole_text
-from kvserve.server.state.beside import LARGE, in_thread
-from kvserve.server.state.server_state import ServerState
+from kvserve.server.state.beside import LARGE, in_thread, within
+from kvserve.server.state.server_state import TEMPLATE_SECONDS, ServerState
 
 _INLINE = 1_000
 """Texts of up to this many characters are tokenized on the event loop: a thread costs more."""
@@ -138,9 +139,14 @@ async def encode_chat(state: ServerState, request: ChatPrompt) -> list[int]:
     plain = not (own or calls or LARGE.get())
     try:
         quick = plain and characters <= _INLINE and size <= _FEW
-        ids = apply() if quick else await in_thread(apply)
+        timed = apply if request.chat_template is None else partial(within, TEMPLATE_SECONDS, apply)
+        ids = apply() if quick else await in_thread(timed)
     except RequestError:
         raise
+    except TimeoutError:
+        raise RequestError(
+            f"chat_template: it does not end within {TEMPLATE_SECONDS:g} s", param="chat_template"
+        ) from None
     except Exception as exc:  # templates may raise anything: jinja errors, ValueError, TypeError
         raise RequestError(
             f"messages: the chat template refuses them: {exc}", param="messages"

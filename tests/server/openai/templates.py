@@ -250,3 +250,42 @@ NO_TOOLS = CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
 
 ANY_ROLE = GEMMA.replace("raise_exception('alternate')", "''")
 """The first system turn is part of the user's, a later one an unknown role, and none is refused."""
+
+CHOOSY = """
+{%- set ns = namespace(sys='', last='') %}
+{%- for t in tools %}{{ '// ' + t.description + t.name + (t.parameters.properties | tojson) }}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{% set ns.sys = m.content %}
+{%- elif m.role == 'user' %}<user>{{ ns.sys + m.content }}{% set ns.sys = '' %}
+{%- elif m.role == 'tool' %}
+{%- if ns.last not in ('tool', 'call') %}{{ raise_exception('a result without a call') }}{% endif %}
+## {{ m.tool_call_id }}: {{ m.content }}
+{%- elif not (m.content or m.tool_calls) %}{{ raise_exception('an empty turn') }}
+{%- else %}<assistant>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<|tool_calls_section_begin|><|tool_call_begin|>{{ c.id -}}
+<|tool_call_argument_begin|>{% raw %}{{% endraw %}
+{%- for k, v in c.function.arguments.items() %}{{ '"' + k + '": "' + v + '"' }}
+{%- if not loop.last %}, {% endif %}{% endfor %}}<|tool_call_end|><|tool_calls_section_end|>
+{%- endfor %}
+{%- endif %}
+{%- set ns.last = 'call' if m.tool_calls else m.role %}
+{%- endfor %}"""
+"""Wants what single templates do: functions alone as tools (Apertus), a list without any (Command
+R), ids with names (Kimi), texts as arguments, no empty turn (Ministral), no result without a call
+(Devstral), and a user's turn behind a system's."""
+
+NEMO = """
+{%- set ns = namespace(i=0) %}
+{%- for m in messages if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}
+{%- set ns.i = ns.i + 1 %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.tool_calls %}[TOOL_CALLS]
+{%- for c in m.tool_calls %}
+{%- if c.id | length < 9 %}{{ raise_exception('ids have length 9') }}{% endif %}
+{{- c.function | tojson }}{% endfor %}</s>
+{%- else %}[{{ m.role }}]{{ m.content }}{% endif %}
+{%- endfor %}"""
+"""As Mistral Nemo: content beside calls is left out, and would be a second turn on its own."""

@@ -37,6 +37,7 @@ IN_REASONING = {
         1,
     ),
     "pythonic": ("<|tool_call_start|>[f(a=1)]<|tool_call_end|>", 1),
+    **{name: (CALLS[name], 1) for name in ("hunyuan_a13b", "minimax_m2", "gemma4", "olmo3")},
     "nemotron": ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>', 1),
 }
 
@@ -90,6 +91,15 @@ FORGOTTEN = [
     ("hermes", ONE.replace("=f", "=g"), ONE.replace("=f", "=g"), 0),
     ("hermes", "Write `<function=f>` for it, as in <function=f> x.", None, 0),
     ("hermes", '{"name": "f", "arguments": {}}', None, 0),
+    (
+        "hermes",
+        "I look.\n\nf\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "I look.\n\n",
+        1,
+    ),
+    ("hermes", "f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>Done.", "Done.", 1),
+    ("hermes", "Write <arg_key>, or f<arg_key> for f.", None, 0),
+    ("hermes", "elf\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", None, 0),
     ("kimi_k2", f"Hm {CALLS['kimi_k2'].removeprefix('<|tool_calls_section_begin|>')}", "Hm ", 1),
     ("deepseek_v3", CALLS["deepseek_v3"].removeprefix("<｜tool▁calls▁begin｜>"), "", 1),
 ]

@@ -16,6 +16,12 @@ from kvserve.server.parsers.message_parser import MessageParser
 from kvserve.server.parsers.reasoning import ReasoningParser, ReasoningSplit
 from kvserve.server.parsers.tool_formats import FORMATS, REQUIRED, ToolFormat
 from kvserve.server.parsers.tool_parsers import ToolSplit
+from kvserve.server.settings.serve_settings import (
+    REASONING_PARSER_SYNONYMS,
+    REASONING_PARSERS,
+    TOOL_PARSER_SYNONYMS,
+    TOOL_PARSERS,
+)
 
 Message = dict[str, Any]
 
@@ -59,7 +65,11 @@ def with_tools(syntax: ToolFormat, parallel: bool = True, tools: Any = None) -> 
 A, B = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, 2]}', '{"x": {"y": null}}'
 
 
-FORMS = {**FORMATS, "required": REQUIRED}
+FORMS = {
+    **FORMATS,
+    **dict.fromkeys(("internlm", "cohere"), FORMATS["hermes"]),
+    "required": REQUIRED,
+}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,11 @@ CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
     '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
     "pythonic": "<|tool_call_start|>[f(a=1)]",
+    "hunyuan_a13b": '<tool_calls><tool_call>f\n```json\n{"a": 1}\n```</tool_call></tool_calls>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "gemma4": "<|tool_call>call:f{a:1}<tool_call|>",
+    "olmo3": "<function_calls>f(a=1)</function_calls>",
 }
 
 
@@ -156,6 +171,12 @@ CALLS = {
         ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 5000),
         ("hermes", '<tool_call>{"arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"),
+        ("hermes", "f\n<arg_key>a</arg_key>"),
+        ("hermes", "Take h\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("gemma4", "<|tool_call>call:h{a:1}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{a:<escape>1<tool_call|>"),
+        ("minimax_m2", '<invoke name="h"><parameter name="a">1</parameter></invoke>'),
+        ("olmo3", "<function_calls>print(1)</function_calls>"),
         ("pythonic", "[f(a=" + "[" * 5000 + "]" * 5000 + ")]"),
     ],
 )
@@ -260,13 +281,36 @@ def test_nothing_of_a_text_is_lost(name: str) -> None:
         ("pythonic", "[f(a=1e999)]", None),
         ("pythonic", "[f(a=1, **{'b': 2})]", '{"a": 1, "b": 2}'),
         ("pythonic", "[f(**[1])]", None),
+        # Forms of further families, as their templates write them.
+        *((name, text, '{"a": 1}') for name, text in CALLS.items()),
+        ("hermes", '<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n'
+         "</seed:tool_call>\n", '{"a": 1}'),
+        ("hermes", "<tool_calls>\n<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n"
+         "<arg_value>1</arg_value>\n</tool_call>\n</tool_calls>", '{"a": 1}'),
+        ("hermes", f'<tool_call>\n[\n{{"type": "function", "function": {CALL}}}\n]\n</tool_call>',
+         '{"a": 1}'),
+        ("hermes", f"functools[{CALL}]", '{"a": 1}'),
+        ("hermes", f"<|function_call|>{CALL}", '{"a": 1}'),
+        ("hermes", '<|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>', '{"a": 1}'),
+        ("hermes", '<function=f>{"a": 1}</function>', '{"a": 1}'),
+        ("hermes", "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", '{"a": 1}'),
+        ("minimax_m2", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter '
+         'name="a" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+         "</｜DSML｜tool_calls>", '{"a": 1}'),
+        ("minimax_m2", '<function name="f"><param name="a">1</param></function>', '{"a": 1}'),
+        ("gemma4", '<|tool_call>call:f{b:[<|"|>x{,"y":<|"|>,true],o:{<|"|>k<|"|>:2.5},s:<|"|>'
+         '<|"|>}<tool_call|>', '{"b": ["x{,\\"y\\":", true], "o": {"k": 2.5}, "s": ""}'),
+        ("gemma4", "<start_function_call>call:f{s:<escape>a: 1<escape>}<end_function_call>",
+         '{"s": "a: 1"}'),
+        ("olmo3", '<function_calls>f(a="(x)", b=true, c=null)</function_calls>',
+         '{"a": "(x)", "b": true, "c": null}'),
         ("cohere", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}'
          "]<|END_ACTION|>", "{}"),
     ],
 )  # fmt: skip
 def test_a_call_as_models_write_it(name: str, text: str, arguments: str | None) -> None:
     properties = {"s": {"type": "string"}, "n": {"type": "integer"}}
-    message = parse(with_tools(FORMATS[name], tools={"f": {"properties": properties}}), text)
+    message = parse(with_tools(FORMS[name], tools={"f": {"properties": properties}}), text)
     if arguments is None:
         assert (message["content"], message["calls"]) == (text, [])
         return
@@ -361,6 +405,13 @@ def test_harmony(text: str, expected: tuple[str, str, list[Any]]) -> None:
     """Kind: a model's own format (CASES F11)."""
     message = parse(lambda: HarmonyParser({"f": {}}), text)
     assert (message["reasoning"], message["content"], message["calls"]) == expected
+
+
+def test_each_name_of_a_parser_is_one() -> None:
+    assert set(TOOL_PARSERS) == {*FORMATS, "openai"}
+    assert set(TOOL_PARSER_SYNONYMS.values()) <= set(FORMATS)
+    assert not TOOL_PARSER_SYNONYMS.keys() & set(TOOL_PARSERS)
+    assert set(REASONING_PARSER_SYNONYMS.values()) <= set(REASONING_PARSERS)
 
 
 def test_reasoning_of_harmony_is_counted() -> None:

@@ -13,7 +13,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from kvserve.engine.frontend.chat_template import Forms
 from kvserve.engine.frontend.template_probe import find_forms
 from kvserve.log import ConfigError, RequestError
+from kvserve.server.openai import prompts
 from kvserve.server.parsers.chat_format import CallWriting, find_format
+from kvserve.server.state.beside import within
 from tests.server.conftest import RunningServer, StartServer, payloads
 from tests.server.fake_engine import FakeEngine, FakeTokenizer
 from tests.server.openai import templates
@@ -43,8 +45,9 @@ class TemplateTokenizer(FakeTokenizer):
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: Any = None, **kwargs: Any
     ) -> str:
+        forms, tools = self.forms(), kwargs.pop("tools", None)
         try:
-            return self._render(self.forms().apply(messages), **kwargs)
+            return self._render(forms.apply(messages), tools=forms.tools(tools), **kwargs)
         except Exception as error:
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
 
@@ -207,6 +210,37 @@ def test_the_format_of_calls_is_found(name: str, caplog: pytest.LogCaptureFixtur
     assert (found.tools and found.tools.name) == FOUND[name]
     assert ("in a form that no --tool-call-parser knows" in caplog.text) == (name == "UNKNOWN")
     assert ("does not write tools" in caplog.text) == (name == "DEEPSEEK")
+
+
+ENDLESS = "{% set r = range(99999) %}" + "{% for a in r %}" * 4 + "{{ a }}" + "{% endfor %}" * 4
+
+
+class EndlessTokenizer(FakeTokenizer):
+    """Its own template is the fake one; one that a request brings is rendered."""
+
+    def forms(self, chat_template: str | None = None) -> Forms:
+        return Forms() if chat_template is None else TemplateTokenizer(chat_template).forms()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_requests_template_that_never_ends_is_stopped(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Kind: a thread that no one can leave behind: four such requests, and texts wait for ever."""
+    monkeypatch.setattr(prompts, "TEMPLATE_SECONDS", 0.2)
+    engine = FakeEngine(tokenizer=EndlessTokenizer())
+    server = start_server(engine, trust_request_chat_template=True)
+    for _ in range(5):
+        answer = server.post(path, messages=[USER], chat_template=ENDLESS)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"] == "chat_template: it does not end within 0.2 s"
+    assert server.post(path, messages=[USER], chat_template="{{ messages }}").status_code == 200
+
+
+def test_work_that_ends_in_time_is_left_alone() -> None:
+    assert within(60, lambda: "a") == "a"
+    with pytest.raises(ValueError, match="x"):
+        within(60, lambda: int("x"))
 
 
 def test_how_calls_are_written() -> None:

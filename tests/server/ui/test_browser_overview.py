@@ -335,3 +335,35 @@ def test_nothing_jumps_while_a_request_streams(
     page.evaluate(SHIFTS)
     page.wait_for_selector(".answer .token >> nth=400", state="attached")
     assert page.evaluate("window.shifts") < 0.1
+
+
+@pytest.mark.parametrize("width", [390, 768, 1440])
+def test_the_hero_keeps_its_places(live: Server, watched: Watched, width: int) -> None:
+    """The paragraph moved with each line that the sentence above it had, and all below the chart
+    as that came and went."""
+    watched.page.set_viewport_size({"width": width, "height": 900})
+    page = watched.ready(live.url)
+    page.evaluate("""() => {
+      const keep = document.getElementById("view-overview").cloneNode(true);
+      document.getElementById("view-overview").replaceWith(keep);  // nothing else writes into it
+    }""")
+    places = []
+    for sentence, hidden in (
+        ("Nothing runs now.", True),
+        ("2 requests run, remembering 12,345 tokens in the space of 6,789.", False),
+        ("Nothing runs now. At the fullest, 1 request remembered 1,186 tokens in the space of 650.",
+         False),
+    ):  # fmt: skip
+        page.evaluate(
+            """([sentence, hidden]) => {
+              document.getElementById("sentence").textContent = sentence;
+              document.getElementById("history").hidden = hidden; }""",
+            [sentence, hidden],
+        )
+        places.append(
+            page.evaluate(
+                """() => ["what", "bars", "try"].map(
+                  (id) => document.getElementById(id).getBoundingClientRect().y)"""
+            )
+        )
+    assert places[0] == places[1] == places[2]
