@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.linear import Weight, expert_linear, linear
 from kvserve.engine.models.operators import Operators
-from kvserve.kernels.elementwise import clamped_swiglu
+from kvserve.late import Late
 
+_clamped_swiglu = Late("kernels.elementwise:clamped_swiglu")
 NewMatrix = Callable[..., Weight]
 """Makes a matrix of a layer, of this name and shape: numbers or levels that are read later."""
 
@@ -58,7 +59,7 @@ class Experts(nn.Module):
         self.gate_up_bias = empty(spec.count, 2 * spec.intermediate_size) if biased else None
         self.down_bias = empty(spec.count, hidden) if biased else None
         if spec.limit is not None:
-            self._activate = partial(clamped_swiglu, limit=spec.limit, alpha=spec.alpha)
+            self._activate = partial(_clamped_swiglu, limit=spec.limit, alpha=spec.alpha)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> this rank's part of [T, hidden]."""
