@@ -132,7 +132,7 @@ class EngineCore:
 
     def offers(self) -> list[PolicyOffer]:
         """What requests may choose as ``kv_policy``."""
-        return self._intake.policies.offers()
+        return self._intake.policies().offers()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and continuation; what running sequences hold stays theirs."""

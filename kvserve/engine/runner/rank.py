@@ -35,7 +35,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.padded_step import StepParts
+from kvserve.engine.runner.padded_step import BOTH_KINDS, StepParts
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.late import Late
@@ -134,7 +134,9 @@ def build_runner(
     if sizes:
         graphs = _decode_graphs(steps, sizes, longest, guesses.most_rows)
     elif alone and attention.name == "cpu" and not spec.borrowed:
-        graphs = _recorded_steps(steps, longest)
+        # Without a policy that logs, queries are logged only if a request brings one.
+        kinds = BOTH_KINDS if plan.policy.demands.query_reduction else BOTH_KINDS[:1]
+        graphs = _recorded_steps(steps, longest, kinds)
     return ModelRunner(
         *parts,
         group,
