@@ -1,19 +1,17 @@
 """Settings and parameters: each is declared once, as a dataclass field with what it may be.
 
-From the declaration come the flag, what the environment and a file may say, and what Python may
-give: text is read, and values are checked, here alone. Fields of policies and of requests are
-compared with their limits by the same words (``number_wanted``).
+From the declaration come the flag and what the environment and a file may say (``flags.py``), and
+what Python may give: values are checked here alone. Fields of policies and of requests are compared
+with their limits by the same words (``number_wanted``).
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import NoneType
@@ -27,7 +25,6 @@ _WANTED = {int: "an integer", float: "a number", str: "a text", bool: "True or F
 _NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 FINITE = sys.float_info.max
 """The ``most`` of a number that may be any but infinity."""
-_METAVARS = {int: "N", float: "X", dict: "JSON"}
 
 
 def setting(default: Any, help: str, **facts: Any) -> Any:
@@ -72,56 +69,6 @@ class Setting:
     def option(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    def add_to(
-        self, parser: argparse._ActionsContainer, *more: str, default: Any = argparse.SUPPRESS
-    ) -> None:
-        """Add the flag, under further names too; ``default`` is what the parser says without it."""
-        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if self.kind is not bool:
-            metavar = _METAVARS.get(self.kind, "VALUE")
-            if self.choices is not None:
-                metavar = "{" + ",".join(self.choices) + "}"
-            options = {"metavar": metavar, "type": self.read}
-        if self.kind is tuple:
-            options["nargs"] = "+"
-        names = self.option, *self.aliases, *more
-        parser.add_argument(*names, dest=self.name, default=default, help=self._help(), **options)
-
-    def _help(self) -> str:
-        text = self.help.replace("%", "%%")
-        if self.default in (None, (), {}, "") or self.default is False:
-            return text
-        return f"{text} (default: {'on' if self.default is True else self.default})"
-
-    def read(self, text: str) -> Any:
-        """One value from text. Raises ``argparse.ArgumentTypeError``, which says what is wrong."""
-        if self.kind is tuple and text.startswith("["):
-            raise argparse.ArgumentTypeError("give the values one after the other, without [ ]")
-        try:
-            value: Any = read_size(text) if self._sized else _READERS[self.one](text)
-        except ValueError as exc:
-            raise argparse.ArgumentTypeError(str(exc)) from None
-        value = self.synonyms.get(value, value) if self.synonyms else value
-        if self.choices is not None and value not in self.choices:
-            choices = ", ".join(self.choices)
-            raise argparse.ArgumentTypeError(f"{value!r} is not one of {choices}")
-        if (wanted := self.complaint(value)) is not None:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    def read_plain(self, value: Any) -> Any:
-        """A value from the environment, as text, or from YAML, which has lists and numbers too."""
-        if self.kind is tuple:
-            items = value.split(",") if isinstance(value, str) else value
-            if not isinstance(items, list):
-                raise argparse.ArgumentTypeError(f"{value!r} is not a list")
-            return [self.read(str(item).strip()) for item in items]
-        if self.kind is dict and isinstance(value, dict):
-            return value
-        if value is None or isinstance(value, list | dict):
-            raise argparse.ArgumentTypeError(f"{value!r} is not a single value")
-        return self.read(str(value))
-
     def checked(self, value: Any) -> Any:
         """A value given from Python, with sizes read. ``ConfigError`` names it and its flag."""
         if value is None and self.optional:
@@ -144,12 +91,13 @@ class Setting:
         return number_wanted(value, self.kind, self.least, self.most, self.above)
 
     @property
-    def _sized(self) -> bool:
+    def sized(self) -> bool:
+        """Whether it may be written as ``32k`` or ``2GiB``."""
         return self.one is int and "accepts" in self.help
 
     def _single(self, value: Any) -> Any:
         kind = self.one
-        if isinstance(value, str) and self._sized:
+        if isinstance(value, str) and self.sized:
             try:
                 return read_size(value)
             except ValueError as error:
@@ -158,7 +106,7 @@ class Setting:
             return os.fspath(value)
         wanted = _NUMBERS.get(kind, kind)
         if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-            sizes = ", or a text like '2GiB' or '32k'" if self._sized else ""
+            sizes = ", or a text like '2GiB' or '32k'" if self.sized else ""
             raise self._wrong(_WANTED[kind] + sizes, value)
         return value
 
@@ -189,11 +137,6 @@ def _declared(item: Field[Any], hint: Any) -> Setting:
         kind = one = dict
     default = item.default if item.default_factory is MISSING else item.default_factory()
     return Setting(item.name, kind, one, optional, default, **item.metadata)
-
-
-def number_reader(kind: type, **limits: float | None) -> Callable[[str], Any]:
-    """A type for ``argparse``: numbers within these limits, written as those of settings are."""
-    return Setting("", kind, kind, False, None, **limits).read  # type: ignore[arg-type]
 
 
 def check_limits(settings: Any) -> None:
@@ -238,9 +181,6 @@ def number_wanted(
     return noun if above is None else f"{noun} above {above}"
 
 
-# ---- text ---------------------------------------------------------------------------------------
-
-
 def read_size(text: str) -> int:
     """A whole number: ``32k`` = 32,000; ``32K`` = ``32Ki`` = 32,768; ``2GiB``; ``1.5GB``.
 
@@ -256,57 +196,6 @@ def read_size(text: str) -> int:
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number")
     return int(number) * factor if number.isdigit() else int(value)
-
-
-def read_object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises ``ValueError``, which says what is wrong."""
-    try:
-        value = json.loads(text, object_pairs_hook=_once_each)
-    except ValueError as exc:
-        raise ValueError(f"{text!r} is not JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object")
-    return value
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a name that is given twice one value would be ignored."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} is given twice")
-    return value
-
-
-def read_any(text: str) -> Any:
-    """Numbers, booleans, null and JSON as such; anything else is the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read_number(kind: type, text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{text!r} is not {what}") from None
-
-
-def _read_bool(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True}
-    words |= {"0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
-        raise ValueError(f"{text!r} is not true or false")
-    return words[text.lower()]
-
-
-_READERS: dict[type, Any] = {
-    **{int: lambda text: _read_number(int, text), float: lambda text: _read_number(float, text)},
-    **{bool: _read_bool, dict: read_object, str: str},
-}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ from kvserve.engine.sampling import sampler
 from kvserve.kernels import decode_inputs, storage
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.scores.codebook import Cover
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton

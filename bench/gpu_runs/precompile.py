@@ -149,7 +149,7 @@ def note_engines() -> None:
     fixture: Any = meta_device.on_a_device
     (getattr(fixture, "__wrapped__", None) or fixture.__pytest_wrapped__.obj)(pytest.MonkeyPatch())
     Kernel.launch = launch  # type: ignore[method-assign]
-    loader._fill_randomly = lambda model, seed: None
+    loader.fill_randomly = lambda model, seed: None  # type: ignore[assignment]
 
     def play(
         engine: LLMEngine, policy: dict[str, Any], most: int, lengths: Sequence[int], tokens: int

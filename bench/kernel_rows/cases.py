@@ -25,12 +25,14 @@ from kvserve.kernels.move_kv import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sampling.sample_tokens import sample_tokens_torch, sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens import sample_tokens_torch
+from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.kernels.store_kv import store_kv_torch, store_kv_triton
+from kvserve.kernels.store_kv import store_kv_torch
+from kvserve.kernels.store_kv_triton import store_kv_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
 # query heads, KV heads, head dim

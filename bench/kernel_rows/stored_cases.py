@@ -17,7 +17,7 @@ from bench.kernel_rows.level_cases import (
     kinds_of,
     pair_of,
 )
-from kvserve.kernels import elementwise
+from kvserve.kernels import elementwise, elementwise_triton
 from kvserve.kernels.decode_inputs import (
     Chunks,
     DecodeInputs,
@@ -38,7 +38,7 @@ from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Given, Seen
 from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.kernels.store_kv import rotate_and_store_torch, rotate_and_store_triton
+from kvserve.kernels.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
 
 
 def share_cases(setting: Setting) -> Iterator[Case]:
@@ -100,21 +100,21 @@ def elementwise_cases(setting: Setting) -> Iterator[Case]:
     x, wide = setting.random(tokens, width), setting.random(tokens, q_heads + kv_heads, dim)
     weight, angles = setting.random(width), setting.random(2, tokens, 1, dim)
     for kernel, inputs, triton, plain in (
-        ("norm", (x, weight, 1e-5), elementwise.rms_norm_triton, elementwise.rms_norm),
+        ("norm", (x, weight, 1e-5), elementwise_triton.rms_norm_triton, elementwise.rms_norm),
         (
             "norm of heads",
             (wide[:, :q_heads], weight[:dim], 1e-5),
-            elementwise.rms_norm_triton,
+            elementwise_triton.rms_norm_triton,
             elementwise.rms_norm,
         ),
-        ("rotation", (wide, *angles), elementwise.rotate_triton, elementwise.rotate),
-        ("activation", (x,), elementwise.silu_and_mul_triton, elementwise.silu_and_mul),
+        ("rotation", (wide, *angles), elementwise_triton.rotate_triton, elementwise.rotate),
+        ("activation", (x,), elementwise_triton.silu_and_mul_triton, elementwise.silu_and_mul),
     ):
         yield Case(kernel, partial(triton, *inputs), partial(plain, *inputs), 2 * x.nbytes)
     more = x, setting.random(tokens, width), weight, 1e-5
     yield Case(
         "sum and norm",
-        lambda: torch.stack(elementwise.add_rms_norm_triton(*more)),
+        lambda: torch.stack(elementwise_triton.add_rms_norm_triton(*more)),
         lambda: torch.stack(elementwise.add_rms_norm(*more)),
         4 * x.nbytes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.report.page import chapters
 from docs.generate import (
+    absent_names,
     architectures,
     command_line,
     compatibility,
@@ -28,6 +29,7 @@ def all_pages() -> dict[str, str]:
         "reference/http.md": http_api.page(state),
         "reference/metrics.md": metrics.page(state),
         "reference/python.md": python_api.page(),
+        "reference/absent.md": absent_names.page(),
         "reference/models.md": architectures.page(),
         **chapters(),
     }

@@ -21,6 +21,7 @@ move_kv = LateModule("kernels.move_kv")
 quantized_entries = LateModule("kernels.quantized_entries")
 quantized_triton = LateModule("kernels.quantized_triton")
 store_kv = LateModule("kernels.store_kv")
+store_kv_triton = LateModule("kernels.store_kv_triton")
 turning = LateModule("kernels.turning")
 
 
@@ -89,10 +90,10 @@ COMPILED = StorageKernels(
     ),
 )
 TRITON = StorageKernels(
-    store_kv.store_kv_triton,
+    store_kv_triton.store_kv_triton,
     move_kv.gather_kv_triton,
     move_kv.move_kv_triton,
-    store_kv.store_queries_triton,
+    store_kv_triton.store_queries_triton,
     move_kv.gather_triton,
     int4_log.store_int4_triton,
     int4_log.gather_int4_triton,
@@ -105,7 +106,7 @@ TRITON = StorageKernels(
         few_moves_triton.move_few_triton,
         turning.turn_triton,
     ),
-    store_kv.rotate_and_store_triton,
+    store_kv_triton.rotate_and_store_triton,
 )
 
 
@@ -117,6 +118,4 @@ def by_device(device: str, head_dim: int) -> StorageKernels:
     if head_dim in HEAD_DIMS:
         levels = TORCH.store_levels, TORCH.gather_levels, TORCH.move_levels, TORCH.few
         return StorageKernels(*TRITON[:7], *levels)
-    return TORCH._replace(
-        store_kv=store_kv.store_kv_triton, store_queries=store_kv.store_queries_triton
-    )
+    return TORCH._replace(store_kv=TRITON.store_kv, store_queries=TRITON.store_queries)

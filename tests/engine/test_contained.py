@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
-from kvserve.engine.core import engine_core
+from kvserve.engine.core import containment
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.policies import registry
@@ -454,7 +454,7 @@ def test_the_newest_ends_and_the_others_go_on(
         core.runner.cache.kv[1:] = POISON  # nothing of it may be relied on
         return start_over(*args)
 
-    monkeypatch.setattr(engine_core, "start_over", spoil)
+    monkeypatch.setattr(containment, "start_over", spoil)
     found = llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert failed
     reasons = [output.outputs[0].finish_reason for output in found]

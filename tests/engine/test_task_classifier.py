@@ -47,7 +47,7 @@ def test_an_engine_asks_about_requests_that_leave_it_open(allowed: str, checkpoi
     flags = {"allow_request_policy": allowed, "task_classifier": str(checkpoint)}
     llm = LLM("kvserve/tiny", policy=policy, **flags)
     classifier = Always("aggregation")
-    llm.engine._outputs._tasks._classifier = classifier  # type: ignore[assignment]
+    llm.engine._outputs._tasks()._classifier = classifier  # type: ignore[assignment]
     params = SamplingParams(temperature=0.0, max_tokens=4)
     assert llm.engine.tokenizer is not None
     ids = llm.engine.tokenizer.encode("some words " * 30)

@@ -34,7 +34,7 @@ from kvserve.kernels.attention.paged_attention_triton import paged_attention_tri
 from kvserve.kernels.checks import Entries
 from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
-from kvserve.kernels.elementwise import (
+from kvserve.kernels.elementwise_triton import (
     add_rms_norm_triton,
     quantize_rows_triton,
     rms_norm_triton,
@@ -54,12 +54,16 @@ from kvserve.kernels.quantized_triton import (
 )
 from kvserve.kernels.query_segments import QuerySegments
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sampling.sample_tokens import sample_tokens_triton
+from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.scores.centre_scores import centre_scores_triton
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
 from kvserve.kernels.shares import Seen, Shares
-from kvserve.kernels.store_kv import rotate_and_store_triton, store_kv_triton, store_queries_triton
+from kvserve.kernels.store_kv_triton import (
+    rotate_and_store_triton,
+    store_kv_triton,
+    store_queries_triton,
+)
 from kvserve.kernels.turning import turn_triton
 from kvserve.kernels.weight_levels import LevelForm, Levels
 from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton

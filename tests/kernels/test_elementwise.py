@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvserve.kernels import elementwise as reference
+from kvserve.kernels import elementwise_triton
 from kvserve.kernels.cpu import elementwise as compiled
 from tests.thinning import thinned
 
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 def operator(kind: str, name: str) -> Any:
     if kind == "triton":
-        return getattr(reference, f"{name}_triton")
+        return getattr(elementwise_triton, f"{name}_triton")
     return getattr(compiled, name)
 
 

@@ -25,7 +25,7 @@ from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resu
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.step.saved_rows import NextTurn, SavedRows
+from kvserve.scheduler.step.continued_rows import ContinuedRows, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING, EventKind
 
@@ -92,16 +92,17 @@ class ShadowRunner:
         self.left: dict[Continuation, LeftRow] = {}
         self.resuming: dict[int, Resumption] = {}
         """Rows that go on from a continuation in the step that is scheduled."""
+        self.followers = set[int]()
         self.resumed = 0
         self.ahead = np.zeros(rows, int)
         """Confirmed guesses of the last step, which the host counts when it has the tokens."""
-        self._follow(scheduler.saved)
+        if isinstance(scheduler.saved, ContinuedRows):
+            self._follow(scheduler.saved)
 
     def run(self, output: SchedulerOutput) -> IntArray:
         """Carry out one message; returns a token per sampled sequence."""
         self.ahead[:] = 0
         events, moves = output.events, output.moves
-        self.log_from[events.turns.rows] = events.turns.log_from
         self._check_sources(events.compactions)
         for task in events.compactions:
             self._compact(task)
@@ -312,7 +313,9 @@ class ShadowRunner:
             for token in seq.token_ids[: new.num_computed[i]]:
                 for held in self.held[seq.row].values():
                     held.append(content(held, int(token)))
-            self.before[seq.seq_id] = self.events.pop(seq.seq_id, [])
+            again = self.events.pop(seq.seq_id, [])
+            self.before[seq.seq_id] = [] if seq.seq_id in self.followers else again
+            self.followers.discard(seq.seq_id)  # one that begins anew
             self.compactions[seq.seq_id] = 0
 
     def _swap(self, moves: RowMoves) -> None:
@@ -345,7 +348,7 @@ class ShadowRunner:
     def _memories(self) -> list[dict[Slot, Any]]:
         return [self.memory, self.log_memory, self.further_memory]
 
-    def _follow(self, saved: SavedRows) -> None:
+    def _follow(self, saved: ContinuedRows) -> None:
         """Remember what rows hold as they are left, and who goes on from which."""
         save_row, resume_row = saved.save_row, saved.resume_row
 
@@ -382,6 +385,7 @@ class ShadowRunner:
         self.before[seq_id] = self.events.pop(seq_id, [])
         self.events[seq_id] = list(left.events)
         self.compactions[seq_id] = self.compactions[left.seq_id]
+        self.followers.add(seq_id)
         self.resumed += 1
 
     def _logger(self, row: int, position: int) -> int:

@@ -292,30 +292,30 @@ def test_an_aborted_answer_goes_on_too() -> None:
 
 
 def test_a_scheduler_that_begins_again_knows_none() -> None:
-    """Nobody goes on from blocks of the pool that is gone; followers have all their turns again."""
+    """Nobody goes on from blocks of the pool that is gone; followers begin anew."""
     talks = Talks()
     first = talks.turn(range(2, 32), 30)
     seq = talks.sequence(more(first), 30)
-    expected = talks.turn(more(first), 30).token_ids.tolist()
     talks.scheduler.add(seq)
-    for _ in range(6):
+    while not seq.talk.resumed:
         talks.loop.step()
     assert seq.talk.resumed is not None and seq.talk.resumed.continuation in talks.store
     before = talks.scheduler.totals.resumed_total
     start_over(talks.scheduler, blamed={-1})
     assert not len(talks.store) and talks.scheduler.totals.resumed_total == before
     Loop(talks.scheduler).drain()
-    assert seq.token_ids.tolist() == expected and len(talks.store) == 1
+    assert seq.talk.resumed is None and seq.finish_reason == "length" and len(talks.store) == 1
 
 
 @pytest.mark.parametrize("swaps", [False, True], ids=["recomputed", "swapped"])
 @pytest.mark.parametrize("policy", [1, 5, 9, 11, 17, 18, 20, 23])
-def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool) -> None:
-    """With all its turns and events, though what it went on from is gone."""
+def test_a_follower_that_makes_way_comes_back(policy: int, swaps: bool) -> None:
+    """As it was, from host memory; it begins anew where what it went on from is gone."""
     tokens = []
     for disturbed in (False, True):
         layout = LAYOUTS[1] if policy in (17, 18, 20) else LAYOUTS[0]
-        talks = Talks(300, layout=layout, num_host_blocks=200 if swaps else 0)
+        step = {"max_num_batched_tokens": 96}  # policy 20 computes a prompt in one
+        talks = Talks(300, layout=layout, num_host_blocks=200 if swaps else 0, **step)
         first = talks.turn(range(2, 23), 30, policy)
         second = talks.turn(more(first, 12), 6, policy)
         other = talks.sequence(range(90, 70, -1), 40, 0, continues_as=None)
@@ -329,6 +329,7 @@ def test_a_follower_that_makes_way_comes_back_as_it_was(policy: int, swaps: bool
             talks.scheduler.departures.preempt()
             assert seq.row < 0
         talks.loop.drain()
-        assert talks.scheduler.totals.resumed_total == 2 and len(seq.talk.turns) == 2
+        assert talks.scheduler.totals.resumed_total == 2
+        assert (seq.talk.resumed is None) == (disturbed and not swaps)
         tokens.append(seq.token_ids.tolist())
-    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == len(tokens[1]) and (not swaps or tokens[0] == tokens[1])

@@ -44,6 +44,7 @@ from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Transformer
 from kvserve.entry_format import FORMATS
+from kvserve.flags import add_flag
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 from kvserve.sampling_params import SamplingParams
@@ -59,7 +60,7 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    SETTINGS["model"].add_to(parser, default=SETTINGS["model"].default)
+    add_flag(SETTINGS["model"], parser, default=SETTINGS["model"].default)
     text = parser.add_mutually_exclusive_group()
     words = "text that is like what the model will read and write"
     text.add_argument("--text", type=Path, metavar="FILE", help=words)

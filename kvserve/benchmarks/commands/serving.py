@@ -41,6 +41,7 @@ from kvserve.benchmarks.setup.options import NAMED, add_report_arguments, file_n
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 from kvserve.fields import setting, settings_of
+from kvserve.flags import add_flag
 from kvserve.folders import install
 from kvserve.log import ConfigError
 from kvserve.progress import progress
@@ -96,7 +97,7 @@ class ServingFlags:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the server, the traffic, the figures and the report."""
     for item in settings_of(ServingFlags):
-        item.add_to(parser, default=item.default)
+        add_flag(item, parser, default=item.default)
     add_dataset_arguments(parser, timed=True)
     pairs: dict[str, Any] = {"nargs": "+", "default": []}
     words = "some of {} (default: ttft,tpot,itl)".format(",".join(TITLES))

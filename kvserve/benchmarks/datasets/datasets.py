@@ -28,6 +28,7 @@ from kvserve.benchmarks.datasets.workload import (
 from kvserve.benchmarks.setup.options import at_least
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.fields import Setting
+from kvserve.flags import add_flag
 from kvserve.log import ConfigError
 
 _NO_CAP = 2**20
@@ -84,7 +85,8 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, timed: bool = Fals
     )
     for name, dataset in datasets.items():
         for option in dataset.options:
-            replace(option, help=f"{name}: {option.help}").add_to(parser, default=None)
+            named = replace(option, help=f"{name}: {option.help}")
+            add_flag(named, parser, default=None)
     parser.set_defaults(datasets=datasets)
 
 

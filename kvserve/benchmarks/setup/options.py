@@ -19,7 +19,7 @@ from kvserve.benchmarks.setup.policy_spec import (
 from kvserve.config import SETTINGS
 from kvserve.engine.policies.base import PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.fields import number_reader
+from kvserve.flags import add_flag, number_reader
 from kvserve.folders import install
 
 _ALL = PolicySpec("all")
@@ -71,12 +71,12 @@ def add_engine_arguments(
     ``every_policy`` also ``all``), and engine."""
     unless_given = " and ".join(spec.label for spec in policies)
     model = parser.add_mutually_exclusive_group()
-    SETTINGS["model"].add_to(model, default=SETTINGS["model"].default)
+    add_flag(SETTINGS["model"], model, default=SETTINGS["model"].default)
     if shapes:
         model.add_argument(
             "--shape", choices=SHAPES, help="a model of this size with random weights"
         )
-    SETTINGS["load_format"].add_to(parser, default="auto")
+    add_flag(SETTINGS["load_format"], parser, default="auto")
     parser.add_argument(
         "--policy",
         type=_policy_or_all if every_policy else policy_spec,
@@ -98,11 +98,11 @@ def add_setting_flags(parser: argparse._ActionsContainer, *names: str) -> None:
     """Flags of these settings of ``kvserve serve``; one that is not given is ``None``, and the
     engine's default holds."""
     for name in names:
-        SETTINGS[name].add_to(parser, default=None)
+        add_flag(SETTINGS[name], parser, default=None)
 
 
 def add_pool_argument(parser: argparse._ActionsContainer) -> None:
-    SETTINGS["num_gpu_blocks_override"].add_to(parser, "--kv-blocks", default=None)
+    add_flag(SETTINGS["num_gpu_blocks_override"], parser, "--kv-blocks", default=None)
 
 
 NAMED = Path()

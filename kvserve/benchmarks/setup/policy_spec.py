@@ -11,7 +11,7 @@ from typing import Any
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.policies.base import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.fields import read_any, read_object
+from kvserve.flags import read_any, read_object
 from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
 
 

@@ -30,7 +30,7 @@ from kvserve.kernels.decode_inputs import (
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import BegunTurns, Drafts, NewRequest, SchedulerOutput
+from kvserve.scheduler.messages.output import Drafts, NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 
@@ -116,10 +116,6 @@ class InputBatch(RowArrays):
             elif len(update.indices):
                 blocks = to_device(update.blocks, table.device, table.dtype)
                 table.view(-1)[self._long(update.indices)] = blocks
-
-    def begin_turns(self, turns: BegunTurns) -> None:
-        """Set from which position rows log queries; called before a step's events."""
-        self.log_from[self._long(turns.rows)] = self._long(turns.log_from)
 
     def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
         """Ids of new sequences that cannot be set up; called when setting up all has failed."""

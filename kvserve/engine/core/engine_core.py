@@ -12,13 +12,11 @@ import numpy as np
 import torch
 
 from kvserve.config import EngineConfig
-from kvserve.engine.compression.event_runner import EventMemoryError
 from kvserve.engine.core.build import Tell, build_engine, untold
 from kvserve.engine.core.engine_stats import EngineCounts
 from kvserve.engine.core.intake import Intake
 from kvserve.engine.core.open_sequences import OpenSequences
 from kvserve.engine.messages import (
-    INTERNAL_ERROR,
     EngineInfo,
     FinishedSequence,
     NewSequence,
@@ -31,7 +29,7 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling.sampler import NO_TOKEN
 from kvserve.late import Late, Made
-from kvserve.log import EngineDeadError, RequestError, SequenceError, logger
+from kvserve.log import EngineDeadError, RequestError
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
@@ -51,9 +49,8 @@ _DEVICE_ERROR: tuple[type[Exception], ...] = tuple(
 _compiler = Late("engine.sampling.grammar:GrammarCompiler")
 _tracer = Late("engine.core.kv_trace:KVTracer")
 _new_suspects = Late("scheduler.step.recovery:Suspects")
-culprits = Late("scheduler.step.recovery:culprits")
-newest_of = Late("scheduler.step.recovery:newest_of")
-start_over = Late("scheduler.step.recovery:start_over")
+contain = Late("engine.core.containment:contain")
+shed = Late("engine.core.containment:shed")
 NOT_FINITE = (
     "the logits of this answer's next token are not finite numbers: the model's weights, or what "
     "it computed in this --dtype, hold infinity or NaN"
@@ -132,7 +129,7 @@ class EngineCore:
 
     def offers(self) -> list[PolicyOffer]:
         """What requests may choose as ``kv_policy``."""
-        return self._intake.policies.offers()
+        return self._intake.policies().offers()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block and continuation; what running sequences hold stays theirs."""
@@ -260,75 +257,25 @@ class EngineCore:
         known: SchedulerOutput | None = None,
         result: ModelRunnerOutput | None = None,
     ) -> StepOutputs:
-        """End the sequences that made a step fail, if it is known who did; all others recompute
-        their caches, half of them later if it is not known yet (``Suspects``).
+        """End those that made a step fail, and let all others begin anew (``contain``).
 
         ``known`` and ``result`` are the step before, if it was collected: its tokens are passed on.
         """
-        blamed = set(
-            error.seq_ids if isinstance(error, SequenceError) else culprits(self.scheduler)
-        )
-        aside: set[int] = set()
-        if not blamed:
-            running = self.scheduler.running or list(self.scheduler.waiting)[:1]
-            blamed, aside = self._suspects().narrow(running, self.scheduler)
-        outputs = StepOutputs()
+        outputs, tokens = StepOutputs(), None
         if known is not None and result is not None:
             gets = [seq.status is not SequenceStatus.FINISHED for seq in known.sampled]
-            outputs = self._tokens_of(known.sampled, result, gets)
-        tokens = None if result is None else result.token_ids
-        ended, finished = start_over(self.scheduler, blamed, known, tokens, aside)
-        if blamed:
-            self._suspects().clear(self.scheduler)
-        names = ", ".join(self._sequences.request_id(seq) for seq in ended)
-        to_blame = f"request {names or '(ended already)'} ends with an error"
-        searched = f"whose fault it is gets searched for, {len(aside)} requests are set aside"
-        logger.error(
-            "a step failed: %s and %d sequences begin anew",
-            to_blame if blamed else searched,
-            len(self.scheduler.waiting),
-            exc_info=error,
-        )
-        _forget_frames(error)
-        refused = [
-            RefusedSequence(seq.seq_id, INTERNAL_ERROR, None, "internal_error") for seq in ended
-        ]
-        for seq in ended:
-            self._sequences.end(seq)
-        return replace(
-            outputs,
-            refused=refused,
-            finished=[self._sequences.end(seq) for seq in finished],
-            stats=self._stats_when_due(),
-        )
+            outputs, tokens = self._tokens_of(known.sampled, result, gets), result.token_ids
+        parts = self.scheduler, self._sequences, self._suspects
+        refused, finished = contain(error, *parts, known, tokens)
+        stats = self._stats_when_due()
+        return replace(outputs, refused=refused, finished=finished, stats=stats)
 
     def _shed(self, output: SchedulerOutput, error: torch.OutOfMemoryError) -> StepOutputs:
         """End the newest sequence of a step that ran out of memory; the others are recomputed."""
-        _forget_frames(error)
-        among = error.seq_ids if isinstance(error, EventMemoryError) else None
-        newest = newest_of(self.scheduler, output, among)
-        blamed = set() if newest is None else {newest.seq_id}
-        _, finished = start_over(self.scheduler, blamed)
+        refused, finished = shed(error, self.scheduler, self._sequences, output)
         if self.runner.batch.device == "cuda":
             torch.cuda.empty_cache()
-        logger.error(
-            "a step of %d tokens ran out of memory: request %s ends with an error and %d sequences "
-            "begin anew; lower --gpu-memory-utilization or --max-num-batched-tokens (%s)",
-            output.num_tokens,
-            "(ended already)" if newest is None else self._sequences.request_id(newest),
-            len(self.scheduler.waiting),
-            error,
-        )
-        message = (
-            f"the engine ran out of memory in a step of {output.num_tokens} tokens, and gave up "
-            "its newest sequence, or the newest of those whose events wanted it; try again later"
-        )
-        refused = []
-        if newest is not None:
-            self._sequences.end(newest)
-            refused.append(RefusedSequence(newest.seq_id, message, None, "out_of_memory"))
-        ended = [self._sequences.end(seq) for seq in finished]
-        return StepOutputs(finished=ended, refused=refused, stats=self._stats_when_due())
+        return StepOutputs(finished=finished, refused=refused, stats=self._stats_when_due())
 
     def close(self) -> None:
         """End the other ranks and helpers; this core makes no further step."""
@@ -347,12 +294,3 @@ class EngineCore:
             self._stats_due = now + _STATS_INTERVAL
             return self.stats()
         return None
-
-
-def _forget_frames(error: Exception) -> None:
-    """Drop an error's traceback, which keeps the failed step's tensors alive.
-
-    The traceback refers to the frame that holds ``error``: only a garbage collection would free
-    this cycle.
-    """
-    error.__traceback__ = error.__cause__ = error.__context__ = None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvserve.engine.core.build import BuiltEngine
-from kvserve.engine.core.request_policies import RequestPolicies
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.policy_fit import continuation_refusal
@@ -24,10 +23,12 @@ from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 if TYPE_CHECKING:
     from kvserve.engine.core.kv_trace import KVTracer
+    from kvserve.engine.core.request_policies import RequestPolicies
     from kvserve.engine.sampling.grammar import GrammarCompiler
     from kvserve.engine.sampling.grammar_backends import Matcher
     from kvserve.engine.sampling.logit_rules import RowRules
 
+_request_policies = Late("engine.core.request_policies:RequestPolicies")
 _rules_of = Late("engine.sampling.logit_rules:RowRules.of")
 _sequence_grammar = Late("engine.sampling.grammar:SequenceGrammar")
 
@@ -45,7 +46,9 @@ class Intake:
         self._info = built.info
         self._scheduler = built.scheduler
         self._spec = built.plan.spec
-        self.policies = RequestPolicies(built)
+        self.policies: Made[RequestPolicies] = Made(lambda: _request_policies(built))
+        self._own_policy = built.plan.policy
+        built.executor.set_policy(0, self._own_policy)
         self._grammars = grammars
         self._tracer = tracer
         self._rules_of: tuple[str, RowRules | None] = "", None
@@ -68,7 +71,10 @@ class Intake:
                 "priority needs a server started with --scheduling-policy priority",
                 param="priority",
             )
-        policy = self.policies.resolve(new.kv_policy)
+        policy, policy_id = self._own_policy, 0
+        if new.kv_policy is not None:
+            policy = self.policies().resolve(new.kv_policy)
+            policy_id = self.policies().id_of(policy, others)
         trigger = policy.event_trigger
         prunes = trigger.prunes_prompt(prompt)
         if prunes:
@@ -85,7 +91,7 @@ class Intake:
             num_prompt_tokens=prompt,
             max_len=max_len,
             stop_token_ids=tuple(new.stop_token_ids),
-            policy_id=self.policies.id_of(policy, others),
+            policy_id=policy_id,
             trigger=trigger,
             event_kind=policy.demands.event_kind,
             leaves_remainder=policy.demands.leaves != "off",

@@ -32,7 +32,6 @@ class RequestPolicies:
         self._has_turns = config.cache.continuations == "on"
         self._built, self._plan = built, built.plan
         self._ids: dict[Policy, int] = {self._plan.policy: 0}
-        built.executor.set_policy(0, self._plan.policy)
 
     def resolve(self, spec: Any) -> Policy:
         """A request's policy; ``RequestError`` says why it cannot run on this server."""

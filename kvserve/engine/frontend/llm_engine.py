@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from kvserve.config import EngineConfig, ModelConfig
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.frontend.output_processor import OutputProcessor
-from kvserve.engine.frontend.task_classifier import TaskResolver
+from kvserve.engine.frontend.output_processor import OutputProcessor, tasks_of
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import StepOutputs
 from kvserve.engine.models.hub import LOADING, find_model
@@ -28,8 +27,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, model: Transformer | None = None) -> None:
         self.core = EngineCore(config, model)
         self.tokenizer = load_tokenizer(config.model, self.core.info.model_path)
-        tasks = TaskResolver(config.compression)
-        self._outputs = OutputProcessor(self.tokenizer, self.core.info.eos_token_ids, tasks)
+        eos = self.core.info.eos_token_ids
+        self._outputs = OutputProcessor(self.tokenizer, eos, tasks_of(config.compression))
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +17,7 @@ from kvserve.engine.messages import (
     StepOutputs,
     policy_spec,
 )
+from kvserve.late import Late, Made
 from kvserve.log import RequestError, logger
 from kvserve.outputs import (
     CompletionOutput,
@@ -28,9 +29,11 @@ from kvserve.outputs import (
 from kvserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvserve.config import CompressionConfig
     from kvserve.engine.frontend.scored_prompt import ScoredPrompt
     from kvserve.engine.frontend.task_classifier import TaskResolver
 
+_task_resolver = Late("engine.frontend.task_classifier:TaskResolver")
 _ALIKE = {f.name for f in fields(NewSequence)} & {f.name for f in fields(SamplingParams)}
 
 
@@ -47,11 +50,20 @@ class _Branch:
         return self.request.metrics
 
 
+def tasks_of(config: CompressionConfig) -> Made[TaskResolver]:
+    """What tells WindowKV's task: made now if the server's settings name it (``ConfigError`` if it
+    cannot be), or by the first request that leaves it open."""
+    tasks: Made[TaskResolver] = Made(lambda: _task_resolver(config))
+    if config.policy == "windowkv" or config.task_classifier is not None:
+        tasks()
+    return tasks
+
+
 class OutputProcessor:
     """Hands out sequence ids, and folds the core's step outputs into ``RequestOutput`` objects."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, eos_token_ids: list[int], tasks: TaskResolver
+        self, tokenizer: Tokenizer | None, eos_token_ids: list[int], tasks: Made[TaskResolver]
     ) -> None:
         self._tokenizer = tokenizer
         self._tasks = tasks
@@ -239,10 +251,13 @@ class OutputProcessor:
         def text() -> str | None:
             return tokenizer.decode(token_ids) if prompt is None and tokenizer else prompt
 
+        policy = params.kv_policy
+        if self._tasks.made or (isinstance(policy, Mapping) and "task" in policy):
+            policy = self._tasks().resolve(policy, text)
         given: dict[str, Any] = {
             **{name: getattr(params, name) for name in _ALIKE},
             "stop_token_ids": [*stop_ids, *(params.stop_token_ids or ())],
-            "kv_policy": policy_spec(self._tasks.resolve(params.kv_policy, text)),
+            "kv_policy": policy_spec(policy),
             "logit_bias": dict(params.logit_bias or {}),
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": self._bad_words(params),

@@ -1,18 +1,14 @@
-"""The second half of a layer: an MLP for all tokens, or a mixture of experts."""
+"""The second half of a layer: an MLP for all tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.linear import Weight, expert_linear, linear
+from kvserve.engine.models.linear import Weight, linear
 from kvserve.engine.models.operators import Operators
-from kvserve.kernels.elementwise import clamped_swiglu
 
 NewMatrix = Callable[..., Weight]
 """Makes a matrix of a layer, of this name and shape: numbers or levels that are read later."""
@@ -40,72 +36,6 @@ class Mlp(nn.Module):
         return linear(self._activate(linear(x, self.gate_up)), self.down)
 
 
-class Experts(nn.Module):
-    """E experts, of which a router gives each token some: ``gate_up [E, 2 width, hidden]``, ``down
-    [E, hidden, width]``. Ranks have parts of each expert, and all of the router. With a ``limit``
-    (gpt-oss) all of them have biases, and gates and ups lie in turns."""
-
-    def __init__(
-        self, hidden: int, spec: ExpertSpec, operators: Operators, matrix: NewMatrix
-    ) -> None:
-        super().__init__()
-        self._activate, self.spec = operators.silu_and_mul, spec
-        self.router = empty(spec.count, hidden)
-        self.gate_up = matrix("mlp.gate_up", spec.count, 2 * spec.intermediate_size, hidden)
-        self.down = matrix("mlp.down", spec.count, hidden, spec.intermediate_size)
-        biased = spec.limit is not None
-        self.router_bias = empty(spec.count) if biased else None
-        self.gate_up_bias = empty(spec.count, 2 * spec.intermediate_size) if biased else None
-        self.down_bias = empty(spec.count, hidden) if biased else None
-        if spec.limit is not None:
-            self._activate = partial(clamped_swiglu, limit=spec.limit, alpha=spec.alpha)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]."""
-        logits = linear(x, self.router, self.router_bias)
-        routes = route(logits, self.spec.per_token, self.spec.normalised)
-        products = expert_linear(x[routes.tokens], self.gate_up, routes.ends)
-        if self.gate_up_bias is not None:
-            products = products + self.gate_up_bias[routes.experts]
-        answers = expert_linear(self._activate(products), self.down, routes.ends)
-        if self.down_bias is not None:
-            answers = answers + self.down_bias[routes.experts]
-        return combine(answers, routes)
-
-
 def empty(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """A weight that is read later."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
-
-
-class Routes(NamedTuple):
-    """T tokens with k experts each, sorted by expert: ``tokens [T k]`` are their rows in the batch,
-    expert e has those from ``ends[e - 1]`` to ``ends[e]`` (int32 [E]); ``place [T, k]`` is where
-    each pair went, ``weights [T, k]`` what its answer counts. ``experts [T k]`` ascend."""
-
-    tokens: Tensor
-    ends: Tensor
-    place: Tensor
-    weights: Tensor
-    experts: Tensor
-
-
-def route(logits: Tensor, per_token: int, normalised: bool) -> Routes:
-    """logits: [T, E]. Of the softmax over all experts, the largest ``per_token``; ``normalised``:
-    so that they add up to one. Nothing is copied to the host."""
-    probs = logits.float().softmax(dim=-1)
-    weights, chosen = probs.topk(per_token, dim=-1)
-    if normalised:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    by_expert, order = chosen.flatten().sort(stable=True)
-    experts = torch.arange(logits.shape[1], device=logits.device)
-    ends = torch.searchsorted(by_expert, experts, right=True).int()
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return Routes(order // per_token, ends, place.view_as(chosen), weights, by_expert)
-
-
-def combine(answers: Tensor, routes: Routes) -> Tensor:
-    """answers: [T k, hidden], sorted by expert -> their weighted sums, [T, hidden]."""
-    weighted = answers[routes.place] * routes.weights.to(answers.dtype)[..., None]
-    return weighted.sum(dim=1)

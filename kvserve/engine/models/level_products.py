@@ -12,7 +12,8 @@ from kvserve.folders import install
 from kvserve.kernels.cpu import linear as compiled
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.linear_levels import LevelPanels
-from kvserve.kernels.elementwise import quantize_rows, quantize_rows_triton
+from kvserve.kernels.elementwise import quantize_rows
+from kvserve.kernels.elementwise_triton import quantize_rows_triton
 from kvserve.kernels.weight_levels import Levels, expert_linear_levels, linear_levels
 from kvserve.late import LateModule
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvserve.engine.models.storage import StoredLevels
 
 _load_borrowed = Late("engine.models.borrowed:load_borrowed")
+fill_randomly = Late("engine.models.random_weights:fill_randomly")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
 _hold_levels = Late("engine.models.held:hold_levels")
 _storage_of = Late("engine.models.held:storage_of")
@@ -73,7 +74,7 @@ def load_model(
     with _default_dtype(dtype), torch.device(device):
         model = Transformer(spec, dtype, device, group, holding)
     if checkpoint is None:
-        _fill_randomly(model, config.seed + group.rank)
+        fill_randomly(model, config.seed + group.rank)
     else:
         _read_weights(model, checkpoint, stored, config.model)
     model.pack(select_product(dtype, device)[0])
@@ -188,43 +189,6 @@ def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, S
             f"--model: {checkpoint.file(unknown[0])} has a tensor {unknown[0]} ({len(unknown)} "
             f"such) that {model.spec.architecture} does not; the config names another model"
         )
-
-
-def _fill_randomly(model: Transformer, seed: int) -> None:
-    """Small normal weights, uniform ones where they are levels; norms are ones, so that activations
-    stay in range."""
-    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
-    of_levels = set[nn.Parameter]()
-    if model.holding.matrices:
-        of_levels = _fill_levels(model, generator)
-    for name, parameter in model.named_parameters():
-        if parameter in of_levels:
-            continue
-        if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def _fill_levels(model: Transformer, generator: torch.Generator) -> set[nn.Parameter]:
-    """Draw those matrices that are levels; their parameters."""
-    from kvserve.engine.models.level_products import FP8
-    from kvserve.kernels.weight_levels import Levels
-
-    of_levels = set()
-    for matrix in model.modules():
-        if isinstance(matrix, Levels):
-            of_levels |= set(matrix.parameters())
-            if matrix.form.e4m3:
-                numbers = torch.empty_like(matrix.levels, dtype=torch.float32)
-                numbers.normal_(generator=generator)
-                matrix.levels.copy_(numbers.to(FP8).view(torch.uint8))
-            else:
-                matrix.levels.random_(0, 256, generator=generator)
-            matrix.scales.fill_(0.02 if matrix.form.e4m3 else 0.07 / 2**matrix.form.bits)
-            if matrix.offsets is not None:
-                matrix.offsets.zero_()
-    return of_levels
 
 
 @contextmanager

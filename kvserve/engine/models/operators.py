@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from kvserve.folders import install
-from kvserve.kernels import elementwise
 from kvserve.kernels.cpu import elementwise as compiled
 from kvserve.kernels.cpu.build import why_missing
+from kvserve.late import LateModule
+
+elementwise = LateModule("kernels.elementwise")
+on_triton = LateModule("kernels.elementwise_triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,10 @@ def select_operators(dtype: torch.dtype, device: str) -> Operators:
 
 
 TRITON = (
-    elementwise.rms_norm_triton,
-    elementwise.add_rms_norm_triton,
-    elementwise.rotate_triton,
-    elementwise.silu_and_mul_triton,
+    on_triton.rms_norm_triton,
+    on_triton.add_rms_norm_triton,
+    on_triton.rotate_triton,
+    on_triton.silu_and_mul_triton,
 )
 COMPILED = (
     compiled.rms_norm,

@@ -7,20 +7,25 @@ about compaction.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE, RankGroup
-from kvserve.engine.models.feed_forward import Experts, Mlp, NewMatrix, empty
+from kvserve.engine.models.feed_forward import Mlp, NewMatrix, empty
 from kvserve.engine.models.linear import Holding, linear, packed, take_rows
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.kernels.remainder import capped
+from kvserve.late import Late
 
+if TYPE_CHECKING:
+    from kvserve.engine.models.experts import Experts
+
+_experts = Late("engine.models.experts:Experts")
 _PANEL = 64  # outputs of a panel, or a multiple of them, on any CPU
 
 
@@ -63,7 +68,7 @@ class Layer(nn.Module):
         self.mlp: Mlp | Experts = (
             Mlp(spec.hidden_size, spec.intermediate_size, operators, matrix, spec.activation)
             if experts is None
-            else Experts(spec.hidden_size, experts, operators, matrix)
+            else _experts(spec.hidden_size, experts, operators, matrix)
         )
 
     def project(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.checkpoint import Checkpoint
-from kvserve.engine.models.feed_forward import Experts
+from kvserve.engine.models.feed_forward import Mlp
 from kvserve.engine.models.plain_storage import Region, rows_per_piece
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
@@ -199,7 +199,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
             "self_attn.sinks": layer.sinks,
             f"{names['out']}.bias": layer.out_bias,
         }
-        if isinstance(layer.mlp, Experts):
+        if not isinstance(layer.mlp, Mlp):
             others[f"{names['router']}.weight"] = layer.mlp.router
             others[f"{names['router']}.bias"] = layer.mlp.router_bias
             of_gate_up, of_down = (f"{name}_bias" for name in ALL_EXPERTS)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,17 @@ from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool, RankStart, message_for_ranks
+from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, Pool
 from kvserve.folders import scratch_folder
+from kvserve.late import Late
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput
 
+if TYPE_CHECKING:
+    from kvserve.engine.runner.rank_process import RankStart
+
+_rank_start = Late("engine.runner.rank_process:RankStart")
+_message_for_ranks = Late("engine.runner.rank_process:message_for_ranks")
 _EXIT_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 1.0
 
@@ -49,7 +55,7 @@ class Executor:
         self._store = Path(self._directory.name) / "ranks"
         threads, level = torch.get_num_threads(), logger.getEffectiveLevel()
         for rank in range(1, size):
-            self._start(RankStart(plan, rank, size, self._store, attention, threads, level))
+            self._start(_rank_start(plan, rank, size, self._store, attention, threads, level))
 
     # ---- start -------------------------------------------------------------------------------
 
@@ -120,7 +126,7 @@ class Executor:
         """Send the same message to all other ranks; ``EngineDeadError`` if one has ended."""
         self.check()
         if self._pipes:
-            self._tell(message_for_ranks(message))
+            self._tell(_message_for_ranks(message))
 
     def close(self) -> None:
         """Ask the ranks to exit, and kill those still there after a few seconds."""
@@ -148,7 +154,7 @@ class Executor:
     def _start(self, start: RankStart) -> None:
         from kvserve.engine.device.child import start_child
 
-        process, pipe = start_child("kvserve.engine.runner.rank")
+        process, pipe = start_child("kvserve.engine.runner.rank_process")
         self._processes.append(process)
         self._pipes.append(pipe)
         with suppress(OSError):

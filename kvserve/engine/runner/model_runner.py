@@ -194,8 +194,6 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
-        if len(output.events.turns.rows):
-            self.batch.begin_turns(output.events.turns)
         # They name rows and tables as the last step left them. What they free, the rest may use.
         step = LaunchedStep(*self._events.run(output.events), self.group.agree())
         if output.moves is not None:

@@ -1,25 +1,11 @@
-"""What every rank builds of the plan; and the process of every rank but the first.
-
-The first rank sends a ``RankStart``, a ``Pool``, and from then on its scheduler's messages and new
-policies. A rank answers twice: when it has started, and with the memory it has left once its part
-of the model is loaded. If it cannot start, it answers with a ``ConfigError``. A rank exits when the
-first rank is gone.
-"""
+"""What every rank builds of the plan."""
 
 from __future__ import annotations
 
 import gc
-import os
-import pickle
-import signal
-import sys
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,20 +16,16 @@ from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
-from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
-from kvserve.engine.runner.padded_step import StepParts
+from kvserve.engine.runner.padded_step import BOTH_KINDS, StepParts
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.late import Late
-from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
-from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.speculation.settings import NgramSettings
 
 if TYPE_CHECKING:
@@ -52,6 +34,10 @@ if TYPE_CHECKING:
 
 _decode_graphs = Late("engine.runner.cuda_graph:DecodeGraphs")
 _recorded_steps = Late("engine.runner.recorded_steps:RecordedSteps")
+JOINING = "joining"
+"""A rank's first answer: it has started, and waits for the other ranks."""
+FORGET_SCORES = "forget scores"
+"""A message to a rank: no sequence needs the kept scores any more."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +120,9 @@ def build_runner(
     if sizes:
         graphs = _decode_graphs(steps, sizes, longest, guesses.most_rows)
     elif alone and attention.name == "cpu" and not spec.borrowed:
-        graphs = _recorded_steps(steps, longest)
+        # Without a policy that logs, queries are logged only if a request brings one.
+        kinds = BOTH_KINDS if plan.policy.demands.query_reduction else BOTH_KINDS[:1]
+        graphs = _recorded_steps(steps, longest, kinds)
     return ModelRunner(
         *parts,
         group,
@@ -185,94 +173,3 @@ def smallest_pool(plan: EnginePlan) -> Pool:
     rows, logged = plan.config.scheduler.max_num_seqs, plan.log_block_tokens
     groups = make_groups(BlockPool(2), plan.layout, rows, plan.max_len, logged, plan.groups)
     return Pool.of(2, 0, groups)
-
-
-@dataclass(frozen=True)
-class RankStart:
-    """The first message to a rank."""
-
-    plan: EnginePlan
-    rank: int
-    size: int
-    store: Path
-    attention: str
-    threads: int
-    log_level: int
-
-
-JOINING = "joining"
-"""A rank's first answer: it has started, and waits for the other ranks."""
-
-
-FORGET_SCORES = "forget scores"
-"""A message to a rank: no sequence needs the kept scores any more."""
-
-
-def main() -> None:
-    """Main function of the process."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank says when to exit
-    from kvserve.engine.device.child import parents_end
-
-    connection = parents_end()
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
-    start: RankStart = inbox.get()
-    configure_logging(start.log_level)
-    try:
-        runner = _build(start, connection, inbox)
-        while (message := inbox.get()) is not None:
-            if isinstance(message, SchedulerOutput):
-                runner.launch(message)
-            elif message == FORGET_SCORES:
-                runner.batch.kept_scores.forget()
-            else:
-                policy_id, policy = message
-                runner.policies[policy_id] = policy
-    except ConfigError as error:
-        connection.send(error)
-    except Exception:
-        logger.exception("tensor-parallel rank %d failed", start.rank)
-        sys.exit(1)
-
-
-def _read(connection: Connection, inbox: SimpleQueue[Any]) -> None:
-    """Read messages while the rank computes; end the process when the first rank is gone."""
-    try:
-        while True:
-            inbox.put(connection.recv())
-    except (EOFError, OSError):
-        pass
-    except Exception:
-        logger.exception("a tensor-parallel rank cannot read its messages")
-    os._exit(1)
-
-
-def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) -> ModelRunner:
-    plan = start.plan
-    if plan.device == "cuda":
-        torch.cuda.set_device(start.rank)
-    else:
-        torch.set_num_threads(start.threads)
-    attention = plan.attention(start.attention)
-    connection.send(JOINING)
-    group = RankGroup.join(start.rank, start.size, start.store, plan.device)
-    weights = plan.directory, plan.config.model, plan.spec, plan.dtype, plan.device
-    model = load_model(*weights, group)
-    connection.send(measure(plan, model, attention, group).left)
-    return ready_runner(plan, model, attention, inbox.get(), group)
-
-
-def message_for_ranks(message: SchedulerOutput | tuple[int, Policy] | str) -> bytes:
-    """A message without what only the first rank needs: the sampled sequences and their rules."""
-    if isinstance(message, SchedulerOutput):
-        requests = tuple(
-            replace(
-                request,
-                token_ids=request.token_ids[:0],
-                sampling=replace(request.sampling, rules=None, grammar=None),
-            )
-            for request in message.admitted.requests
-        )
-        admitted = replace(message.admitted, requests=requests)
-        message = replace(message, admitted=admitted, sampled=())
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)

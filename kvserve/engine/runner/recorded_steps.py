@@ -8,7 +8,7 @@ and any other operator means that this model's steps are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -48,8 +48,10 @@ class RecordedSteps:
         self,
         parts: StepParts,
         longest: int = 1,
+        kinds: Iterable[bool] = BOTH_KINDS,
     ) -> None:
-        """Rows may have chunks of up to ``longest`` tokens."""
+        """Rows may have chunks of up to ``longest`` tokens. ``kinds``: those that every engine of
+        these settings meets; others are recorded when a request brings them."""
         self.replays = self.chunk_replays = 0
         self.refused: str | None = None
         """The operator that keeps this model's steps from being recorded."""
@@ -58,10 +60,10 @@ class RecordedSteps:
         """Tapes write to the same memory, so they are never played at once."""
         self._tapes: dict[Shape, _Recorded] = {}
         self._most_rows = parts.rows.block_tables.shape[1]
-        # All kinds are tried now, with no row, so that they store in the null block: what is said
+        # These are tried now, with no row, so that they store in the null block: what is said
         # at the start holds. Only here do the kernels run: torch may compute with what they write.
         tried = [(1, _SINGLE)] + [self._padded(1, longest)] * (longest > 1)
-        for shape in ((*each, logs) for logs in BOTH_KINDS for each in tried):
+        for shape in ((*each, logs) for logs in kinds for each in tried):
             if self.refused is None:
                 self._record(shape, made=True)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
-from kvserve.kernels import elementwise
 from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NewRequest
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 """What the host gets in place of a token whose logits are no numbers."""
+_argmax = Late("kernels.elementwise:argmax")
 _logit_rules = Late("engine.sampling.logit_rules:LogitRules")
 sample_tokens = Late("kernels.sampling.sample_tokens:sample_tokens")
 
@@ -156,7 +156,7 @@ class SamplingRows:
         at: IntArray,
         positions: Tensor,
         allowed: TokenMasks | None = None,
-        argmax: Callable[[Tensor], Tensor] = elementwise.argmax,
+        argmax: Callable[[Tensor], Tensor] = _argmax,
     ) -> SampledTokens:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 

@@ -35,11 +35,9 @@ _by_text = itemgetter(0)
 
 
 class LookedUp(NamedTuple):
-    """What a prompt begins with: the longest continuation that is here, the longest of those that
-    were evicted, and the cause if none is here."""
+    """The longest continuation that a prompt begins with, and the cause if none is here."""
 
     live: Resumption | None
-    gone: Resumption | None
     cause: str
 
 
@@ -96,22 +94,21 @@ class ContinuationIndex:
 
         ``keys`` are the seed and the column hashes of ``token_ids``."""
         text, usable = _text(token_ids), len(token_ids) - 1
-        best: dict[bool, Resumption | None] = {True: None, False: None}
-        other = False
+        live: Resumption | None = None
+        gone = other = False
         for length, bucket in self._beginning(_FLOOR, text, keys):
             if length > usable:
                 continue
             other = other or any(policy != shared_by for policy, _ in bucket)
-            for here, most in best.items():
-                for _, known in _near(bucket, (shared_by, here), text):
-                    shared = min(common(known.token_ids, token_ids), usable)
-                    if most is None or shared > most.num_tokens:
-                        best[here] = most = Resumption(known, shared)
-        live, gone = best[True], best[False]
-        if gone is not None or other:
-            return LookedUp(live, gone, EVICTED if gone is not None else POLICY)
+            gone = gone or (shared_by, False) in bucket
+            for _, known in _near(bucket, (shared_by, True), text):
+                shared = min(common(known.token_ids, token_ids), usable)
+                if live is None or shared > live.num_tokens:
+                    live = Resumption(known, shared)
+        if gone or other:
+            return LookedUp(live, EVICTED if gone else POLICY)
         answered = live is None and self._answered(token_ids, text, keys)
-        return LookedUp(live, None, TOKENS if answered else NEW)
+        return LookedUp(live, TOKENS if answered else NEW)
 
     def _answered(self, token_ids: IntArray, text: bytes, keys: list[bytes]) -> bool:
         """Whether a prompt of a continuation begins ``token_ids``, which then go another way."""

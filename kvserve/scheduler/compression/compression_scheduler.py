@@ -12,7 +12,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.compression.kinds import KINDS
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import NO_TURNS, BegunTurns, ScheduledEvents
+from kvserve.scheduler.messages.output import ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import EventKind, Trigger
@@ -88,15 +88,11 @@ class CompressionScheduler:
             self._blocked = None
             self._answers.clear()
             return ScheduledEvents()
-        turning = waiting[self.rows.turn[waiting] < self.rows.num_turns[waiting]]
-        turns = self._begin_turns(turning) if len(turning) else NO_TURNS
-        if len(turns.rows):
-            waiting = self._waiting()
         if self._blocked is not None and self._blocked not in map(self._rank, waiting):
             self._blocked = None  # that sequence was preempted, or has ended
         candidates = self._candidates(waiting)
         self._answers.clear()  # what cannot be scheduled now is scored again
-        return replace(self._schedule(candidates, self._max_observed), turns=turns)
+        return self._schedule(candidates, self._max_observed)
 
     def compact_early(self, missing: int) -> tuple[Events, ...]:
         """Schedule events before they are due, or beyond ``max_observed``, to free blocks.
@@ -223,7 +219,7 @@ class CompressionScheduler:
         if not (compactions or observations) and len(later):
             # The first events find no blocks; the others must not wait for them.
             return self._schedule(list(_some_of(candidates, np.sort(later))), max_observed)
-        return ScheduledEvents(NO_TURNS, tuple(compactions), tuple(observations))
+        return ScheduledEvents(tuple(compactions), tuple(observations))
 
     def _rank(self, row: int) -> tuple[int, int]:
         """A row's priority and arrival; the row with the highest rank is preempted first."""
@@ -266,40 +262,15 @@ class CompressionScheduler:
         """Work out when rows ``at`` are due next; return from where they log queries."""
         rows, trigger = self.rows, self._triggers[policy_id]
         handler = self._handlers[self._kinds[policy_id]]
-        turns = rows.turn[at] < rows.num_turns[at]
-        for row in at[turns]:
-            turn = rows.owner(row).talk.turns[rows.turn[row]]
-            if turn.start == rows.num_computed[row]:
-                end = np.array([turn.end], np.int32)
-                begun = trigger.next_turn(rows.state(row[None]), end)
-                rows.num_prompt[row], rows.first_uncompressed_pos[row] = begun[0][0], begun[1][0]
-                rows.turn[row] += 1
         state = rows.state(at)
         next_event = handler.next_event(at, state, trigger.next_event(state))
-        for i in np.flatnonzero((rows.num_computed[at] < rows.replay_until[at]) | turns):
+        for i in np.flatnonzero(rows.num_computed[at] < rows.replay_until[at]):
             known = rows.num_computed[at[i]], next_event[i], rows.num_events[at[i]]
             next_event[i] = rows.owner(at[i]).next_event(*map(int, known))
         log_from = trigger.log_from(state, next_event)
-        for i in np.flatnonzero(turns):
-            stop = rows.owner(at[i]).next_stop(int(next_event[i]), int(rows.turn[at[i]]))
-            next_event[i] = stop
         rows.next_event[at] = next_event
         self.blocks.queries.log_from(at, log_from)
         return log_from
-
-    # ---- turns -------------------------------------------------------------------------------
-
-    def _begin_turns(self, at: IntArray) -> BegunTurns:
-        """Begin the next turn of recomputed rows that have reached its start. A row that had an
-        event at that position has the event first."""
-        begun, log_from = [], []
-        for row in at.tolist():
-            seq, computed = self.rows.owner(row), int(self.rows.num_computed[row])
-            turn = seq.talk.turns[self.rows.turn[row]]
-            if turn.start == computed and computed not in seq.events:
-                begun.append(row)
-                log_from.append(self.schedule_next_event(seq.policy_id, np.array([row]))[0])
-        return BegunTurns(np.array(begun, np.int32), np.array(log_from, np.int32))
 
 
 def _ids_and_starts(events: Events) -> Iterator[tuple[int, int]]:

@@ -23,13 +23,6 @@ NO_PLACE = -1
 """The place of a row that has nothing beside its blocks."""
 
 
-class Turn(NamedTuple):
-    """A turn after the first: it begins at position ``start``, its prompt ends at ``end``."""
-
-    start: int
-    end: int
-
-
 class SavedTable(NamedTuple):
     """A row of a table: columns ``[first, end)`` ``[LG, R]``, and the ``blocks`` of all lanes, one
     after the other."""
@@ -84,7 +77,7 @@ class Continuation:
 
     A sequence that resumes it must have the same ``shared_by``, and begin with at least ``floor``
     of its tokens: after those no event and no prompt came. Its last prompt ended at ``num_prompt``.
-    The rest is the sequence's: ``events``, ``turns``, and the first prompt's length.
+    ``events`` and ``num_shareable`` are the sequence's.
     """
 
     shared_by: Hashable
@@ -92,9 +85,7 @@ class Continuation:
     num_prompt: int
     floor: int
     row: SavedRow | None
-    first_prompt_tokens: int
     num_shareable: int
-    turns: tuple[Turn, ...]
     events: tuple[int, ...]
     floor_key: bytes
     """The hash of the full columns before ``floor``, and below before ``num_prompt``."""

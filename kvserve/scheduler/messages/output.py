@@ -125,23 +125,10 @@ class RowMoves:
 
 
 @dataclass(frozen=True, slots=True)
-class BegunTurns:
-    """Recomputed rows that have reached the start of a later turn of their conversation: queries
-    are logged from ``log_from [n]`` on. ``rows [n]`` are numbers before all else in the step."""
-
-    rows: IntArray
-    log_from: IntArray
-
-
-NO_TURNS = BegunTurns(np.zeros(0, np.int32), np.zeros(0, np.int32))
-
-
-@dataclass(frozen=True, slots=True)
 class ScheduledEvents:
-    """A step's events: turns that begin before them, those that are carried out, and those that are
-    scored for a later step, whose rows are skipped in this one."""
+    """A step's events: those that are carried out, and those that are scored for a later step,
+    whose rows are skipped in this one."""
 
-    turns: BegunTurns = NO_TURNS
     compactions: tuple[Events, ...] = ()
     observations: tuple[Events, ...] = ()
 

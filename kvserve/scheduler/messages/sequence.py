@@ -10,7 +10,7 @@ from typing import Any
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
-from kvserve.scheduler.messages.continuation import Resumption, Turn
+from kvserve.scheduler.messages.continuation import Resumption
 from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, Trigger
 
 
@@ -45,10 +45,6 @@ class Conversation:
     """Why it resumes no continuation (one of ``MISSES``), if that is known beforehand."""
     resumed: Resumption | None = None
     """The continuation that it has resumed."""
-    turns: tuple[Turn, ...] = ()
-    """Its turns after the first, if the sequence has resumed a continuation."""
-    first_prompt_tokens: int = -1
-    """Length of its first prompt."""
 
 
 @dataclass(slots=True)
@@ -112,17 +108,9 @@ class Sequence:
     stop_token: int | None = None
     usage: Usage = field(default_factory=Usage)
 
-    def __post_init__(self) -> None:
-        if self.talk.first_prompt_tokens < 0:
-            self.talk.first_prompt_tokens = self.num_prompt_tokens
-
-    @property
-    def num_turns(self) -> int:
-        return len(self.talk.turns)
-
     def prunes_from(self, computed: int) -> bool:
-        """Whether it computes next all of its first prompt, and prunes it meanwhile."""
-        return not computed and self.trigger.prunes_prompt(self.talk.first_prompt_tokens)
+        """Whether it computes next all of its prompt, and prunes it meanwhile."""
+        return not computed and self.trigger.prunes_prompt(self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +126,3 @@ class Sequence:
         if done < len(self.events):
             return self.events[done]
         return max(due, self.replay_until) if position < self.replay_until else due
-
-    def next_stop(self, event: int, turn: int = 0) -> int:
-        """Where a row that has begun ``turn`` turns stops next: at its event, or the next turn."""
-        return event if turn >= len(self.talk.turns) else min(event, self.talk.turns[turn].start)

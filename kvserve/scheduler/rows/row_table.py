@@ -21,7 +21,7 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 class RowTable(RowArrays):
     """Rows ``[0, num_decoding)`` decode, those up to ``num_rows`` catch up with their tokens."""
 
-    num_prompt: IntArray = per_row("talk.first_prompt_tokens")
+    num_prompt: IntArray = per_row("num_prompt_tokens")
     """Prompt length for triggers: of a conversation's first prompt, or up to its last one's end."""
     num_tokens: IntArray = per_row("num_tokens")
     """Known tokens, and those being sampled."""
@@ -51,9 +51,6 @@ class RowTable(RowArrays):
     """Upper bound of the leading entries that no event has changed."""
     num_published: IntArray = per_row()
     """Columns that the prefix cache has seen."""
-    num_turns: IntArray = per_row("num_turns")
-    turn: IntArray = per_row()
-    """How many of ``num_turns`` have begun."""
     num_unknown: IntArray = per_row()
     """How many of the last tokens the host does not know yet."""
 

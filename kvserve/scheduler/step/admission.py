@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from kvserve.scheduler.messages.output import (
 )
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.departures import Departures
-from kvserve.scheduler.step.saved_rows import NextTurn
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import RowState, Trigger
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.step.continued_rows import ContinuedRows, NextTurn
 
 
 @dataclass(slots=True)
@@ -202,17 +205,15 @@ class Admission:
         """
         parked = seq in self._saved
         if not parked and (found := self._saved.find(seq)) is not None:
-            turn = self._saved.plan(seq, found)
+            turn = self._continued.plan(seq, found)
             if self._go_on(seq, turn, budget) or self._rows.num_rows:
                 return seq.status is SequenceStatus.RUNNING
-        elif not parked:
-            self._saved.recall(seq)
         if parked:
             target, limit = 0, self._saved.identity_tokens(seq)
             wanted = self._saved.blocks_wanted(seq, self._reserve if self._rows.num_rows else 0)
         else:
-            due, log_from = first_event(seq.talk.first_prompt_tokens, seq.trigger)
-            target = min(seq.num_tokens, seq.next_stop(seq.next_event(0, due)))
+            due, log_from = first_event(seq.num_prompt_tokens, seq.trigger)
+            target = min(seq.num_tokens, seq.next_event(0, due))
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks.blocks_alone(target, log_from)
@@ -248,7 +249,7 @@ class Admission:
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
-            at = np.array([self._saved.resume_row(seq, turn)], np.int32)
+            at = np.array([self._continued.resume_row(seq, turn)], np.int32)
             self._events.schedule_next_event(seq.policy_id, at)
             self._rows.next_event[at] = turn.due
             computed_at = self._rows.num_computed[at]
@@ -256,6 +257,11 @@ class Admission:
             self._admitted.append(seq)
         pool.release(pinned)
         return seq.status is SequenceStatus.RUNNING
+
+    @property
+    def _continued(self) -> ContinuedRows:
+        """The saved rows, where a continuation was found."""
+        return cast("ContinuedRows", self._saved)
 
     def _chunk_length(self, seq: Sequence, computed: int, target: int, budget: StepBudget) -> int:
         """Tokens to compute in this step on the way to ``target``."""

@@ -84,7 +84,7 @@ def start_over(
 def _is_sound(scheduler: Scheduler, seq: Sequence) -> bool:
     """Whether a sequence's trigger works, and its event takes only entries that the row holds."""
     if seq.row < 0:
-        first_event(seq.talk.first_prompt_tokens, seq.trigger)
+        first_event(seq.num_prompt_tokens, seq.trigger)
         return True
     rows = scheduler.rows
     state = rows.state(np.array([seq.row]))

@@ -1,4 +1,4 @@
-"""Rows that are saved and resumed: by later turns of a conversation, or after a preemption.
+"""Rows that leave when they are preempted, and come back.
 
 A compressed sequence that is preempted goes to host memory and comes back unchanged. Recomputing it
 would first rebuild the larger cache that its events had cut down, and replay them.
@@ -7,50 +7,22 @@ would first rebuild the larger cache that its events had cut down, and replay th
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
-from kvserve.scheduler.messages.continuation import (
-    MEMORY,
-    Continuation,
-    Resumption,
-    SavedRow,
-    Turn,
-)
+from kvserve.scheduler.messages.continuation import Resumption, SavedRow
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.triggers.trigger import RowState
 from kvserve.stats import EngineStats
-
-if TYPE_CHECKING:
-    from kvserve.scheduler.blocks.continuation_index import LookedUp
-
-
-@dataclass(frozen=True, slots=True)
-class NextTurn:
-    """How a sequence resumes: it gets all ``blocks`` up to its target at once, and stops next at
-    ``due``. ``hosted`` says where the ``row`` is as the plan is made: by the time that the plan is
-    used, the store may have moved or dropped the row.
-    """
-
-    resumption: Resumption
-    row: SavedRow
-    hosted: bool
-    due: int
-    at: ResumeAt
-    blocks: int
 
 
 class SavedRows:
-    """Rows that are away. Preempted ones are parked in host memory, where they come before
-    continuations. Those of sequences that end go to the ``store`` of continuations, and later turns
-    resume from them. A sequence that does takes over the continuation's history: if it loses its
-    cache, it is computed again with all events and turns of that."""
+    """Rows that are away: preempted ones are parked in host memory, where they come before those of
+    the ``store`` of continuations."""
 
     def __init__(self, rows: RowTable, blocks: BlockManager, totals: EngineStats) -> None:
         self._totals = totals
@@ -60,7 +32,6 @@ class SavedRows:
         self._rows, self._blocks, self._memory = rows, blocks, self.store.host
         self.host_pool = self._memory.pool
         self._parked: dict[int, SavedRow] = {}
-        self._known: tuple[int, int, LookedUp] | None = None
 
     # ---- preempted rows ----------------------------------------------------------------------
 
@@ -119,116 +90,16 @@ class SavedRows:
         rows = [int(parked.block_ids[0]) for parked in gone._parked.values()]
         self._memory.discard_all_of(gone._memory, rows)
 
-    # ---- continuations -----------------------------------------------------------------------
+    # ---- continuations: there are none here, see ``ContinuedRows`` -------------------------------
 
     def save_row(self, seq: Sequence) -> None:
-        """Save the row of a sequence that ends now, if it has got past its prompt."""
-        rows, row = self._rows, seq.row
-        if seq.talk.continues_as is None or not rows.caught_up[row]:
-            return
-        if rows.has_remainder(row) and not self.store.make_place():
-            return
-        computed, size = int(rows.num_computed[row]), self._blocks.layout.block_size
-        tokens = rows.token_ids[row, :computed].copy()
-        last = seq.events[-1] if seq.events else 0
-        least = max(group.resumes_from(row) for group in self._blocks.groups)
-        floor = max(seq.num_prompt_tokens, last, least)
-        hashes = [seq.cache_seed, *rows.hashes(seq, tokens, seq.column_hashes)]
-        self.store.add(
-            Continuation(
-                seq.talk.continues_as,
-                tokens,
-                seq.num_prompt_tokens,
-                floor,
-                self._with_remainder(self._save(row), row),
-                seq.talk.first_prompt_tokens,
-                seq.num_shareable,
-                seq.talk.turns,
-                tuple(seq.events),
-                hashes[floor // size],
-                hashes[seq.num_prompt_tokens // size],
-            )
-        )
-        if seq.talk.resumed is not None:
-            self.store.supersede(seq.talk.resumed.continuation)
+        """Save the row of a sequence that ends now."""
 
     def find(self, seq: Sequence) -> Resumption | None:
-        """What a waiting sequence may resume; after a preemption, only what it had resumed."""
-        if seq.talk.continues_as is None or seq.talk.refuses is not None:
-            return None
-        if seq.talk.resumed is not None or seq.replay_until:
-            found = seq.talk.resumed
-            return found if found is not None and found.continuation in self.store else None
-        return self._look_up(seq).live
-
-    def plan(self, seq: Sequence, found: Resumption) -> NextTurn:
-        """How ``seq`` would resume from ``found`` now."""
-        known, computed = found
-        assert known.row is not None
-        dropped, lens = len(known.token_ids) - computed, known.row.kv_lens
-        held, saved = -(-int((lens - dropped).sum()) // lens.size), known.row.counters
-        prompt, first = int(saved["num_prompt"]), int(saved["first_uncompressed_pos"])
-        state = RowState.of(prompt, computed, held, first, self._blocks.layout.block_size)
-        turns = seq.talk.turns or (*known.turns, Turn(computed, seq.num_prompt_tokens))
-        end = np.array([turns[len(known.turns)].end])
-        num_prompt, uncompressed = seq.trigger.next_turn(state, end)
-        state = replace(state, num_prompt=num_prompt, first_uncompressed_pos=uncompressed)
-        due = seq.trigger.next_event(state)
-        due[0] = seq.next_event(computed, int(due[0]), len(known.events))
-        target = max(min(seq.num_tokens, int(due[0])), computed)
-        log_from = int(seq.trigger.log_from(state, due)[0])
-        hosted = known.hosted
-        at = ResumeAt(dropped, computed, target, log_from)
-        blocks = self._blocks_to_resume(known.row, hosted, at)
-        return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
-
-    def resume_row(self, seq: Sequence, turn: NextTurn) -> int:
-        """Give a sequence a row that resumes as planned; its new turn has not begun there yet."""
-        computed = turn.at.computed
-        if seq.talk.resumed is None:
-            seq.talk.resumed = turn.resumption
-            _take_history(seq, turn.resumption)
-            self.store.take(turn.resumption)
-            self._totals.resumed_total += 1
-            self._totals.resumed_from_host_total += turn.hosted
-            self._totals.resumed_tokens_total += turn.resumption.num_tokens
-        rows, size = self._rows, self._blocks.layout.block_size
-        row = rows.resume(seq, turn.row.counters)
-        rows.num_computed[row] = seq.num_cached_tokens = computed
-        rows.num_published[row] = min(rows.num_published[row], computed // size)
-        self._resume(row, turn.row, turn.hosted, turn.at)
-        return row
-
-    def recall(self, seq: Sequence) -> None:
-        """Let a sequence whose continuation was evicted be computed as that was: with its turns and
-        its events, so that it holds no more than the continuation did."""
-        if seq.talk.continues_as is None or seq.talk.refuses is not None or seq.replay_until:
-            return
-        gone = self._look_up(seq).gone
-        if gone is not None:
-            self.count_miss(seq)
-            _take_history(seq, gone)
-            seq.replay_until = gone.num_tokens
+        """What a waiting sequence may resume."""
 
     def count_miss(self, seq: Sequence) -> None:
-        """Count, by its cause, that a sequence resumes nothing, unless it is computed again."""
-        if seq.talk.resumed is not None or seq.replay_until:
-            return
-        if seq.talk.refuses is not None:
-            self.misses[seq.talk.refuses] += 1
-        elif seq.talk.continues_as is not None:
-            found = self._look_up(seq)
-            self.misses[found.cause if found.live is None else MEMORY] += 1
-
-    def _look_up(self, seq: Sequence) -> LookedUp:
-        """Look ``seq`` up in the store; keep the answer, since a waiting sequence asks often."""
-        known = self._known
-        if known is None or known[:2] != (seq.seq_id, self.store.changes):
-            hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
-            keys = [seq.cache_seed, *hashes]
-            found = self.store.index.longest(seq.token_ids, keys, seq.talk.continues_as)
-            known = self._known = seq.seq_id, self.store.changes, found
-        return known[2]
+        """Count, by its cause, that a sequence resumes nothing."""
 
     # ---- both --------------------------------------------------------------------------------
 
@@ -292,12 +163,3 @@ def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
     """Where a preempted row goes on that grows by ``reserve`` tokens."""
     computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
     return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))
-
-
-def _take_history(seq: Sequence, found: Resumption) -> None:
-    """Give a sequence the turns and the events of the continuation that it begins with."""
-    known, computed = found
-    seq.talk.first_prompt_tokens = known.first_prompt_tokens
-    seq.talk.turns = *known.turns, Turn(computed, seq.num_prompt_tokens)
-    seq.events = list(known.events)
-    seq.num_shareable = min(seq.num_shareable, known.num_shareable)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvserve.scheduler.speculation.speculation import Speculation
 
 _continuations = Late("scheduler.blocks.continuations:Continuations")
+_continued_rows = Late("scheduler.step.continued_rows:ContinuedRows")
 _speculation = Late("scheduler.speculation.speculation:Speculation")
 
 
@@ -81,7 +82,8 @@ class Scheduler:
         rows = self.rows = RowTable(most_rows, longest, self.blocks)
         observed = settings.max_observed_tokens or settings.max_num_batched_tokens
         self.events = CompressionScheduler(rows, self.blocks, observed, self.totals)
-        self.saved = SavedRows(rows, self.blocks, self.totals)
+        saved = _continued_rows if settings.continuations else SavedRows
+        self.saved: SavedRows = saved(rows, self.blocks, self.totals)
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts, self.totals)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kvserve import __version__
 from kvserve.config import ModelConfig
+from kvserve.flags import add_flag
 from kvserve.log import configure_logging, logger
 from kvserve.server.settings.reading import GROUPS, check_policies, read_settings
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, settings in GROUPS.items():
         group = parser.add_argument_group(title)
         for item in settings:
-            item.add_to(group)
+            add_flag(item, group)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from kvserve import absent
-from kvserve.fields import did_you_mean, read_any, read_object
+from kvserve.fields import did_you_mean
+from kvserve.flags import read_any, read_object
 from kvserve.log import ConfigError
 
 _POLICY_ARGS = "policy_args"

@@ -12,7 +12,8 @@ from typing import Any
 
 from kvserve import absent
 from kvserve.config import SECTIONS, SETTINGS, CompressionConfig, EngineConfig, ModelConfig
-from kvserve.fields import Setting, read_any, settings_of
+from kvserve.fields import Setting, settings_of
+from kvserve.flags import read_any, read_plain
 from kvserve.log import ConfigError
 from kvserve.server.settings.args import UsageError, add_fields
 from kvserve.server.settings.serve_settings import ServeSettings
@@ -168,7 +169,7 @@ def _read(values: dict[str, Any], name: str, value: Any, where: str, key: str = 
     if not absent.take_known({name: value}, _ALL, absent.SETTINGS, wrong):
         return None
     try:
-        read = _ALL[name].read_plain(value)
+        read = read_plain(_ALL[name], value)
     except argparse.ArgumentTypeError as exc:
         raise UsageError(f"{place}: {exc}") from None
     if name == "policy_args":

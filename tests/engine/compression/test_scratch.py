@@ -77,7 +77,7 @@ def test_plan_follows_the_worked_example() -> None:
 def test_a_long_prompt_fits_the_scratch(
     policy: dict[str, Any], prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_fill_randomly", lambda *_: None)
+    monkeypatch.setattr(loader, "fill_randomly", lambda *_: None)
     llm = LLM(
         str(CONFIGS / "llama-3.1-8b"),
         policy=policy,

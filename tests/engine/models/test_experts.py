@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvserve.engine.models.feed_forward import combine, route
+from kvserve.engine.models.experts import combine, route
 from kvserve.engine.models.linear import expert_linear, packed
 from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.cpu.linear import ExpertPanels

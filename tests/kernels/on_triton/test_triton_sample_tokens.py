@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.sampling import cut_offs as cutting
-from kvserve.kernels.sampling import sample_tokens as kernel
+from kvserve.kernels.sampling import sample_tokens_triton as kernel
 from kvserve.kernels.sampling.cut_offs import cut_offs
 from kvserve.kernels.sampling.sample_tokens import (
     gumbel_noise,
     keep_allowed,
     sample_tokens_torch,
-    sample_tokens_triton,
 )
+from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
 
 pytestmark = pytest.mark.usefixtures("device")
 

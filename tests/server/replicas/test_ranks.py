@@ -44,7 +44,7 @@ class Ranks:
     def __init__(self) -> None:
         self.server = Server(*KARA, "--tensor-parallel-size", "2")
         self.engine = child(self.server.process.pid, "core_process")
-        self.rank = child(self.engine, "kvserve.engine.runner.rank")
+        self.rank = child(self.engine, "kvserve.engine.runner.rank_process")
 
     def gone(self) -> bool:
         return not alive(self.rank) and not alive(self.engine)
