@@ -75,6 +75,8 @@ TRIGGERS: dict[int, Trigger] = {
         Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
     ),
     23: Periodic(10, 2, 3, 2, protect_turns=True),
+    24: Periodic(15, 6, 4, 2, log_stride=3),
+    25: Periodic(12, 4, 3, 5, protect_turns=True, log_stride=2),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""

@@ -164,10 +164,11 @@ def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
     while at < num_prompt + num_output:
         due = trigger.next_event(row())
         log_from = int(trigger.log_from(row(), due)[0]) if policy.query_reduction else NO_EVENT
+        stride = trigger.log_stride
         until = min(int(due[0]), num_prompt + num_output)
-        steps, log = until - at, max(0, until - log_from)
+        steps, log = until - at, max(0, until - log_from) // stride
         entries += steps * (held + steps / 2)
-        logged += steps * (max(0, at - log_from) + log) / 2
+        logged += steps * (max(0, at - log_from) // stride + log) / 2
         at, held = until, held + steps
         if held + log > most + most_logged:
             most, most_logged = held, log

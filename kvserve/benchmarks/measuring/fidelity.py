@@ -172,7 +172,8 @@ class _BytesMeter:
         [seq] = self._sequences.of_ids([number])
         row, computed = seq.row, int(rows.num_computed[seq.row])
         entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
-        queries = np.maximum(before - int(blocks.queries.logged_from([row])[0]), 0)
+        log = blocks.queries
+        queries = np.maximum(before - int(log.logged_from([row])[0]), 0) // int(log._stride[row])
         held = (entries - (computed - before)) * self._of_entry + queries * self._of_query
         for group in self._windows:
             of_token = self._block_bytes * group.tables[0].num_lanes / group.block_tokens

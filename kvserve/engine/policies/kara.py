@@ -126,7 +126,8 @@ class Kara(Policy):
     rest_bits: float = common.rest_bits()
     query_stride: int = argument(
         1,
-        "score with every s-th query of the window and always the last one",
+        "log, or compute again, every s-th query of the window and always the last one: a log of "
+        "as many bytes less, and scores that miss what the others looked for",
         least=1,
         note="8 queries have to remain",
     )
@@ -170,6 +171,9 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
+        shared = self.buffer if self.query_source == "log" else 0
+        allowed = f"a divisor of the buffer of {self.buffer} tokens, whose queries score again"
+        require(shared % self.query_stride == 0, "query_stride", self.query_stride, allowed)
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
         if self.chunk_budget is not None:
@@ -240,7 +244,8 @@ class Kara(Policy):
             return EngineWide(self.window, self.buffer, self.keep, self.period, most)
         logs = self.query_source == "log"
         fixed = self.window, self.buffer, self.keep, self.period
-        return Periodic(*fixed, self.protect_prompt, logs, self.protect_turns)
+        stride = self.query_stride if logs else 1
+        return Periodic(*fixed, self.protect_prompt, logs, self.protect_turns, stride)
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""

@@ -284,7 +284,7 @@ class CompressionScheduler:
             stop = rows.owner(at[i]).next_stop(int(next_event[i]), int(rows.turn[at[i]]))
             next_event[i] = stop
         rows.next_event[at] = next_event
-        self.blocks.queries.log_from(at, log_from)
+        self.blocks.queries.log_from(at, log_from, trigger.log_stride)
         return log_from
 
     # ---- turns -------------------------------------------------------------------------------

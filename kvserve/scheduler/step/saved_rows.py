@@ -102,7 +102,7 @@ class SavedRows:
         row = self._rows.restore(seq, parked.counters)
         at = _resume_at(parked, 0)
         self._resume(row, parked, True, at, columns)
-        self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]))
+        self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]), at.log_stride)
         self._memory.bring_back(row, parked.block_ids)
         self._memory.release_place(parked.remainder)
 
@@ -178,7 +178,7 @@ class SavedRows:
         target = max(min(seq.num_tokens, int(due[0])), computed)
         log_from = int(seq.trigger.log_from(state, due)[0])
         hosted = known.hosted
-        at = ResumeAt(dropped, computed, target, log_from)
+        at = ResumeAt(dropped, computed, target, log_from, seq.trigger.log_stride)
         blocks = self._blocks_to_resume(known.row, hosted, at)
         return NextTurn(found, known.row, hosted, int(due[0]), at, blocks)
 
@@ -290,8 +290,8 @@ class SavedRows:
 
 def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
     """Where a preempted row goes on that grows by ``reserve`` tokens."""
-    computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
-    return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))
+    computed, log = int(parked.counters["num_computed"]), parked.groups[1].fields
+    return ResumeAt(0, computed, computed + reserve, int(log["_from"]), int(log["_stride"]))
 
 
 def _take_history(seq: Sequence, found: Resumption) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.engine.policies.kara import Kara
 from tests.checkpoints import write_checkpoint
 from tests.engine.compression.test_remainder import COMPANY
 from tests.engine.policies.cases import Case
@@ -19,6 +20,29 @@ from tests.engine.policies.test_conformance import Lab, Run, same
 _KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
 _OTHER = {"ratio": 0.3, "query_reduce": "heads"}
 _RECOMPUTED = {"query_source": "recompute", "query_stride": 2, "remainder": "off"}
+_STRIDED: dict[str, Any] = {"period": 3, "remainder": "off"}
+"""One query of so many: windows of two, of three that overlap by more than they move on by, of four
+that begin at a prompt's start; the last by the newest tokens' queries alone."""
+STRIDED = [
+    Case("kara", {**_STRIDED, "ratio": 0.45, "window": 20, "buffer": 4, "query_stride": 2}, []),
+    Case("kara", {**_STRIDED, "ratio": 0.35, "window": 27, "buffer": 18, "query_stride": 3}, []),
+    Case(
+        "kara",
+        {
+            **{**_STRIDED, "ratio": 0.55, "protect_prompt": False},
+            **{"window": 32, "buffer": 8, "query_stride": 4},
+        },
+        [],
+    ),
+    Case(
+        "kara",
+        {
+            **{**_STRIDED, "ratio": 0.5, "queries": "buffer", "protect_prompt": False},
+            **{"window": 36, "buffer": 16, "query_stride": 2},
+        },
+        [],
+    ),
+]
 _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
 CASES = [
     Case("kara", {**_KARA, "remainder": "off"}, [(57, 48), (77, 59)]),
@@ -35,6 +59,7 @@ CASES = [
         {"budget": 24, "threshold": 40, "query_dtype": "int4", "attention": "absolute"},
         [],
     ),
+    *STRIDED,
 ]
 LABELS = [case.label for case in CASES]
 EACH = pytest.mark.parametrize("label", LABELS)
@@ -50,20 +75,25 @@ def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Lab(checkpoint, request.param, "auto", CASES, "int4")
 
 
-def test_scores_are_the_attention_of_the_true_queries(lab: Lab) -> None:
+@pytest.mark.parametrize("case", [CASES[0], *STRIDED], ids=lambda case: case.label)
+def test_scores_are_the_attention_of_the_true_queries(lab: Lab, case: Case) -> None:
     """Absolute attention, query by query: over all that a head held when the query ran, and over
     what came after it. Without what the head held before the window, scores would be several times
     as large."""
-    run = lab.alone(LABELS[0])
-    assert [(event.seen, event.held.shape[2]) for event in run.events] == CASES[0].events
-    for (absolute, within), choice in zip(expected_scores(lab, run), run.choices, strict=True):
+    run = lab.alone(case.label)
+    events = [(event.seen, event.held.shape[2]) for event in run.events]
+    assert events == case.events or (len(events) > 1 and not case.events)
+    policy = case.make()
+    assert isinstance(policy, Kara)
+    expected = expected_scores(lab, run, case.label, policy)
+    for (absolute, within), choice in zip(expected, run.choices, strict=True):
         torch.testing.assert_close(choice.scores[0], absolute, rtol=0.05, atol=1e-3)
-        assert (within / absolute).median() > 2
+        assert (within / absolute).median() > (2 if policy.protect_prompt else 0.9)
 
 
-def expected_scores(lab: Lab, run: Run) -> list[tuple[Tensor, Tensor]]:
+def expected_scores(lab: Lab, run: Run, label: str, kara: Kara) -> list[tuple[Tensor, Tensor]]:
     """[L, Hkv, n] of each event, of absolute attention and of that within the window."""
-    dense, (first, _) = lab.dense(LABELS[0]), CASES[0].events[0]
+    dense, first = lab.dense(label), run.events[0].seen
     layers, kv_heads, _, dim = dense.keys.shape
     queries = dense.queries.unflatten(1, (kv_heads, -1)) * dim**-0.5
     held, found = np.tile(np.arange(first), (layers, kv_heads, 1)), []
@@ -73,14 +103,15 @@ def expected_scores(lab: Lab, run: Run) -> list[tuple[Tensor, Tensor]]:
         scores = torch.zeros(2, layers, kv_heads, length)
         for layer, head in np.ndindex(layers, kv_heads):
             now, then = (torch.from_numpy(x[layer, head]).long() for x in (held, held_then))
-            window = now[start : start + _KARA["window"]]
-            of_heads = torch.zeros(2, queries.shape[2], length)
-            for member, place in product(range(queries.shape[2]), window.tolist()):
+            window = now[start : start + kara.window]
+            of_heads = torch.zeros(2, queries.shape[2], length, dtype=torch.float64)
+            scoring = window[list(kara.query_places(kara.window))]
+            for member, place in product(range(queries.shape[2]), scoring.tolist()):
                 # The window's first queries ran before the last event.
                 seen = then if place < last_seen else now
                 query, keys = queries[layer, head, member, place], dense.keys[layer, head]
                 of_heads[:, member] += probabilities(query, keys, place, seen, window, length) ** 2
-            scores[:, layer, head] = of_heads.square().mean(1).sqrt()
+            scores[:, layer, head] = of_heads.square().mean(1).sqrt().float()
         found.append((scores[0], scores[1]))
         held_then, last_seen = held, event.seen
         new = np.arange(event.seen, run.details.logical_tokens)

@@ -234,6 +234,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({"chunk_budget": 116}, "chunk_budget"), ({"query_stride": 65}, "query_stride")),
         ({"query_stride": 3}, "query_stride"),  # does not divide 512
         ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
+        ({"query_stride": 4, "buffer": 126}, "query_stride"),  # the buffer's queries score again
         *(({"queries": "buffer", "buffer": 0}, "queries"), ({"windov": 64}, "windov")),
         ({"preset": "paper", "query_source": "log"}, "query_source"),
         ({"preset": "paper", "protect_prompt": False}, "protect_prompt"),
