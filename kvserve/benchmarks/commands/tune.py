@@ -24,7 +24,7 @@ from kvserve.benchmarks.setup.options import add_report_arguments, at_least, che
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
@@ -205,6 +205,7 @@ def request_bytes(
         beside += len(part.windowed) * lanes * (part.window or 0)
     if policy.leaves != "off":
         beside += remainder_bytes(layout)
+    beside += score_bytes(layout, policy.kept_scores)
     newest = form.newest * part.num_layers * part.num_kv_heads * 4 * part.head_dim
     mean, largest = (newest / 2, *held[:2]), (newest, *held[2:])
     return [

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvserve.engine.cache.remainders import score_bytes
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
@@ -162,6 +163,8 @@ class _BytesMeter:
         self._block_bytes = self._sequences.block_bytes
         self._of_entry = self._block_bytes * layout.groups / layout.block_size
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
+        kept = core.runner.policies[0].demands.kept_scores
+        self._scores = score_bytes(layout, kept)
         self._windows = [group for group in blocks.groups if isinstance(group, WindowGroup)]
 
     def bytes_held(self, number: int, before: IntArray) -> FloatArray:
@@ -182,7 +185,7 @@ class _BytesMeter:
         for kind in {"entries", "log", *(group.kind for group in self._windows)}:
             kinds.pop(kind, None)
         left = bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
-        return np.asarray(held + kinds.total() * self._block_bytes + left)
+        return np.asarray(held + kinds.total() * self._block_bytes + left + self._scores)
 
 
 # ---- texts -----------------------------------------------------------------------------------

@@ -114,6 +114,20 @@ def test_a_strided_log_takes_fewer_blocks(llama_dir: Path) -> None:
     assert taken == {1: (13 + 5, 2), 4: (13 + 2, 1)}
 
 
+def test_summed_scores_need_the_queries_of_a_few_tokens(llama_dir: Path) -> None:
+    """Of blocks of 21 queries: at the event those of positions 84 to 103 in one column, at the end
+    those from 104 on in two; beside them a float32 for each of a window's entries."""
+    policy = {"name": "kara", "window": 100, "buffer": 20, "ratio": 0.5, "score_every": 20}
+    llm = make(llama_dir, policy=policy, block_size=8)
+    core, params = llm.engine.core, SamplingParams(temperature=0.0, max_tokens=108, ignore_eos=True)
+    (output,) = llm.generate(random_prompts([4]), params, use_tqdm=False)
+    details, block = output.kv_cache_details, core.runner.cache.kv[0].nbytes
+    layout = core.runner.cache.layout
+    assert details.compactions == 1 and details.peak_blocks == 13 + 1
+    sums = 4 * 100 * layout.num_layers * layout.num_kv_heads
+    assert details.log_bytes == 2 * block + sums
+
+
 def test_the_start_up_table_says_when_a_log_weighs_what_events_free(llama_dir: Path) -> None:
     """Of 96 older tokens of a window 29 stay, so 67 go, in 4.2 blocks; 128 are logged, in 3.1
     blocks of 42 tokens or, of fewer bits, in 12.8 of 10. The fourth event is at 128 + 3 x 96."""

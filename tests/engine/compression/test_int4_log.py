@@ -43,6 +43,22 @@ STRIDED = [
         [],
     ),
 ]
+SUMMED = [
+    Case(
+        "kara",
+        {"window": 16, "buffer": 8, "ratio": 0.6, "score_every": 8, "remainder": "off"},
+        [],
+    ),
+    Case(
+        "kara",
+        {
+            **{"window": 24, "buffer": 8, "ratio": 0.3, "score_every": 8, "remainder": "off"},
+            **{"chunk_budget": 1, "max_chunk": 3, "group_aggregate": "mean"},
+        },
+        [],
+    ),
+]
+"""Scores are added up: an event of whole windows evicts, one of 8 tokens does not."""
 _THRESHOLD = {"trigger": "threshold", "query_dtype": "int4", "attention": "absolute"}
 CASES = [
     Case("kara", {**_KARA, "remainder": "off"}, [(57, 48), (77, 59)]),
@@ -59,6 +75,7 @@ CASES = [
         {"budget": 24, "threshold": 40, "query_dtype": "int4", "attention": "absolute"},
         [],
     ),
+    *SUMMED,
     *STRIDED,
 ]
 LABELS = [case.label for case in CASES]
@@ -91,6 +108,41 @@ def test_scores_are_the_attention_of_the_true_queries(lab: Lab, case: Case) -> N
         assert (within / absolute).median() > (2 if policy.protect_prompt else 0.9)
 
 
+@pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.label)
+def test_scores_add_up(lab: Lab, case: Case) -> None:
+    """Each query scores all uncompressed entries that are there when the next event comes; what it
+    gave them is added to their scores, which the buffer takes into the next window."""
+    run, kara = lab.alone(case.label), case.make()
+    assert isinstance(kara, Kara) and kara.score_every == 8
+    dense, choices = lab.dense(case.label), run.choices
+    layers, kv_heads, _, dim = dense.keys.shape
+    queries = dense.queries.unflatten(1, (kv_heads, -1)) * dim**-0.5
+    held = np.tile(np.arange(run.events[0].seen), (layers, kv_heads, 1))
+    sums = torch.zeros(layers, kv_heads, 0, dtype=torch.float64)
+    assert len(run.events) > 4 and run.details.compactions > 1
+    for event, choice, after in zip(run.events, choices, [*run.events[1:], None], strict=True):
+        start, length = int(choice.plan.region_start[0]), int(choice.plan.window_len[0])
+        new = torch.zeros(layers, kv_heads, length, dtype=torch.float64)
+        for layer, head in np.ndindex(layers, kv_heads):
+            now = torch.from_numpy(held[layer, head]).long()
+            window, keys = now[start : start + length], dense.keys[layer, head]
+            of_heads = torch.zeros(queries.shape[2], length, dtype=torch.float64)
+            for member, place in product(range(queries.shape[2]), window[-8:].tolist()):
+                query = queries[layer, head, member, place]
+                found = probabilities(query, keys, place, now, window, length, 8)
+                of_heads[member] += found[0] ** 2
+            rms = of_heads.square().mean(0).sqrt()
+            new[layer, head] = of_heads.mean(0) if kara.group_aggregate == "mean" else rms
+        new[..., : sums.shape[-1]] += sums
+        torch.testing.assert_close(choice.scores[0].double(), new, rtol=0.05, atol=1e-3)
+        evicts = length == kara.window
+        assert event.held.shape[2] == held.shape[2] - evicts * (length - kara.keep - kara.buffer)
+        sums = new[..., -kara.buffer :] if evicts else new
+        if after is not None:
+            tokens = np.arange(event.seen, after.seen)
+            held = np.concatenate([event.held, np.tile(tokens, (layers, kv_heads, 1))], axis=2)
+
+
 def expected_scores(lab: Lab, run: Run, label: str, kara: Kara) -> list[tuple[Tensor, Tensor]]:
     """[L, Hkv, n] of each event, of absolute attention and of that within the window."""
     dense, first = lab.dense(label), run.events[0].seen
@@ -120,17 +172,24 @@ def expected_scores(lab: Lab, run: Run, label: str, kara: Kara) -> list[tuple[Te
 
 
 def probabilities(
-    query: Tensor, keys: Tensor, place: int, seen: Tensor, window: Tensor, length: int
+    query: Tensor,
+    keys: Tensor,
+    place: int,
+    seen: Tensor,
+    window: Tensor,
+    length: int,
+    span: int | None = None,
 ) -> Tensor:
     """What a query gives the window's first ``length`` entries, absolute and within the window.
 
     The log has its numbers in 4 bits, and which share of its attention the newest entries got from
-    it as it was; what it gave all that it saw follows from both.
+    it as it was; what it gave all that it saw follows from both. The newest are those from the last
+    multiple of ``span`` on (default: of ``length``).
     """
     step = (query.abs().max() / 7).half().float()
     exact, rounded = ((keys @ x).double().exp() for x in (query, (query / step).round() * step))
     seen = seen[seen <= place]
-    recent = seen[seen >= place - (place - int(window[0])) % length]
+    recent = seen[seen >= place - (place - int(window[0])) % (span or length)]
     share = exact[recent].sum() / exact[seen].sum()
     own, later = rounded[window].sum(), rounded[window[window > place]].sum()
     total = torch.maximum(rounded[recent].sum() / share + later, own)
