@@ -89,6 +89,8 @@ class Compressor:
             places, left = self._select(part, windows, scope, block_tables, log_tables)
             if on_kept is not None:
                 on_kept(part, windows, places)
+            if part.scores_alone.any() and self.on_moves is None:
+                continue  # all of them stay where they are
             kept = places + to_device(windows.entries, places.device)[..., None]
             del places
             if (part.plan.windows != 1).any():

@@ -26,6 +26,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 
 _LEAST_QUERIES = 8
 _USUAL_RATIO = 0.3
+_PERIOD = 32
 _MOST_IN_THE_PAPER = 30
 _PAPER: dict[str, object] = {
     "window": 768,
@@ -55,7 +56,8 @@ class Kara(Policy):
         "The queries of every token that is not compressed yet, in 4 bits: half of that token's "
         "keys and values at four query heads per KV head in bfloat16. An event scores window x "
         "(window - buffer) pairs per query head; with query_source recompute there is no log, and "
-        "one more forward over the window's tokens instead."
+        "one more forward over the window's tokens instead. With score_every it logs so many "
+        "tokens, and four bytes for each of a window's entries and KV heads."
     )
     avoid: ClassVar[str] = (
         "Outputs shorter than window; pools with room for everything; text that must quote its own "
@@ -83,7 +85,7 @@ class Kara(Policy):
         at_most="window",
     )
     period: int = argument(
-        32, "decode steps of the sequence between looks for full windows", least=1
+        _PERIOD, "decode steps of the sequence between looks for full windows", least=1
     )
     chunk_budget: int | None = argument(
         0,
@@ -211,6 +213,8 @@ class Kara(Policy):
         require(self.query_aggregate != "max", "query_aggregate", "max", "one that adds up")
         goes_on = self.protect_prompt and not self.protect_turns
         require(goes_on, "score_every", every, "left out unless the prompt alone is protected")
+        allowed = "left out with score_every, whose events come when a window is full"
+        require(self.period == _PERIOD, "period", self.period, allowed)
 
     @property
     def keep(self) -> int:
