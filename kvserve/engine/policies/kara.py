@@ -213,6 +213,7 @@ class Kara(Policy):
         require(self.query_aggregate != "max", "query_aggregate", "max", "one that adds up")
         goes_on = self.protect_prompt and not self.protect_turns
         require(goes_on, "score_every", every, "left out unless the prompt alone is protected")
+        require(not self.rest_bits, "rest_bits", self.rest_bits, "left out with score_every")
         allowed = "left out with score_every, whose events come when a window is full"
         require(self.period == _PERIOD, "period", self.period, allowed)
 

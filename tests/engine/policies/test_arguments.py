@@ -245,6 +245,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({"score_every": 32, name: value}, "score_every") for name, value in NOT_SUMMED),
         ({"score_every": 32, "query_aggregate": "max"}, "query_aggregate"),
         ({"score_every": 32, "period": 16}, "period"),
+        ({"score_every": 32, "rest_bits": 2.0}, "rest_bits"),
         *(({"queries": "buffer", "buffer": 0}, "queries"), ({"windov": 64}, "windov")),
         ({"preset": "paper", "query_source": "log"}, "query_source"),
         ({"preset": "paper", "protect_prompt": False}, "protect_prompt"),
