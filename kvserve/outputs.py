@@ -69,7 +69,7 @@ class KVCacheDetails:
     window_bytes: int = 0
     """Those of them that belong to layers with sliding windows, which no policy compresses."""
     log_bytes: int = 0
-    """Bytes of the blocks that hold its logged queries."""
+    """Bytes of the blocks that hold its logged queries, and of scores kept for its next event."""
     rest_entries: int = 0
     """Those of them that events left in fewer bits (``rest_bits``)."""
     coded_entries: int = 0

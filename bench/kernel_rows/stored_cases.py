@@ -163,10 +163,10 @@ def inputs_case(setting: Setting, tables: Tensor, logs: bool, chunk: int = 1) ->
     whole = torch.full((sum(sizes),), -7, device=setting.device)
     *parts, lengths, computed = whole.split(sizes)
     newest = setting.context - chunk
-    by_row = torch.full((2, rows), 5, device=setting.device)
+    first, span, stride = torch.tensor([5, 5, 1], device=setting.device)[:, None].repeat(1, rows)
     state = RowTables(
         *(tables, lengths.fill_(newest).view(lanes), computed.fill_(newest)),
-        *(tables, by_row[0], by_row[1]),
+        *(tables, first, span, stride),
         *(block, block),
     )
     new = DecodeInputs(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))

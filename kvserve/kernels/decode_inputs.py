@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.late import Late
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-_TILE = 256
 _COMPILED = Compiled("decode_inputs")
 
 
@@ -27,7 +22,8 @@ class RowTables:
 
     block_tables, log_tables: int32 [LG, rows, R, M], each with columns of its own; kv_lens: int64
     [LG, rows, R], entries; num_computed: int64 [rows], tokens. Windows whose queries are logged
-    begin ``log_span`` tokens apart, the first at ``log_from``: both int64 [rows].
+    begin ``log_span`` tokens apart, the first at ``log_from``; of every ``log_stride`` tokens from
+    there on the last one's queries are logged: all int64 [rows].
     """
 
     block_tables: Tensor
@@ -36,6 +32,7 @@ class RowTables:
     log_tables: Tensor
     log_from: Tensor
     log_span: Tensor
+    log_stride: Tensor
     block_tokens: int
     log_block_tokens: int
 
@@ -46,9 +43,11 @@ class RowTables:
     def query_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
         """Log slots of queries: [LG, R, T]; the null block for queries that no event needs."""
         groups, _, heads, _ = self.log_tables.shape
-        lanes = positions.expand(groups, heads, -1)
+        first, stride = self.log_from[rows], self.log_stride[rows]
+        behind = positions - first
+        lanes = (first // stride + behind // stride).expand(groups, heads, -1)
         slots = slot_mapping(self.log_tables, rows, lanes, self.log_block_tokens)
-        return torch.where(positions >= self.log_from[rows], slots, 0)
+        return torch.where((behind >= 0) & (behind % stride == stride - 1), slots, 0)
 
     def recent(self, rows: Tensor, positions: Tensor) -> Tensor:
         """How many of a token's newest entries, its own included, are in its window: [T]."""
@@ -87,6 +86,7 @@ class DecodeInputs:
 
 FillInputs = Callable[[RowTables, DecodeInputs, Tensor], None]
 """``decode_inputs``, or another that does the same."""
+decode_inputs_triton: FillInputs = Late("kernels.decode_inputs_triton:decode_inputs_triton")
 
 
 def decode_inputs(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
@@ -130,7 +130,7 @@ def decode_inputs_cpu(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> N
     chunks, tokens = inputs.chunks, len(inputs.positions)
     of_chunks = (None, None) if chunks is None else (chunks.starts, chunks.lengths)
     _COMPILED(
-        *(rows.block_tables, rows.log_tables, rows.log_from, rows.log_span),
+        *(rows.block_tables, rows.log_tables, rows.log_from, rows.log_span, rows.log_stride),
         *(rows.kv_lens, rows.num_computed, count, *of_chunks),
         *(inputs.positions, inputs.slots, inputs.last, inputs.query_slots, inputs.recent),
         *(groups, num_rows, heads, tokens, tokens if chunks is None else len(chunks.lengths)),
@@ -143,35 +143,10 @@ def select_decode_inputs() -> FillInputs:
     return decode_inputs_cpu if why_missing("decode_inputs") is None else decode_inputs_torch
 
 
-def decode_inputs_triton(rows: RowTables, inputs: DecodeInputs, count: Tensor) -> None:
-    """One program per row. Columns that a table does not have count as the null block."""
-    check(rows, inputs)
-    groups, num_rows, heads, columns = rows.block_tables.shape
-    lanes, logs, chunks = groups * heads, inputs.query_slots is not None, inputs.chunks
-    tokens = len(inputs.positions)
-    _decode_inputs.launch(
-        (tokens if chunks is None else len(chunks.lengths),),
-        *(inputs.positions, inputs.slots, inputs.last),
-        *((inputs.query_slots, inputs.recent) if logs else (inputs.slots, inputs.positions)),
-        *(rows.kv_lens, rows.num_computed, count),
-        *((count, count) if chunks is None else (chunks.starts, chunks.lengths)),
-        *(rows.block_tables, rows.log_tables, rows.log_from, rows.log_span),
-        *(tokens, num_rows, columns, rows.log_tables.shape[3]),
-        HEADS=heads,
-        LANES=lanes,
-        TILE=min(_TILE, 1 << (lanes - 1).bit_length()),
-        BLOCK=rows.block_tokens,
-        LOG_BLOCK=rows.log_block_tokens,
-        LOGS=logs,
-        CHUNKED=chunks is not None,
-        num_warps=1,
-    )
-
-
 def check(rows: RowTables, inputs: DecodeInputs) -> None:
     """``ValueError`` unless the assumptions of the kernels hold."""
     lanes, tokens = rows.kv_lens.shape, len(inputs.positions)
-    by_row = rows.num_computed, rows.log_from, rows.log_span
+    by_row = rows.num_computed, rows.log_from, rows.log_span, rows.log_stride
     by_lane = [x for x in (inputs.slots, inputs.last, inputs.query_slots) if x is not None]
     by_token = [x for x in (inputs.positions, inputs.recent) if x is not None]
     tables, count = (rows.block_tables, rows.log_tables), tokens
@@ -191,76 +166,3 @@ def check(rows: RowTables, inputs: DecodeInputs) -> None:
             f"{list(rows.log_tables.shape)} and slots {list(inputs.slots.shape)}: contiguous "
             "tensors that fit them are needed"
         )
-
-
-@Kernel
-def _decode_inputs(
-    positions,
-    slots,
-    last,
-    query_slots,
-    recent,
-    kv_lens,
-    num_computed,
-    count,
-    starts,
-    lengths,
-    tables,
-    log_tables,
-    log_from,
-    log_span,
-    tokens,
-    num_rows,
-    columns,
-    log_columns,
-    HEADS: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    LOGS: tl.constexpr,
-    CHUNKED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    added = (row < tl.load(count)).to(tl.int64)
-    start, end = row, row + 1
-    if CHUNKED:
-        added *= tl.load(lengths + row)
-        start, end = tl.load(starts + row), tl.load(starts + row + 1)
-    computed = tl.load(num_computed + row)
-    if LOGS:
-        begin, span = tl.load(log_from + row), tl.load(log_span + row)
-    for token in range(start, end):
-        offset = token - start
-        real = offset < added
-        position = tl.where(real, computed + offset, 0)
-        tl.store(positions + token, position)
-        if LOGS:
-            tl.store(recent + token, tl.maximum(position - begin, 0) % span + 1)
-        for first in range(0, LANES, TILE):
-            lane = first + tl.arange(0, TILE)
-            there = lane < LANES
-            place = (lane // HEADS * num_rows + row) * HEADS + lane % HEADS
-            entry = tl.load(kv_lens + place, mask=there & real, other=0) + offset
-            column = entry // BLOCK
-            known = there & real & (column < columns)
-            block = tl.load(tables + place * columns + column, mask=known, other=0).to(tl.int64)
-            target = lane.to(tl.int64) * tokens + token
-            slot = tl.where(known, block * BLOCK + entry % BLOCK, 0)
-            tl.store(slots + target, slot, mask=there)
-            tl.store(last + target, tl.where(real, entry, -1), mask=there)
-            if LOGS:
-                column = position // LOG_BLOCK
-                known = there & real & (position >= begin) & (column < log_columns)
-                block = tl.load(log_tables + place * log_columns + column, mask=known, other=0)
-                slot = block.to(tl.int64) * LOG_BLOCK + position % LOG_BLOCK
-                tl.store(query_slots + target, tl.where(known, slot, 0), mask=there)
-    tl.debug_barrier()  # all threads have read what one of them overwrites
-    for first in range(0, LANES, TILE):
-        lane = first + tl.arange(0, TILE)
-        there = (lane < LANES) & (added > 0)
-        place = (lane // HEADS * num_rows + row) * HEADS + lane % HEADS
-        entry = tl.load(kv_lens + place, mask=there, other=0)
-        tl.debug_barrier()
-        tl.store(kv_lens + place, entry + added, mask=there)
-    tl.store(num_computed + row, computed + added, mask=added > 0)

@@ -214,8 +214,9 @@ def place(layers: int = 1, heads: int = 1, logs: bool = False, rows_of: int = 1)
     """64 tokens' inputs, for tables of each layer and head; ``rows_of`` tokens are of one row."""
     tables, log = (new(layers, 256, heads, n, dtype=torch.int32) for n in (512, 64))
     lanes = layers, heads, 64
+    first, span, stride = (slots(256) for _ in range(3))
     rows = RowTables(
-        *(tables, slots(layers, 256, heads), slots(256)), *(log, slots(256), slots(256)), 64, 512
+        *(tables, slots(layers, 256, heads), slots(256)), *(log, first, span, stride), 64, 512
     )
     by_token = slots(*lanes) if logs else None, slots(64) if logs else None
     chunks = None

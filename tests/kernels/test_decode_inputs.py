@@ -31,12 +31,14 @@ def some_rows(groups: int, heads: int, block: int = 4, log_block: int = 5) -> Ro
     lanes = groups, ROWS, heads
     computed = torch.randint(0, log_block * COLUMNS - 1, (ROWS,))
     # Fields by row are lines of one array, which begin anywhere.
-    by_row = torch.stack([computed, computed - 6, torch.randint(1, 9, (ROWS,))])
+    others = (torch.randint(1, 9, (ROWS,)) for _ in range(2))
+    by_row = torch.stack([computed, computed - 6, *others])
     by_row[1, ::3] += 9
     by_row[1].clamp_(min=0)
     tables, log = (torch.randint(1, 400, (*lanes, COLUMNS)).int() for _ in range(2))
     lengths = torch.randint(0, block * COLUMNS - 1, lanes)
-    return RowTables(tables, lengths, by_row[0], log, by_row[1], by_row[2], block, log_block)
+    computed, first, span, stride = by_row
+    return RowTables(tables, lengths, computed, log, first, span, stride, block, log_block)
 
 
 def buffers(rows: RowTables, size: int, logs: bool) -> DecodeInputs:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,7 @@ class ShadowRunner:
         """The same as the messages have it: by row, and behind the rows by place."""
         self.computed = np.zeros(rows, int)
         self.log_from = np.zeros(rows, int)
+        self.log_stride = np.ones(rows, int)
         self.last_token = np.zeros(rows, int)
         self.coded: list[dict[Lane, int]] = [dict.fromkeys(self.lanes, 0) for _ in range(rows)]
         self.code_memory: dict[Slot, tuple[str, int]] = {}
@@ -108,7 +110,8 @@ class ShadowRunner:
             self._compact(task)
         self.scores = [self._observe(task) for task in events.observations]
         for a, b in output.row_swaps:
-            for array in (self.owner, self.computed, self.log_from, self.last_token):
+            fields = self.owner, self.computed, self.log_from, self.log_stride, self.last_token
+            for array in fields:
                 array[a], array[b] = array[b], array[a]
             self.held[a], self.held[b] = self.held[b], self.held[a]
             self.lost[a], self.lost[b] = self.lost[b], self.lost[a]
@@ -173,7 +176,7 @@ class ShadowRunner:
             for lane, held in self.held[row].items():
                 held.pop()
                 self.memory[self._slot(row, lane, len(held))] = -1
-                if position >= self.log_from[row]:
+                if self._logs(row, position):
                     self.log_memory[self._query_slot(row, lane, position)] = -1, -1
         return found
 
@@ -299,7 +302,10 @@ class ShadowRunner:
         for i, seq in enumerate(new.requests):
             self.owner[seq.row] = seq.seq_id
             self.computed[seq.row], self.log_from[seq.row] = new.num_computed[i], new.log_from[i]
-            self.last_token[seq.row] = new.last_token[i]
+            self.last_token[seq.row], self.log_stride[seq.row] = (
+                new.last_token[i],
+                new.log_stride[i],
+            )
             if seq.row in back:
                 self.held[seq.row], self.loggers[seq.row], self.lost[seq.row] = back[seq.row]
                 self.coded[seq.row] = dict.fromkeys(self.lanes, 0)
@@ -408,7 +414,7 @@ class ShadowRunner:
                     assert self.scheduler.pool.ref[slot[0]] >= 1, "a free block is written"
                     held.append(content(held, token))
                     self.memory[slot] = held[-1]
-                if position >= self.log_from[row]:
+                if self._logs(row, position):
                     query_slot = self._query_slot(row, lane, position)
                     assert self.scheduler.pool.ref[query_slot[0]] == 1
                     self.log_memory[query_slot] = (self._logger(row, position), position)
@@ -485,7 +491,8 @@ class ShadowRunner:
         if self.log_from[row] != NOT_LOGGING:
             end = plan.query_start[e] + (plan.windows[e] - 1) * plan.window_len[e]
             end += plan.num_queries[e]
-            columns = slice(plan.query_start[e] // self.log_size, -(-end // self.log_size))
+            places = (self._log_place(row, at) for at in (plan.query_start[e], end))
+            columns = slice(next(places) // self.log_size, -(-next(places) // self.log_size))
             read = self.log_tables[:, row, :, columns].ravel().tolist()
         for group, table in self.lanes:
             end = -(-len(self.held[row][group, table]) // self.size)
@@ -566,7 +573,7 @@ class ShadowRunner:
             return
         first = plan.query_start[e]
         last = first + (plan.windows[e] - 1) * plan.window_len[e] + plan.num_queries[e]
-        for position in range(first, last):
+        for position in filter(partial(self._logs, row), range(first, last)):
             for lane in self.lanes:
                 logged = self.log_memory[self._query_slot(row, lane, position)]
                 assert logged == (self._logger(row, position), position), (
@@ -578,8 +585,17 @@ class ShadowRunner:
         return int(self.tables[lane[0], row, lane[1], column]), index % self.size
 
     def _query_slot(self, row: int, lane: Lane, position: int) -> Slot:
-        column = position // self.log_size
-        return int(self.log_tables[lane[0], row, lane[1], column]), position % self.log_size
+        column, place = divmod(self._log_place(row, position), self.log_size)
+        return int(self.log_tables[lane[0], row, lane[1], column]), place
+
+    def _logs(self, row: int, position: int) -> bool:
+        """Whether the token is the last of so many."""
+        behind, stride = position - self.log_from[row], self.log_stride[row]
+        return bool(behind >= 0 and (behind + 1) % stride == 0)
+
+    def _log_place(self, row: int, position: int) -> int:
+        first, stride = self.log_from[row], self.log_stride[row]
+        return int(first // stride + (position - first) // stride)
 
 
 def _scatter(tables: IntArray, update: TableUpdate) -> None:

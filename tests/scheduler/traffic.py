@@ -22,6 +22,7 @@ from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic, QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned, Taper
+from kvserve.scheduler.triggers.summing import Summing
 from kvserve.scheduler.triggers.trigger import (
     AtPrefillEnd,
     Bounded,
@@ -75,6 +76,9 @@ TRIGGERS: dict[int, Trigger] = {
         Budget(ratio=Fraction(1), least=4), num_queries=4, period=4, raw_fallback=False
     ),
     23: Periodic(10, 2, 3, 2, protect_turns=True),
+    24: Periodic(15, 6, 4, 2, log_stride=3),
+    25: Periodic(12, 4, 3, 5, protect_turns=True, log_stride=2),
+    26: Summing(12, 4, 3, 4),
 }
 UNEVEN = {16, 17, 18, 19, 20, 21, 22}
 """What events of these keep differs by layer or head, and is known only once they are observed."""
@@ -84,7 +88,7 @@ CODES = {21, 22}
 """Of these, what is held becomes codes; only tables by head can hold such rows."""
 IN_PROMPT = {10, 11, 20}
 """These have events before the prompt is in, or are computed whole."""
-KEEP_SCORES = {12, 13}
+KEEP_SCORES = {12, 13, 26}
 """What these know of a row is not all in its blocks."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)
 LAYOUTS = [replace(LAYOUT, granularity=granularity) for granularity in Granularity]

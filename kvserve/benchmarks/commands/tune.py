@@ -24,7 +24,7 @@ from kvserve.benchmarks.setup.options import add_report_arguments, at_least, che
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
@@ -164,10 +164,11 @@ def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
     while at < num_prompt + num_output:
         due = trigger.next_event(row())
         log_from = int(trigger.log_from(row(), due)[0]) if policy.query_reduction else NO_EVENT
+        stride = trigger.log_stride
         until = min(int(due[0]), num_prompt + num_output)
-        steps, log = until - at, max(0, until - log_from)
+        steps, log = until - at, max(0, until - log_from) // stride
         entries += steps * (held + steps / 2)
-        logged += steps * (max(0, at - log_from) + log) / 2
+        logged += steps * (max(0, at - log_from) // stride + log) / 2
         at, held = until, held + steps
         if held + log > most + most_logged:
             most, most_logged = held, log
@@ -204,6 +205,7 @@ def request_bytes(
         beside += len(part.windowed) * lanes * (part.window or 0)
     if policy.leaves != "off":
         beside += remainder_bytes(layout)
+    beside += score_bytes(layout, policy.kept_scores)
     newest = form.newest * part.num_layers * part.num_kv_heads * 4 * part.head_dim
     mean, largest = (newest / 2, *held[:2]), (newest, *held[2:])
     return [

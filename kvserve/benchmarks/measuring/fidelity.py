@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvserve.engine.cache.remainders import score_bytes
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.scheduler.arrays import IntArray
@@ -162,6 +163,8 @@ class _BytesMeter:
         self._block_bytes = self._sequences.block_bytes
         self._of_entry = self._block_bytes * layout.groups / layout.block_size
         self._of_query = self._block_bytes * layout.groups / blocks.log.block_tokens
+        kept = core.runner.policies[0].demands.kept_scores
+        self._scores = score_bytes(layout, kept)
         self._windows = [group for group in blocks.groups if isinstance(group, WindowGroup)]
 
     def bytes_held(self, number: int, before: IntArray) -> FloatArray:
@@ -172,7 +175,8 @@ class _BytesMeter:
         [seq] = self._sequences.of_ids([number])
         row, computed = seq.row, int(rows.num_computed[seq.row])
         entries = float(blocks.kv_lens[:, row].sum()) / blocks.layout.groups
-        queries = np.maximum(before - int(blocks.queries.logged_from([row])[0]), 0)
+        log = blocks.queries
+        queries = np.maximum(before - int(log.logged_from([row])[0]), 0) // int(log._stride[row])
         held = (entries - (computed - before)) * self._of_entry + queries * self._of_query
         for group in self._windows:
             of_token = self._block_bytes * group.tables[0].num_lanes / group.block_tokens
@@ -181,7 +185,7 @@ class _BytesMeter:
         for kind in {"entries", "log", *(group.kind for group in self._windows)}:
             kinds.pop(kind, None)
         left = bool(rows.leaves_remainder[row]) * self._sequences.remainder_bytes
-        return np.asarray(held + kinds.total() * self._block_bytes + left)
+        return np.asarray(held + kinds.total() * self._block_bytes + left + self._scores)
 
 
 # ---- texts -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvserve.benchmarks.datasets.workload import Workload
-from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.outputs import RequestOutput
 from kvserve.progress import progress
@@ -211,19 +211,21 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     """Bytes per sequence: of its entries when it ends, and of its blocks as a mean over the run.
 
     The mean is all blocks in use (keys, values, logged queries) over all running
-    sequences, and what stands for dropped entries at a sequence's end. Scores are not in it,
-    because they are freed when an event ends. Nor are blocks in host memory, which are not in the
-    pool.
+    sequences, what stands for dropped entries at a sequence's end, and scores that the policy keeps
+    for the next event; others are freed when an event ends. Blocks in host memory are not in it.
     """
     cache = engine.core.runner.cache
     layout, pool = cache.layout, cache.kv.nbytes  # including the null block
     lanes = layout.num_layers * layout.num_kv_heads
     remainders = figures["remainder_entries_at_end"] * remainder_bytes(layout) / lanes
+    scores = score_bytes(layout, engine.core.runner.policies[0].demands.kept_scores)
     entry = cache.form.mean_bytes(layout.head_dim, layout.layers_per_block)
     return {
         "held_bytes_at_end": figures["held_entries_at_end"] * entry + remainders,
         "pool_bytes": pool,
-        "mean_held_bytes": figures["mean_pool_usage"] * pool / figures["mean_running"] + remainders,
+        "mean_held_bytes": figures["mean_pool_usage"] * pool / figures["mean_running"]
+        + remainders
+        + scores,
     }
 
 

@@ -46,6 +46,7 @@ class InputBatch(RowArrays):
     last_token: Tensor = per_row("last_token")
     log_from: Tensor = per_row("log_from")
     log_span: Tensor = per_row("log_span")
+    log_stride: Tensor = per_row("log_stride")
     rounded_at: Tensor = per_row("rounded_at")
 
     def __init__(
@@ -77,10 +78,11 @@ class InputBatch(RowArrays):
         self._tables = [self.block_tables, self.log_tables, *tables]
         self.make_by_group(lambda: zeros(table_shape[:3], torch.int64))
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
-        self.log_span.fill_(1)  # padded rows divide by it, too
+        for divisor in (self.log_span, self.log_stride):
+            divisor.fill_(1)  # padded rows divide by it, too
         self._where = RowTables(
             *(self.block_tables, self.kv_lens, self.num_computed),
-            *(self.log_tables, self.log_from, self.log_span),
+            *(self.log_tables, self.log_from, self.log_span, self.log_stride),
             *(layout.block_size, log_block_tokens),
         )
         self._decode_inputs = decode_inputs

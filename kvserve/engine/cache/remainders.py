@@ -29,6 +29,11 @@ def remainder_bytes(layout: KVLayout) -> int:
     return layout.num_layers * layout.num_kv_heads * 4 * (2 * layout.head_dim + 1)
 
 
+def score_bytes(layout: KVLayout, count: int) -> int:
+    """Bytes of ``count`` scores of one row that are kept for each lane from event to event."""
+    return layout.num_layers * layout.num_kv_heads * 4 * count
+
+
 class Remainders:
     """``whole`` [L, rows + places, Hkv, ...]; attention reads the rows of one layer of it."""
 

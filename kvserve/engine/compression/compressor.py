@@ -89,6 +89,8 @@ class Compressor:
             places, left = self._select(part, windows, scope, block_tables, log_tables)
             if on_kept is not None:
                 on_kept(part, windows, places)
+            if part.scores_alone.any() and self.on_moves is None:
+                continue  # all of them stay where they are
             kept = places + to_device(windows.entries, places.device)[..., None]
             del places
             if (part.plan.windows != 1).any():
@@ -96,7 +98,10 @@ class Compressor:
                 left = None if left is None else _one_remainder(part, left)
             count = (part.plan.windows * part.plan.keep)[:, None, None]
             moves = plan_moves(part, kept, count, self._cache.layout)
-            self._move(part, scope, moves, part.copy_start, block_tables, left)
+            if not part.scores_alone.any():
+                self._move(part, scope, moves, part.copy_start, block_tables, left)
+            elif self.on_moves is not None:
+                self.on_moves(part, moves)
 
     def _select(
         self,
@@ -126,7 +131,8 @@ class Compressor:
             chosen = self._with_first(chosen, windows.part(some))
             if kept_scores is not None:
                 rows = to_device(windows.rows[some], chosen.device)
-                kept_scores[rows, at, ..., :keep] = scores.gather(-1, chosen)
+                last = chosen[..., keep - policy.carried(keep, windows.length) :]
+                kept_scores[rows, at, ..., : last.shape[-1]] = scores.gather(-1, last)
             if scope.fits:
                 dropped = _not_in(chosen, windows.length) & observed.exist(windows.length)
                 found = policy.remainder_of(observed, dropped)

@@ -257,9 +257,10 @@ class Observer:
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = at_layers(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
-            log, positions = cache.query_log, (part.positions[:, None] + part.places)[:, None, None]
+            log, stride = cache.query_log, policy.event_trigger.log_stride
+            places = (part.positions[:, None] // stride + part.places // stride)[:, None, None]
             logged = layout.num_layers, log.heads
-            slots = slots_of(log_tables, part.rows, positions, logged, log.block_tokens)
+            slots = slots_of(log_tables, part.rows, places, logged, log.block_tokens)
             found = log.read(at_layers(slots, at, 0), at)
             if isinstance(found, Tensor):
                 queries = by_window(found, count)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.remainders import remainder_bytes
+from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
 from kvserve.engine.messages import FinishedSequence, NewSequence
 from kvserve.engine.runner.executor import Executor
 from kvserve.late import Made
@@ -53,7 +53,7 @@ class OpenSequences:
         layout = scheduler.layout
         form = executor.runner.cache.form
         self.block_bytes = block_bytes(layout, form)
-        self.remainder_bytes = remainder_bytes(layout)
+        self.remainder_bytes, self._layout = remainder_bytes(layout), layout
         table = executor.runner.model.entry_table
         self._entry_table = table.name if form.few and table is not None else ""
 
@@ -118,9 +118,9 @@ class OpenSequences:
 
     def _details(self, seq: Sequence) -> KVCacheDetails:
         """What a sequence held of its cache when it last left its row."""
-        blocks = seq.usage.held_blocks
+        blocks, policy = seq.usage.held_blocks, self._policies[seq.policy_id]
         return KVCacheDetails(
-            policy=self._policies[seq.policy_id].name,
+            policy=policy.name,
             logical_tokens=seq.usage.logical_tokens,
             held_tokens=seq.usage.held_tokens,
             held_entries=seq.usage.held_entries,
@@ -131,7 +131,8 @@ class OpenSequences:
             held_bytes=(blocks.total() - blocks["log"]) * self.block_bytes
             + bool(seq.usage.remainder_entries) * self.remainder_bytes,
             window_bytes=blocks["windows"] * self.block_bytes,
-            log_bytes=blocks["log"] * self.block_bytes,
+            log_bytes=blocks["log"] * self.block_bytes
+            + score_bytes(self._layout, policy.demands.kept_scores),
             resumed_tokens=0 if seq.talk.resumed is None else seq.talk.resumed.num_tokens,
             remainder_entries=seq.usage.remainder_entries,
             entry_table=self._entry_table,

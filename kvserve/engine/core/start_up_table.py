@@ -171,7 +171,7 @@ def log_weight(trigger: Trigger, block_tokens: int, log_block_tokens: int) -> st
     """What to say of a log of whole windows that takes as much as a window's event frees."""
     if not isinstance(trigger, Periodic) or not trigger.logs:
         return ""
-    logged = trigger.window / log_block_tokens
+    logged = trigger.window / trigger.log_stride / log_block_tokens
     freed = (trigger.compressible - trigger.keep) / block_tokens
     if not 0 < freed <= logged:
         return ""

@@ -195,6 +195,11 @@ class Policy:
         """Entries per head whose scores are kept for the next event (0: none)."""
         return 0
 
+    def carried(self, keep: int, length: int) -> int:
+        """Of how many of ``keep`` entries that an event leaves of ``length``, the last ones, scores
+        are kept for the next event."""
+        return keep
+
     @property
     def reads_values(self) -> bool:
         """Whether ``score`` reads values: by default, what the class declares."""

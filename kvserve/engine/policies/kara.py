@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvserve.engine.policies.base import Policy, argument, exact_ratio, require
@@ -25,6 +26,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 
 _LEAST_QUERIES = 8
 _USUAL_RATIO = 0.3
+_PERIOD = 32
 _MOST_IN_THE_PAPER = 30
 _PAPER: dict[str, object] = {
     "window": 768,
@@ -54,7 +56,8 @@ class Kara(Policy):
         "The queries of every token that is not compressed yet, in 4 bits: half of that token's "
         "keys and values at four query heads per KV head in bfloat16. An event scores window x "
         "(window - buffer) pairs per query head; with query_source recompute there is no log, and "
-        "one more forward over the window's tokens instead."
+        "one more forward over the window's tokens instead. With score_every it logs so many "
+        "tokens, and four bytes for each of a window's entries and KV heads."
     )
     avoid: ClassVar[str] = (
         "Outputs shorter than window; pools with room for everything; text that must quote its own "
@@ -82,7 +85,7 @@ class Kara(Policy):
         at_most="window",
     )
     period: int = argument(
-        32, "decode steps of the sequence between looks for full windows", least=1
+        _PERIOD, "decode steps of the sequence between looks for full windows", least=1
     )
     chunk_budget: int | None = argument(
         0,
@@ -126,9 +129,18 @@ class Kara(Policy):
     rest_bits: float = common.rest_bits()
     query_stride: int = argument(
         1,
-        "score with every s-th query of the window and always the last one",
+        "log, or compute again, every s-th query of the window and always the last one: a log of "
+        "as many bytes less, and scores that miss what the others looked for",
         least=1,
         note="8 queries have to remain",
+    )
+    score_every: int | None = argument(
+        None,
+        "tokens after which their queries score all entries of the window so far, and are given "
+        "back; what is kept instead are the sums of scores, four bytes an entry (default: all of a "
+        "window's queries score at once, and the log keeps them until then)",
+        least=8,
+        note="a divisor of window and buffer; with query_source log",
     )
     queries: str = argument(
         "window",
@@ -170,6 +182,11 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
+        shared = self.buffer if self.query_source == "log" else 0
+        allowed = f"a divisor of the buffer of {self.buffer} tokens, whose queries score again"
+        require(shared % self.query_stride == 0, "query_stride", self.query_stride, allowed)
+        if self.score_every is not None:
+            self._check_sums(self.score_every)
         if self.budget is not None:
             require(self.ratio is None, "budget", self.budget, "left out where ratio is given")
         if self.chunk_budget is not None:
@@ -184,6 +201,21 @@ class Kara(Policy):
             require(self.protect_prompt, "protect_prompt", False, "true with preset paper")
             goes_on = not self.protect_turns
             require(goes_on, "protect_turns", True, "false with preset paper")
+
+    def _check_sums(self, every: int) -> None:
+        """Check that scores can be added up every so many tokens."""
+        divides = self.window % every == 0 and self.buffer % every == 0
+        allowed = f"a divisor of window {self.window} and buffer {self.buffer}"
+        require(divides, "score_every", every, allowed)
+        sums = self.query_source == "log" and self.queries == "window" and self.query_stride == 1
+        allowed = "left out unless query_source is log, queries window and query_stride 1"
+        require(sums, "score_every", every, allowed)
+        require(self.query_aggregate != "max", "query_aggregate", "max", "one that adds up")
+        goes_on = self.protect_prompt and not self.protect_turns
+        require(goes_on, "score_every", every, "left out unless the prompt alone is protected")
+        require(not self.rest_bits, "rest_bits", self.rest_bits, "left out with score_every")
+        allowed = "left out with score_every, whose events come when a window is full"
+        require(self.period == _PERIOD, "period", self.period, allowed)
 
     @property
     def keep(self) -> int:
@@ -222,14 +254,23 @@ class Kara(Policy):
 
     @property
     def scores_levels(self) -> bool:  # type: ignore[override]
-        return self.sees_all and self.remainder != "fitted"
+        return self.sees_all and self.remainder != "fitted" and not self.score_every
+
+    @property
+    def kept_scores(self) -> int:
+        return self.window if self.score_every else 0
+
+    def carried(self, keep: int, length: int) -> int:
+        return keep if keep == length else self.buffer
 
     @property
     def later_entries(self) -> int:
-        return self.buffer if self.sees_all else 0
+        return self.buffer if self.sees_all and not self.score_every else 0
 
     def query_places(self, num_queries: int) -> range:
         """Every ``query_stride``-th place, counted back from the window's last one."""
+        if self.score_every:
+            return range(num_queries)
         first = 0 if self.queries == "window" else self.window - self.buffer
         return range(self.window - 1, first - 1, -self.query_stride)[::-1]
 
@@ -238,13 +279,25 @@ class Kara(Policy):
         if self.preset == "paper":
             most = _MOST_IN_THE_PAPER
             return EngineWide(self.window, self.buffer, self.keep, self.period, most)
+        if self.score_every:
+            from kvserve.scheduler.triggers.summing import Summing
+
+            return Summing(self.window, self.buffer, self.keep, self.score_every)
         logs = self.query_source == "log"
         fixed = self.window, self.buffer, self.keep, self.period
-        return Periodic(*fixed, self.protect_prompt, logs, self.protect_turns)
+        stride = self.query_stride if logs else 1
+        return Periodic(*fixed, self.protect_prompt, logs, self.protect_turns, stride)
 
     def score(self, obs: Observation) -> Tensor:
         """Eq. 4, one score per KV head: float32 [E, L, Hkv, n]."""
-        return obs.mass(self.query_aggregate, self.group_aggregate, self._places)
+        if not self.score_every:
+            return obs.mass(self.query_aggregate, self.group_aggregate, self._places)
+        length, every = obs.keys.shape[-2], self.score_every
+        places = range(length - every, length) if self.sees_all else None
+        scores = obs.mass(self.query_aggregate, self.group_aggregate, places, every)
+        if obs.earlier is not None:
+            scores[..., : length - every] += obs.earlier[..., : length - every]
+        return scores
 
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         return obs.fitted_remainder(dropped, self._places)
@@ -256,4 +309,12 @@ class Kara(Policy):
 
     def select(self, scores: Tensor, length: int, keep: int) -> Tensor:
         """Token2Chunk with the fill rule: [E, L, Hkv, keep]."""
-        return token_to_chunk(scores, keep, self.alpha, self.max_chunk)
+        if not self.score_every:
+            return token_to_chunk(scores, keep, self.alpha, self.max_chunk)
+        newest = torch.arange(length - self.carried(keep, length), length, device=scores.device)
+        newest = newest.expand(*scores.shape[:-1], -1)
+        if keep == length:
+            return newest
+        older = scores[..., : length - self.buffer]
+        chosen = token_to_chunk(older, keep - self.buffer, self.alpha, self.max_chunk)
+        return torch.cat([chosen, newest], dim=-1)

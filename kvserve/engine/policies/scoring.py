@@ -91,19 +91,24 @@ class Observation:
         return self.queries.shares
 
     def mass(
-        self, aggregate: str, group_aggregate: str = "mean", places: range | None = None
+        self,
+        aggregate: str,
+        group_aggregate: str = "mean",
+        places: range | None = None,
+        recent: int | None = None,
     ) -> Tensor:
         """Attention each key gets from the window: float32 [E, L, Hkv, n] (Kara, Eq. 4).
 
         If the queries' ``places`` in the window are given, attention is absolute: the softmax runs
         over all entries that a query saw and over those after it, the ``later`` ones included.
+        Shares are then of the entries from the last multiple of ``recent`` on (default: n).
         """
         keys, seen, given = self.keys, None, None
         span = keys.shape[-2] - self.later
         if places is None:
             keys = keys[..., :span, :]
         else:
-            seen = Seen(self.shares, span, places.start, places.step, self.later)
+            seen = Seen(self.shares, recent or span, places.start, places.step, self.later)
         if self.values is not None:  # something is fitted
             device = self.values.device
             log_sums = torch.empty(self.queries.shape[:-1], device=device)

@@ -9,6 +9,7 @@ extern "C" struct DecodeInputs {
   const int32_t* log_tables;   // [LG, rows, R, log_columns]
   const int64_t* log_from;     // [rows]
   const int64_t* log_span;     // [rows]
+  const int64_t* log_stride;   // [rows]
   int64_t* kv_lens;            // [LG, rows, R]
   int64_t* num_computed;       // [rows]
   const int64_t* count;        // one number: rows that decode
@@ -44,9 +45,13 @@ extern "C" void kvserve_decode_inputs(const DecodeInputs* call) {
       const int64_t position = real ? c.num_computed[row] + offset : 0;
       c.positions[token] = position;
       bool logged = false;
+      int64_t query = 0;
       if (c.query_slots) {
-        logged = real && position >= c.log_from[row];
-        c.recent[token] = std::max<int64_t>(position - c.log_from[row], 0) % c.log_span[row] + 1;
+        const int64_t first = c.log_from[row], stride = c.log_stride[row];
+        const int64_t behind = std::max<int64_t>(position - first, 0);
+        logged = real && position >= first && behind % stride == stride - 1;
+        query = first / stride + behind / stride;
+        c.recent[token] = behind % c.log_span[row] + 1;
       }
       for (int64_t group = 0; group < c.groups; ++group)
         for (int64_t head = 0; head < c.heads; ++head) {
@@ -58,7 +63,7 @@ extern "C" void kvserve_decode_inputs(const DecodeInputs* call) {
           c.last[target] = real ? entry : -1;
           if (c.query_slots)
             c.query_slots[target] =
-                logged ? slot(c.log_tables + place * c.log_columns, c.log_columns, position,
+                logged ? slot(c.log_tables + place * c.log_columns, c.log_columns, query,
                               c.log_block)
                        : 0;
         }

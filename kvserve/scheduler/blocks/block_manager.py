@@ -95,9 +95,10 @@ class BlockManager:
         for group in self.groups:
             group.grow(rows, new, positions)
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
-        return sum(group.blocks_alone(num_tokens, log_from) for group in self.groups)
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
+        """Blocks of a row that holds ``num_tokens`` and has logged one of ``log_stride`` queries
+        from ``log_from`` on."""
+        return sum(group.blocks_alone(num_tokens, log_from, log_stride) for group in self.groups)
 
     def pass_by(self, positions: IntArray) -> None:
         """Give back what no token from ``positions [n]`` of the first rows on needs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,14 @@ from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 
 class ResumeAt(NamedTuple):
     """Where a row resumes a saved one: without its newest ``dropped`` tokens, at ``computed``; it
-    grows up to ``target`` tokens, and will log queries from ``log_from`` on."""
+    grows up to ``target`` tokens, and will log one of ``log_stride`` queries from ``log_from`` on.
+    """
 
     dropped: int
     computed: int
     target: int
     log_from: int
+    log_stride: int
 
 
 class CacheGroup(RowArrays):
@@ -77,8 +79,9 @@ class CacheGroup(RowArrays):
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         """Allocate the blocks that ``missing_blocks`` counts."""
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        """Blocks of a row that holds ``num_tokens`` and has logged queries from ``log_from`` on."""
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
+        """Blocks of a row that holds ``num_tokens`` and has logged one of ``log_stride`` queries
+        from ``log_from`` on."""
         return 0
 
     def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
@@ -186,7 +189,7 @@ class EntryGroup(CacheGroup):
         if self._holds:
             self._table.extend(rows, self.kv_lens[:, rows] + new[:, None])
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
         return -(-num_tokens // self._size) * self._table.num_lanes * self._holds
 
     def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
@@ -216,16 +219,19 @@ class TokenGroup(CacheGroup):
     begins: ClassVar[int] = 0
     """From which token on a new row holds something."""
     _from: IntArray = per_row()
+    _stride: IntArray = per_row()
+    """Of so many tokens from there on it holds the last one's."""
 
     def __init__(self, table: BlockTable) -> None:
         super().__init__(table)
         self._table, self.block_tokens = table, table.block_tokens
         rows = table.end.shape[1]
         self.make_by_row(lambda fields: np.full((fields, rows), self.begins, np.int32))
+        self._stride[:] = 1
 
     def start_row(self, row: int) -> None:
         super().start_row(row)
-        self._from[row] = self.begins
+        self._from[row], self._stride[row] = self.begins, 1
 
     def missing_blocks(self, rows: Rows, new: IntArray, positions: IntArray) -> int:
         ends = self._ends(rows, positions + new)
@@ -236,43 +242,48 @@ class TokenGroup(CacheGroup):
         if ends.any():
             self._table.extend(rows, ends)
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
-        first = self._first(log_from)
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
+        first, stride = self._logs(log_from, log_stride)
         if num_tokens <= first:
             return 0
-        columns = -(-num_tokens // self.block_tokens) - first // self.block_tokens
-        return columns * self._table.num_lanes
+        columns = -(-_places(num_tokens, first, stride) // self.block_tokens)
+        return int(columns - first // stride // self.block_tokens) * self._table.num_lanes
 
     def give_back_unused(self, rows: IntArray, computed: IntArray) -> None:
-        columns = -(-computed[:, None] // self.block_tokens)
+        columns = -(-self._ends(rows, computed) // self.block_tokens)
         self._table.truncate(rows, np.maximum(columns, self._table.first[:, rows]))
 
     def wanted_to_resume(self, saved: GroupRow, hosted: bool, at: ResumeAt) -> int:
-        first, wanted = self._first(at.log_from), 0
+        (first, stride), wanted = self._logs(at.log_from, at.log_stride), 0
+        begun = _places(max(at.computed, first), first, stride) // self.block_tokens
         if at.target > first:
-            columns = -(-at.target // self.block_tokens)
-            columns -= max(at.computed, first) // self.block_tokens
-            wanted += columns * self._table.num_lanes
+            columns = -(-_places(at.target, first, stride) // self.block_tokens)
+            wanted += int(columns - begun) * self._table.num_lanes
         if hosted and first < at.computed:
-            held = at.computed // self.block_tokens - saved.tables[0].first
-            wanted += int(np.maximum(held, 0).sum())
+            wanted += int(np.maximum(begun - saved.tables[0].first, 0).sum())
         return wanted
 
     def resumed_tokens(self, saved: GroupRow, at: ResumeAt) -> IntArray | None:
-        first = self._first(at.log_from)
+        first, stride = self._logs(at.log_from, at.log_stride)
         if first >= at.computed:
             return None
         assert saved.fields["_from"] <= first, "what is wanted of earlier tokens is not there"
-        return np.full(self._table.lanes, at.computed)
+        return np.full(self._table.lanes, _places(at.computed, first, stride))
 
-    def _first(self, log_from: int) -> int:
-        """From which token on a row holds something, if it logs queries from ``log_from`` on."""
-        return self.begins
+    def _logs(self, log_from: int, log_stride: int) -> tuple[int, int]:
+        """From which token on a row that logs queries so holds something, and of how many each."""
+        return self.begins, 1
 
     def _ends(self, rows: Rows, ends: IntArray) -> IntArray:
-        """Logical positions up to which rows hold something: ``[n, 1]``, 0 for those that hold
-        nothing."""
-        return np.where(ends > self._from[rows], ends, 0)[:, None]
+        """Places up to logical positions: ``[n, 1]``, 0 for rows that hold nothing."""
+        first = self._from[rows]
+        return np.where(ends > first, _places(ends, first, self._stride[rows]), 0)[:, None]
+
+
+def _places(positions: Any, first: Any, stride: Any) -> Any:
+    """Places before logical ``positions``, if of every ``stride`` from ``first`` on the last one
+    has a place. Those as far apart as these have neighbouring places."""
+    return first // stride + (positions - first) // stride
 
 
 class LogGroup(TokenGroup):
@@ -282,12 +293,13 @@ class LogGroup(TokenGroup):
     cached_with_prefixes = False
     begins = NOT_LOGGING
 
-    def log_from(self, rows: IntArray, positions: IntArray) -> None:
-        """Log queries from logical ``positions`` on (or NOT_LOGGING); give back earlier ones."""
+    def log_from(self, rows: IntArray, positions: IntArray, stride: int = 1) -> None:
+        """Log one of ``stride`` queries from logical ``positions`` on (or NOT_LOGGING); give back
+        earlier ones."""
         if (self._from[rows] == positions).all():
             return
-        self._table.move_front(rows, positions[:, None] // self.block_tokens)
-        self._from[rows] = positions
+        self._table.move_front(rows, (positions // stride)[:, None] // self.block_tokens)
+        self._from[rows], self._stride[rows] = positions, stride
 
     def logged_from(self, rows: list[int]) -> IntArray:
         """Logical positions from which rows log queries."""
@@ -298,8 +310,8 @@ class LogGroup(TokenGroup):
         """Whether any of the first ``num_rows`` rows logs queries."""
         return bool((self._from[:num_rows] < NOT_LOGGING).any())
 
-    def _first(self, log_from: int) -> int:
-        return log_from
+    def _logs(self, log_from: int, log_stride: int) -> tuple[int, int]:
+        return log_from, log_stride
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class WindowGroup(TokenGroup):
     def grow(self, rows: Rows, new: IntArray, positions: IntArray) -> None:
         super().grow(rows, np.minimum(new, self._chunk), positions)
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
         return window_blocks(num_tokens, self.spec) * self._table.num_lanes
 
     # ---- prefixes ----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class FirstGroup(TokenGroup):
 
     kind = "first"
 
-    def blocks_alone(self, num_tokens: int, log_from: int) -> int:
+    def blocks_alone(self, num_tokens: int, log_from: int, log_stride: int) -> int:
         return self._table.num_lanes * (num_tokens > 0)
 
     def columns(self, row: int, first: int, end: int) -> IntArray:

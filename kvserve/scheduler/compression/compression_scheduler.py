@@ -269,7 +269,7 @@ class CompressionScheduler:
             next_event[i] = rows.owner(at[i]).next_event(*map(int, known))
         log_from = trigger.log_from(state, next_event)
         rows.next_event[at] = next_event
-        self.blocks.queries.log_from(at, log_from)
+        self.blocks.queries.log_from(at, log_from, trigger.log_stride)
         return log_from
 
 

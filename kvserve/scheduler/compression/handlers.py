@@ -44,7 +44,7 @@ class HostEvenEvents:
         rows, start, new = events.rows, events.plan.region_start, events.new_lens
         # Columns of the entries [start, new): their event, their number, and each lane's last one.
         first, ends = start // size, -(-new // size)
-        counts = np.maximum(ends.max(axis=(0, 2)) - first, 0)
+        counts = np.maximum(ends.max(axis=(0, 2)) - first, 0) * ~events.scores_alone
         owner = np.repeat(np.arange(len(rows)), counts)
         column = np.repeat(first, counts) + ragged_arange(counts)
         copy_start, shared = start.copy(), kv.is_shared(rows[owner], column, ends[:, owner])

@@ -113,6 +113,11 @@ class Events:
         return np.asarray(left if self.rest is None else np.zeros_like(left))
 
     @property
+    def scores_alone(self) -> IntArray:
+        """Which events keep all that they score, where it is: bool [E]."""
+        return np.asarray((self.plan.evicted == 0) & (self.kind is EventKind.EVEN))
+
+    @property
     def rounds(self) -> IntArray:
         """Behind which events no older entry is read as it was computed: bool [E]. Those that evict
         nothing change nothing; a pruned prompt was never stored so."""

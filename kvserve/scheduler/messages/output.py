@@ -159,9 +159,9 @@ class NewRows:
     """Rows given to n sequences: what they hold before this step's forward.
 
     ``kv_lens [LG, n, R]`` entries, of ``num_computed [n]`` tokens; queries are logged from
-    ``log_from [n]`` on, for windows that begin ``log_span [n]`` tokens apart; prompts have
-    ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest known one. Entries before
-    ``rounded_at [n]`` are not read as they were computed.
+    ``log_from [n]`` on, the last of every ``log_stride [n]``, for windows that begin ``log_span
+    [n]`` tokens apart; prompts have ``prompt_lens [n]`` tokens; ``last_token [n]`` is the newest
+    known one. Entries before ``rounded_at [n]`` are not read as they were computed.
     """
 
     requests: tuple[NewRequest, ...]
@@ -170,11 +170,12 @@ class NewRows:
     kv_lens: IntArray
     log_from: IntArray
     log_span: IntArray
+    log_stride: IntArray
     last_token: IntArray
     rounded_at: IntArray
 
 
-NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(7)))
+NO_ROWS = NewRows((), *(np.zeros(0, np.int32) for _ in range(8)))
 
 
 @dataclass(frozen=True, slots=True)

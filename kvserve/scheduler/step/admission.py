@@ -216,7 +216,7 @@ class Admission:
             target = min(seq.num_tokens, seq.next_event(0, due))
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
-            wanted = self._blocks.blocks_alone(target, log_from)
+            wanted = self._blocks.blocks_alone(target, log_from, seq.trigger.log_stride)
         hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
         columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
         if parked:
@@ -282,6 +282,7 @@ class Admission:
             self._blocks.kv_lens[:, at],
             self._blocks.queries.logged_from(at),
             np.array([seq.trigger.log_span for seq in new], np.int64),
+            np.array([seq.trigger.log_stride for seq in new], np.int64),
             known,
             self._rows.rounded_at[at],
         )

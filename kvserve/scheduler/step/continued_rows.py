@@ -97,7 +97,7 @@ class ContinuedRows(SavedRows):
         target = max(min(seq.num_tokens, int(due[0])), computed)
         log_from = int(seq.trigger.log_from(state, due)[0])
         hosted = known.hosted
-        at = ResumeAt(dropped, computed, target, log_from)
+        at = ResumeAt(dropped, computed, target, log_from, seq.trigger.log_stride)
         blocks = self._blocks_to_resume(known.row, hosted, at)
         begun = int(num_prompt[0]), int(uncompressed[0])
         return NextTurn(found, known.row, hosted, *begun, int(due[0]), at, blocks)

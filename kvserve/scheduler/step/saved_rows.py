@@ -73,7 +73,7 @@ class SavedRows:
         row = self._rows.restore(seq, parked.counters)
         at = _resume_at(parked, 0)
         self._resume(row, parked, True, at, columns)
-        self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]))
+        self._blocks.queries.log_from(np.array([row]), np.array([at.log_from]), at.log_stride)
         self._memory.bring_back(row, parked.block_ids)
         self._memory.release_place(parked.remainder)
 
@@ -161,5 +161,5 @@ class SavedRows:
 
 def _resume_at(parked: SavedRow, reserve: int) -> ResumeAt:
     """Where a preempted row goes on that grows by ``reserve`` tokens."""
-    computed, log_from = parked.counters["num_computed"], parked.groups[1].fields["_from"]
-    return ResumeAt(0, int(computed), int(computed) + reserve, int(log_from))
+    computed, log = int(parked.counters["num_computed"]), parked.groups[1].fields
+    return ResumeAt(0, computed, computed + reserve, int(log["_from"]), int(log["_stride"]))

@@ -100,7 +100,7 @@ class Scheduler:
         """The fewest blocks with which a sequence can get past its prompt and its first event."""
         due, log_from = first_event(num_prompt, trigger)
         tokens = num_prompt + 1 if due == NO_EVENT else min(due, max_len)
-        return self.blocks.blocks_alone(tokens, log_from)
+        return self.blocks.blocks_alone(tokens, log_from, trigger.log_stride)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; the caller has checked that it can fit at all."""

@@ -31,6 +31,7 @@ class Periodic(Trigger):
     ``protect_prompt`` the prompt's windows are taken at its end. ``logs`` is off if queries are
     recomputed instead. In a continued conversation the windows go on over later prompts; with
     ``protect_turns`` later prompts are kept, and so are tokens before them that are uncompressed.
+    ``log_stride`` divides the window and its buffer, so that windows share the queries of both.
     """
 
     window: int
@@ -40,6 +41,7 @@ class Periodic(Trigger):
     protect_prompt: bool = True
     logs: bool = True
     protect_turns: bool = False
+    log_stride: int = 1
 
     @property
     def compressible(self) -> int:

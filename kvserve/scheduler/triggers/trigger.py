@@ -121,6 +121,8 @@ class Trigger:
     """Whether queries are logged; else they are recomputed from the tokens in the event's task."""
     log_span: int = ONE_WINDOW
     """Windows whose queries are logged begin so many tokens apart, the first at ``log_from``."""
+    log_stride: int = 1
+    """Of every so many tokens from ``log_from`` on, the last one's queries are logged."""
     event_kind: ClassVar[EventKind | None] = None
     """The kind of its events, if no policy can have others."""
     intact: int = 0

@@ -96,15 +96,49 @@ def test_an_fp8_log_takes_a_quarter_of_the_blocks(llama_dir: Path) -> None:
     assert tokens["model"][:100] == tokens["fp8"][:100]
 
 
+def test_a_strided_log_takes_fewer_blocks(llama_dir: Path) -> None:
+    """Of 21 queries a block. At the event positions 4 to 103 are logged, in columns 0 to 4; of
+    every fourth query, numbers 1 to 25, in columns 0 and 1. At the end those from 100 on are left:
+    columns 4 and 5, or the number 25 in column 1."""
+    taken = {}
+    for stride in (1, 4):
+        policy = {"name": "kara", "window": 100, "buffer": 4, "ratio": 0.5, "period": 20}
+        llm = make(llama_dir, policy={**policy, "query_stride": stride}, block_size=8)
+        core = llm.engine.core
+        assert core.scheduler.blocks.queries.block_tokens == 21
+        params = SamplingParams(temperature=0.0, max_tokens=108, ignore_eos=True)
+        (output,) = llm.generate(random_prompts([4]), params, use_tqdm=False)
+        details, block = output.kv_cache_details, core.runner.cache.kv[0].nbytes
+        assert details.compactions == 1
+        taken[stride] = details.peak_blocks, details.log_bytes / block
+    assert taken == {1: (13 + 5, 2), 4: (13 + 2, 1)}
+
+
+def test_summed_scores_need_the_queries_of_a_few_tokens(llama_dir: Path) -> None:
+    """Of blocks of 21 queries: at the event those of positions 84 to 103 in one column, at the end
+    those from 104 on in two; beside them a float32 for each of a window's entries."""
+    policy = {"name": "kara", "window": 100, "buffer": 20, "ratio": 0.5, "score_every": 20}
+    llm = make(llama_dir, policy=policy, block_size=8)
+    core, params = llm.engine.core, SamplingParams(temperature=0.0, max_tokens=108, ignore_eos=True)
+    (output,) = llm.generate(random_prompts([4]), params, use_tqdm=False)
+    details, block = output.kv_cache_details, core.runner.cache.kv[0].nbytes
+    layout = core.runner.cache.layout
+    assert details.compactions == 1 and details.peak_blocks == 13 + 1
+    sums = 4 * 100 * layout.num_layers * layout.num_kv_heads
+    assert details.log_bytes == 2 * block + sums
+
+
 def test_the_start_up_table_says_when_a_log_weighs_what_events_free(llama_dir: Path) -> None:
     """Of 96 older tokens of a window 29 stay, so 67 go, in 4.2 blocks; 128 are logged, in 3.1
     blocks of 42 tokens or, of fewer bits, in 12.8 of 10. The fourth event is at 128 + 3 x 96."""
     kara = {"name": "kara", "window": 128, "buffer": 32}
 
     def row(**settings: Any) -> str:
-        summary = make(llama_dir, policy=kara, **settings).engine.core.described().summary
+        summary = make(llama_dir, **{"policy": kara, **settings}).engine.core.described().summary
         return next(why for name, _, why in summary if name == "query log")
 
     assert "times what its event frees" not in row(block_size=16)
+    strided = row(kv_cache_dtype="k8v4", block_size=16, policy={**kara, "query_stride": 4})
+    assert "times what its event frees" not in strided
     said = row(kv_cache_dtype="k8v4", block_size=16)
     assert "3.1 times what its event frees" in said and "from token 416 of its answer on" in said

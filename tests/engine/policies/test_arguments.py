@@ -227,6 +227,11 @@ def test_poolings_are_those_of_the_kernels() -> None:
 # ---- arguments that do not go together -----------------------------------------------------------
 
 HELD = {"budget": 64}
+NOT_SUMMED: list[tuple[str, Any]] = [
+    *(("query_stride", 2), ("queries", "buffer")),
+    *(("protect_prompt", False), ("protect_turns", True)),
+]
+"""With these Kara's scores cannot be added up."""
 CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "kara": [
         *(({"window": 32, "buffer": 32}, "buffer"), ({"ratio": 0.5, "budget": 100}, "budget")),
@@ -234,6 +239,13 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         *(({"chunk_budget": 116}, "chunk_budget"), ({"query_stride": 65}, "query_stride")),
         ({"query_stride": 3}, "query_stride"),  # does not divide 512
         ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
+        ({"query_stride": 4, "buffer": 126}, "query_stride"),  # the buffer's queries score again
+        *(({"score_every": 48}, "score_every"), ({"score_every": 4}, "score_every")),
+        ({"score_every": 32, "query_source": "recompute"}, "score_every"),
+        *(({"score_every": 32, name: value}, "score_every") for name, value in NOT_SUMMED),
+        ({"score_every": 32, "query_aggregate": "max"}, "query_aggregate"),
+        ({"score_every": 32, "period": 16}, "period"),
+        ({"score_every": 32, "rest_bits": 2.0}, "rest_bits"),
         *(({"queries": "buffer", "buffer": 0}, "queries"), ({"windov": 64}, "windov")),
         ({"preset": "paper", "query_source": "log"}, "query_source"),
         ({"preset": "paper", "protect_prompt": False}, "protect_prompt"),

@@ -33,7 +33,7 @@ def test_counts_are_exact(fields: dict[str, Any], compressible: int, keep: int) 
     ("fields", "places"),
     [
         ({"window": 6}, [0, 1, 2, 3, 4, 5]),
-        ({"window": 27, "query_stride": 3}, [2, 5, 8, 11, 14, 17, 20, 23, 26]),
+        ({"window": 27, "buffer": 3, "query_stride": 3}, [2, 5, 8, 11, 14, 17, 20, 23, 26]),
         ({"window": 9, "buffer": 3, "queries": "buffer"}, [6, 7, 8]),
         (
             {"window": 40, "buffer": 18, "queries": "buffer", "query_stride": 2},

@@ -41,10 +41,14 @@ LEAVING = [
     {"name": "streaming_llm", "budget": 24, "period": 4, "remainder": "mean"},
 ]
 """These leave remainders, which the next turn begins with."""
+STRIDED = {"name": "kara", "window": 24, "buffer": 6, "ratio": 0.3, "period": 4, "query_stride": 3}
+STRIDED |= {"query_dtype": "model", "remainder": "off"}
 SPECS = [
     *(case.spec for case in CASES if case.policy != "long_entries"),
     *UNEVEN_CASES.values(),
     *LEAVING,
+    STRIDED,
+    STRIDED | {"protect_turns": True},
 ]
 DEFAULT = {"name": "snapkv", "budget": 64}
 """All heads' queries are logged, so that requests may choose any of the cases."""

@@ -42,6 +42,7 @@ KARA = {
     "chunk_budget": 2,
     "max_chunk": 4,
     "period": 1,
+    "query_stride": 2,
 }
 EVEN = [case.spec for case in CASES if case.policy != "long_entries"]
 

@@ -38,6 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"kv_policy": "none"},
     {"kv_policy": KARA},
     {"kv_policy": {**KARA, "query_source": "recompute"}},
+    {"kv_policy": {"name": "kara", "window": 16, "buffer": 8, "score_every": 8}},
     {"kv_policy": {"name": "snapkv", "budget": 24, "window": 6, "attention": "absolute"}},
     {"kv_policy": {"name": "pyramidkv", "budget": 20, "trigger": "threshold", "threshold": 30}},
     {"kv_policy": {"name": "dynamickv", "budget": 20, "interval": 2}},
@@ -50,7 +51,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 7, "top_p": 0.9, "presence_penalty": 1.0},
     {"kv_policy": "none", "prompt_logprobs": 2, "logprobs": 2},
 ]
-PROMPTS = random_prompts([50, 5, 7, 80, 33, 90, 64, 71, 85, 40, 55, 48, 37, 45])
+PROMPTS = random_prompts([50, 5, 7, 33, 80, 33, 90, 64, 71, 85, 40, 55, 48, 37, 45])
 
 
 @contextmanager
