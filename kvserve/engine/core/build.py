@@ -61,6 +61,7 @@ def build_engine(
     """
     tell("reading the model's config and choosing kernels")
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
+    config = plan.config
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
     free = free_memory(plan.device, 1.0)
     if plan.device == "cpu":

@@ -26,11 +26,21 @@ from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.models.transformer import Transformer, attend
 from kvserve.engine.models.wrapper import open_text_part
+from kvserve.late import Late
 from kvserve.log import ConfigError
 
+_states_of = Late("engine.models.recurrent:states_of")
+_recurrent = Late("engine.models.recurrent:Recurrent")
 NAME = "kvserve"
-_FULL = {"full_attention", "attention"}
+_FULL = {"full_attention", "attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "chunked_attention"}
+_STATES = {"linear_attention", "conv", "moe", "mlp"}
+"""Layers without keys and values, of models that keep states."""
+_KEEP_STATES = {
+    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+"""Models (``model_type``) whose states were compared with transformers' own."""
 _SINKS = {"GptOssForCausalLM"}
 """Architectures whose attention passes sinks (``s_aux``)."""
 
@@ -46,30 +56,35 @@ def borrowed_spec(
     except ConfigError:
         raise
     except Exception as error:  # a config that no one here has thought of
-        raise _refused(architecture, f"its config.json is not understood ({error})") from None
+        raise refused(architecture, f"its config.json is not understood ({error})") from None
 
 
 def _spec(config: Any, architecture: str) -> ModelSpec:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if causal is None or not causal._supports_attention_backend:
-        raise _refused(architecture, "transformers cannot hand its attention to another program")
+    kept = config.model_type in _KEEP_STATES
+    # Those that keep states say that they cannot, and do: ``try_out`` looks.
+    if causal is None or not (causal._supports_attention_backend or kept):
+        raise refused(architecture, "transformers cannot hand its attention to another program")
     _check_layers(config, architecture)
+    attending = _attending(config)
+    if not attending:
+        raise refused(architecture, "none of its layers has keys and values")
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     eos = getattr(config, "eos_token_id", None)
     dtype = getattr(config, "dtype", None)
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
-        raise _refused(architecture, "it states no longest context (max_position_embeddings)")
+        raise refused(architecture, "it states no longest context (max_position_embeddings)")
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds:  # up to a chunk's length it is full attention
         context = min(context, config.attention_chunk_size)
-    window, windowed = _windows(config)
+    window, windowed = _windows(config, attending)
     return ModelSpec(
         architecture=architecture,
-        num_layers=config.num_hidden_layers,
+        num_layers=len(attending),
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -87,6 +102,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         sinks=architecture in _SINKS,
         soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
         borrowed=True,
+        states=_states_of(config, architecture) if kept else (),
     )
 
 
@@ -126,6 +142,7 @@ class Borrowed(Transformer):
         self.causal = causal
         self._base: Any = causal.base_model
         self._step: _Step | None = None
+        self.places = {layer: place for place, layer in enumerate(_attending(causal.config))}
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
                 module.kvserve_model = ref(self)
@@ -157,7 +174,7 @@ class Borrowed(Transformer):
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
         if step.layers != list(range(self.spec.num_layers)):
             missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
-            raise _refused(self.spec.architecture, f"layers {missing} do not hand attention over")
+            raise refused(self.spec.architecture, f"layers {missing} do not hand attention over")
 
     def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         self._step = step
@@ -227,9 +244,10 @@ def load_borrowed(
 
     AttentionInterface.register(NAME, _attend)
     config = _text_config(directory, overrides)
+    kind = _recurrent if spec.states else Borrowed
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
     with torch.device("meta"):  # before any weight is read
-        trial = Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
+        trial = kind(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
         with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
             trial.try_out()
     if random:
@@ -239,8 +257,8 @@ def load_borrowed(
             files = open_text_part(directory, spec.wrapper) if spec.wrapper else None
             stored = (files or SafetensorsFiles(directory)).slices(opened)
             try:
-                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-                causal, found = kind.from_pretrained(
+                theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                causal, found = theirs.from_pretrained(
                     None, config=config, state_dict=stored, output_loading_info=True, **how
                 )
             except (OSError, RuntimeError, ValueError) as error:
@@ -253,7 +271,7 @@ def load_borrowed(
                 f"({len(missing)} missing) of {type(causal).__name__}"
             )
     causal.requires_grad_(False)
-    model = Borrowed(spec, causal.to(device).eval(), dtype, device)
+    model: Borrowed = kind(spec, causal.to(device).eval(), dtype, device)
     model.try_out()
     return model
 
@@ -270,7 +288,7 @@ def _attend(
     """What transformers calls for each layer: [1, heads, T, D] -> [1, T, Hq, D].
     ``ConfigError`` names what of the ``options`` our attention does not do."""
     model: Borrowed = module.kvserve_model()
-    layer, spec, sinks = int(module.layer_idx), model.spec, options.get("s_aux")
+    layer, spec, sinks = model.places[module.layer_idx], model.spec, options.get("s_aux")
     windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
     for name, known in (
         ("softcap", options.get("softcap") == spec.soft_cap),
@@ -280,10 +298,10 @@ def _attend(
         ("position_bias", False),
     ):
         if options.get(name) is not None and not known:
-            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
+            raise refused(spec.architecture, f"{type(module).__name__} passes {name}")
     if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
         shapes = f"{list(key.shape)} and values {list(value.shape)}"
-        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+        raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     step = model._step
     assert step is not None
     step.layers.append(layer)
@@ -322,35 +340,43 @@ def _check_layers(config: Any, architecture: str) -> None:
     fields = "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"
     lists = [name for name in fields if isinstance(config.to_dict().get(name), list)]
     if different := lists or sorted(getattr(config, "per_layer_attributes", None) or ()):
-        raise _refused(architecture, f"its layers differ in {', '.join(different)}")
-    kinds = getattr(config, "layer_types", None) or ()
+        raise refused(architecture, f"its layers differ in {', '.join(different)}")
+    kinds, known = getattr(config, "layer_types", None) or (), _FULL | _WINDOWED
+    if config.model_type in _KEEP_STATES:
+        known = known | _STATES
     for index, kind in enumerate(kinds):
-        if kind not in _FULL | _WINDOWED:
-            raise _refused(architecture, f"layer {index} is {kind}, which has no keys and values")
+        if kind not in known:
+            raise refused(architecture, f"layer {index} is {kind}, which has no keys and values")
     if getattr(config, "is_encoder_decoder", False):
-        raise _refused(architecture, "it has an encoder")
+        raise refused(architecture, "it has an encoder")
     if getattr(config, "kv_lora_rank", None):
-        raise _refused(architecture, "its layers have latent attention (MLA)")
+        raise refused(architecture, "its layers have latent attention (MLA)")
     if getattr(config, "attention_logit_cap", None):
-        raise _refused(architecture, "its attention caps logits (attention_logit_cap)")
+        raise refused(architecture, "its attention caps logits (attention_logit_cap)")
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     for part in parts:
         if part.get("rope_type") in ("dynamic", "longrope"):
-            raise _refused(
+            raise refused(
                 architecture, f"RoPE of type {part['rope_type']} depends on a batch's lengths"
             )
 
 
-def _windows(config: Any) -> tuple[int | None, frozenset[int]]:
+def _attending(config: Any) -> list[int]:
+    """transformers' numbers of the layers that have keys and values: ours count these alone."""
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind not in _STATES]
+
+
+def _windows(config: Any, attending: list[int]) -> tuple[int | None, frozenset[int]]:
     """The window of the sliding layers and which these are, if it has any."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None, frozenset()
-    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+    kinds = [kinds[layer] if kinds else "sliding_attention" for layer in attending]
     windowed = frozenset(n for n, kind in enumerate(kinds) if kind == "sliding_attention")
     return (int(window), windowed) if windowed else (None, windowed)
 
 
-def _refused(architecture: str, why: str) -> ConfigError:
+def refused(architecture: str, why: str) -> ConfigError:
     return ConfigError(f"--model: kvserve cannot run {architecture}: {why}")

@@ -1,0 +1,54 @@
+"""Random tiny checkpoints of models some of whose layers keep states, one of each family."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+SHAPE: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 512, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+}
+_THREE_OF_FOUR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_DELTA: dict[str, Any] = {
+    **{"layer_types": _THREE_OF_FOUR, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
+_MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2},
+    **{"mamba_expand": 2, "mamba_d_conv": 4},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_next": {**_DELTA, **_EXPERTS, "mlp_only_layers": [0, 1, 2, 3]},
+    "olmo_hybrid": {**_DELTA, "rope_parameters": None},
+    "granitemoehybrid": {
+        **_MAMBA,
+        **{"layer_types": _THREE_OF_FOUR, "num_local_experts": 0, "shared_intermediate_size": 96},
+        **{"position_embedding_type": "rope", "attention_multiplier": 0.25, "mamba_chunk_size": 64},
+    },
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128, "mamba_chunk_size": 64},
+    "nemotron_h": {
+        **{"layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+        **{"chunk_size": 64, "conv_kernel": 4, "expand": 2, "layer_norm_epsilon": 1e-5},
+    },
+    "lfm2": {
+        **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
+        **{"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
+    },
+    "lfm2_moe": {
+        **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
+        **{**_EXPERTS, "num_dense_layers": 1, "norm_eps": 1e-5},
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 64},
+}
