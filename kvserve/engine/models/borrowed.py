@@ -191,7 +191,7 @@ class Borrowed(Transformer):
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
         name = self.causal.base_model_prefix
         layers = getattr(self.causal, name)
-        setattr(self.causal, name, _Given(hidden[None]))
+        setattr(self.causal, name, _Given(hidden[None], layers))
         try:
             logits: Tensor = self.causal(inputs_embeds=hidden[None], use_cache=False).logits
         finally:
@@ -200,11 +200,14 @@ class Borrowed(Transformer):
 
 
 class _Given(nn.Module):
-    """Stands in for the layers while the head computes logits."""
+    """Stands in for the layers while the head computes logits, and may look up what they have."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, layers: Any) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden, self._layers = hidden, (layers,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layers"][0], name)
 
     @property
     def decoder(self) -> _Given:
