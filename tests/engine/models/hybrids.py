@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from tests.checkpoints import Generated
+from tests.engine.models import decoding
 
 SHAPE: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
@@ -52,3 +55,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 64},
 }
+
+
+def write_hybrid(kind: str, directory: Path, **changes: Any) -> Path:
+    """A checkpoint of one of ``FAMILIES``."""
+    config = AutoConfig.for_model(kind, **{**SHAPE, **FAMILIES[kind], **changes})
+    return decoding.write(AutoModelForCausalLM, config, directory)
+
+
+@torch.no_grad()
+def expected(
+    directory: Path, prompts: Sequence[Sequence[int]], count: int, chunk: int = 512
+) -> list[Generated]:
+    """What transformers goes on with, each prompt alone: in calls of ``chunk`` tokens, then of
+    one. (A batch with pads would be wrong: they enter the states.)"""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        cache = DynamicCache(config=model.config)
+        calls = list(torch.tensor([prompt]).split(chunk, dim=1))
+        logits, rows, tokens = torch.empty(0), list[Tensor](), list[int]()
+        while len(tokens) < count:
+            for call in calls:
+                logits = model(input_ids=call, past_key_values=cache, use_cache=True).logits[0, -1]
+            rows.append(logits)
+            tokens.append(int(logits.argmax()))
+            calls = [torch.tensor([tokens[-1:]])]
+        found.append(Generated(tokens, torch.stack(rows)))
+    return found
