@@ -68,7 +68,8 @@ def expected(
     directory: Path, prompts: Sequence[Sequence[int]], count: int, chunk: int = 512
 ) -> list[Generated]:
     """What transformers goes on with, each prompt alone: in calls of ``chunk`` tokens, then of
-    one. (A batch with pads would be wrong: they enter the states.)"""
+    one. (A batch with pads would be wrong: they enter the states. Bamba has to be told positions:
+    without, its layers count those of a call from 0, transformers 5.23.0.)"""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
@@ -77,7 +78,9 @@ def expected(
         logits, rows, tokens = torch.empty(0), list[Tensor](), list[int]()
         while len(tokens) < count:
             for call in calls:
-                logits = model(input_ids=call, past_key_values=cache, use_cache=True).logits[0, -1]
+                at = torch.arange(call.shape[1])[None] + cache.get_seq_length()
+                given = {"past_key_values": cache, "use_cache": True, "position_ids": at}
+                logits = model(input_ids=call, **given).logits[0, -1]
             rows.append(logits)
             tokens.append(int(logits.argmax()))
             calls = [torch.tensor([tokens[-1:]])]
