@@ -6,6 +6,8 @@ Decoding rows are the first ones, so that a step's layer reads and writes a view
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class StateRows(RowGroup):
             array[:, to] = array[:, source]
 
     def _make(
-        self, shapes: list[tuple[int, ...]] | list[tuple[int, ...] | None], dtype: torch.dtype
+        self, shapes: Sequence[tuple[int, ...] | None], dtype: torch.dtype
     ) -> list[Tensor | None]:
         """Rows of each layer's shape; ``None`` where it has none."""
         # On a CPU, rows that no sequence has had cost no memory.

@@ -36,12 +36,14 @@ class LayerStates(NamedTuple):
 
     def of(self, rows: slice | Tensor) -> LayerStates:
         """Those of ``rows``: views of a slice, copies of others."""
-        return LayerStates(self.tail[rows], None if self.recurrent is None else self.recurrent[rows])
+        return LayerStates(
+            self.tail[rows], None if self.recurrent is None else self.recurrent[rows]
+        )
 
     def put(self, rows: Tensor, states: LayerStates) -> None:
         """Write ``states`` of ``rows [n]`` back."""
         self.tail[rows] = states.tail
-        if self.recurrent is not None:
+        if self.recurrent is not None and states.recurrent is not None:
             self.recurrent[rows] = states.recurrent
 
     # ---- what a module asks of transformers' cache ---------------------------------------------
@@ -68,7 +70,7 @@ class LayerStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """Chunks of one ``length`` of a forward: where its ``tokens`` are and whose ``rows`` they are."""
+    """Chunks of one ``length`` of a forward: the places of their ``tokens``, and their ``rows``."""
 
     length: int
     tokens: slice | Tensor
@@ -203,6 +205,8 @@ def states_of(config: Any, architecture: str) -> tuple[LayerState, ...]:
                 raise refused(architecture, f"layer {module.layer_idx} keeps no state as others do")
             found.append(LayerState(module.layer_idx, probe.tail, probe.recurrent))
     kinds = config.layer_types
-    if [each.layer for each in found] != [i for i, kind in enumerate(kinds) if kind in _WITH_STATES]:
+    if [each.layer for each in found] != [
+        i for i, kind in enumerate(kinds) if kind in _WITH_STATES
+    ]:
         raise refused(architecture, "its layers keep other states than layer_types says")
     return tuple(found)

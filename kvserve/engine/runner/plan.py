@@ -13,12 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvserve.config import (
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-    read_speculation,
-)
+from kvserve.config import EngineConfig, ModelConfig, SchedulerConfig, read_speculation
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm

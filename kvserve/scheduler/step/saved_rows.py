@@ -15,13 +15,7 @@ import numpy as np
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
-from kvserve.scheduler.messages.continuation import (
-    MEMORY,
-    Continuation,
-    Resumption,
-    SavedRow,
-    Turn,
-)
+from kvserve.scheduler.messages.continuation import MEMORY, Continuation, Resumption, SavedRow, Turn
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.triggers.trigger import RowState

@@ -4,20 +4,15 @@ computed, beside whom, and after whatever has happened to them."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from kvserve import LLM, SamplingParams
-from kvserve.config import ModelConfig
-from kvserve.engine.models.implementation import choose_spec
+from kvserve import SamplingParams
 from kvserve.engine.models.recurrent import Recurrent
-from kvserve.log import ConfigError
-from tests.checkpoints import Generated, edit_config, edited_tensors, random_prompts
-from tests.engine.models.decoding import check_parity, make, row_of, tokens
-from tests.engine.models.hybrids import FAMILIES, SHAPE, expected, write_hybrid
+from tests.checkpoints import random_prompts
+from tests.engine.models.decoding import check_parity, make
+from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 
