@@ -95,6 +95,7 @@ def build_engine(
         block_size=plan.layout.block_size,
         num_blocks=pool.num_blocks - 1,
         default_sampling=defaults.sampling,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
     parts = plan, pool, executor.runner, profile, attention, defaults, threads
     return BuiltEngine(plan, scheduler, executor, info, partial(_start_up_table, *parts))

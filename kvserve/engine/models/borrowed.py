@@ -115,6 +115,19 @@ def knows(architecture: str) -> bool:
     )
 
 
+def count_weights(directory: Path) -> tuple[int, int, int]:
+    """How many numbers the layers of a model have, its tables of tokens (one if the head is the
+    embedding), and its head; of its config alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(_text_config(directory, {}))
+    tables = {part.weight for part in (causal.get_input_embeddings(), causal.lm_head)}
+    whole = sum(each.numel() for each in causal.parameters())
+    both = sum(each.numel() for each in tables)
+    return whole - both, both, causal.lm_head.weight.numel()
+
+
 @dataclass
 class _Step:
     """What the layers of one forward are given, nothing in a trial; ``layers`` have attended."""

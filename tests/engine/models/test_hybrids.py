@@ -3,15 +3,23 @@ computed, beside whom, and after whatever has happened to them."""
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig
 
-from kvserve import SamplingParams
+from kvserve import LLM, SamplingParams
+from kvserve.config import ModelConfig
+from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
-from tests.checkpoints import random_prompts
-from tests.engine.models.decoding import check_parity, make
+from kvserve.log import ConfigError
+from tests.checkpoints import edit_config, edited_tensors, random_prompts
+from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
@@ -91,3 +99,120 @@ def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None
             break
     assert bool(llm.stats().preemptions_total) == (kind != TWO_FORMS)
     assert [found[str(at)] for at in range(5)] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize("count", [20, *slow(300)])
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_small_pool_gives_what_a_request_gives_alone(
+    kind: str, count: int, directory: Path
+) -> None:
+    """Random lengths, choices and priorities; the pool holds a few of them, and rows make way."""
+    rng = np.random.default_rng(1)
+    prompts = random_prompts(rng.integers(1, 60, count).tolist(), seed=9)
+    params = [
+        SamplingParams(
+            temperature=float(rng.integers(2)),
+            seed=int(rng.integers(99)),
+            max_tokens=int(rng.integers(1, 24)),
+            n=int(rng.choice([1, 1, 1, 2])),
+            ignore_eos=True,
+        )
+        for _ in prompts
+    ]
+
+    def run(preempted: float, **settings: Any) -> tuple[LLM, list[list[list[int]]]]:
+        llm = make(directory, block_size=8, **settings)
+        preempt_now_and_then(llm.engine.core.scheduler, rng, preempted)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return llm, [[list(one.token_ids) for one in each.outputs] for each in outputs]
+
+    alone, wanted = run(0.0, max_num_seqs=1)
+    assert not alone.stats().preemptions_total
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 18}
+    small, found = run(0.1, **sizes)
+    assert small.stats().preemptions_total > count // 5
+    assert found == wanted
+    scheduler = small.engine.core.scheduler
+    scheduler.check_integrity()
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+
+
+def test_usage_and_metrics_count_states(tmp_path: Path) -> None:
+    """Two layers of [128, 3] and [4, 16, 16] numbers in float32, and one that has a cache."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    directory = write_hybrid("qwen3_5_text", tmp_path, num_hidden_layers=3, layer_types=kinds)
+    row_bytes = 2 * 4 * (128 * 3 + 4 * 16 * 16)
+    llm = make(directory, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)
+    for at in range(2):
+        llm.engine.add_request(str(at), PROMPTS[at], params)
+    llm.engine.step()
+    assert llm.stats().state_bytes == 4 * row_bytes
+    ended = {}
+    while llm.engine.has_unfinished_requests:
+        ended |= {each.request_id: each for each in llm.engine.step() if each.finished}
+    for output in ended.values():
+        assert output.kv_cache_details.state_bytes == 2 * row_bytes
+        tokens_read = 2 * (len(output.prompt_token_ids) + 8)
+        assert output.kv_cache_details.held_entries == tokens_read * 2  # KV heads of one layer
+    assert llm.stats().state_bytes == 0
+    assert f"{4 * row_bytes / 2**20:.1f} MiB" in row_of(llm, "states")[1]
+
+
+def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_hybrid("lfm2", tmp_path)
+    with caplog.at_level(logging.INFO, "kvserve"):
+        llm = make(directory)
+    assert any("prefix caching is off: the layers with states" in line for line in caplog.messages)
+    assert row_of(llm, "prefix caching")[1:] == (
+        "off",
+        "a prefix's blocks have no states of the layers that keep one",
+    )
+    assert row_of(llm, "preemption")[1] == "recompute"
+    guesses = {"method": "ngram", "num_speculative_tokens": 2}
+    recompute = {"name": "kara", "query_source": "recompute"}
+    for settings, message in (
+        ({"continuations": "on"}, "--continuations on: the layers with states of Lfm2ForCausalLM"),
+        ({"speculative_config": guesses}, "--speculative-config: .* cannot take back a guess"),
+        ({"policy": recompute}, "query_source recompute wants what windows and states"),
+        ({"policy": "spindlekv"}, "spindlekv is not built for layers with sliding windows or"),
+        ({"policy": "pyramidinfer"}, "pyramidinfer prunes between layers"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: Lfm2ForCausalLM"),
+        ({"kv_cache_memory": 1000}, "--kv-cache-memory: nothing is left for blocks: 256 rows"),
+        ({"max_num_seqs": 10**8}, "--max-num-seqs: .* GiB of memory are free, and 100000000 rows"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(directory, **settings)
+
+
+def test_memory_for_the_cache_counts_states(tmp_path: Path) -> None:
+    directory, mib = write_hybrid("lfm2", tmp_path), 2**20
+    row_bytes = 3 * 64 * 2 * 4
+    plan = make(directory, kv_cache_memory=mib, max_num_seqs=100).engine.core
+    blocks = plan.scheduler.pool.capacity
+    block_bytes = plan.runner.cache.kv[0].nbytes
+    assert blocks == min((mib - 100 * row_bytes) // block_bytes, 10**9) - 1
+
+
+def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
+    """Qwen 3.5 is published as one that also sees; names of its file begin otherwise."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+    wanted = tokens(make(directory), PROMPTS[:2], 8)
+    with edited_tensors(directory) as stored:
+        for name in list(stored):
+            if name.startswith("model."):
+                stored[f"model.language_model.{name[6:]}"] = stored.pop(name)
+        stored["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
+    text = json.loads((directory / "config.json").read_text())
+    whole = AutoConfig.for_model("qwen3_5").to_dict()
+    whole |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (directory / "config.json").write_text(json.dumps(whole, default=str))
+    llm = make(directory)
+    assert tokens(llm, PROMPTS[:2], 8) == wanted
+
+
+def test_layers_with_states_alone_are_refused(tmp_path: Path) -> None:
+    directory = write_hybrid("lfm2", tmp_path)
+    edit_config(directory, layer_types=["conv"] * 4)
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM: none of its layers has keys"):
+        choose_spec(directory, ModelConfig(model=str(directory)))
