@@ -187,7 +187,10 @@ class Borrowed(Transformer):
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
         if step.layers != list(range(self.spec.num_layers)):
             missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
-            raise refused(self.spec.architecture, f"layers {missing} do not hand attention over")
+            why = f"layers {missing} do not hand attention over"
+            raise refused(
+                self.spec.architecture, why if missing else "its layers attend more than once"
+            )
 
     def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         self._step = step
@@ -262,10 +265,16 @@ def load_borrowed(
     config = _text_config(directory, overrides)
     kind = _recurrent if spec.states else Borrowed
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    with torch.device("meta"):  # before any weight is read
-        trial = kind(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
-        with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
-            trial.try_out()
+    try:
+        with torch.device("meta"):  # before any weight is read
+            trial = kind(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
+            with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
+                trial.try_out()
+    except ConfigError:
+        raise
+    except Exception as error:  # what the model's class raises
+        why = f"its layers do not run by themselves ({type(error).__name__}: {error})"
+        raise refused(spec.architecture, why.replace("\n", " ")) from None
     if random:
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
@@ -318,6 +327,8 @@ def _attend(
     if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
         shapes = f"{list(key.shape)} and values {list(value.shape)}"
         raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+    if getattr(module, "is_causal", True) is False:
+        raise refused(spec.architecture, f"{type(module).__name__} sees later tokens, too")
     step = model._step
     assert step is not None
     step.layers.append(layer)

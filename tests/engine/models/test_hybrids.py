@@ -179,7 +179,10 @@ def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         ({"policy": "pyramidinfer"}, "pyramidinfer prunes between layers"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size: Lfm2ForCausalLM"),
         ({"kv_cache_memory": 1000}, "--kv-cache-memory: nothing is left for blocks: 256 rows"),
-        ({"max_num_seqs": 10**8}, "--max-num-seqs: .* GiB of memory are free, and 100000000 rows"),
+        (
+            {"max_num_seqs": 10**8, "max_num_batched_tokens": 10**8},
+            "--max-num-seqs: .* GiB of memory are free, and 100000000 rows",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             make(directory, **settings)
