@@ -38,7 +38,7 @@ _STATES = {"linear_attention", "conv", "moe", "mlp"}
 """Layers without keys and values, of models that keep states."""
 _KEEP_STATES = {
     *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Models (``model_type``) whose states were compared with transformers' own."""
 _SINKS = {"GptOssForCausalLM"}
@@ -71,8 +71,11 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
     attending = _attending(config)
     if not attending:
         raise refused(architecture, "none of its layers has keys and values")
-    heads = int(config.num_attention_heads)
+    heads, latent = int(config.num_attention_heads), getattr(config, "kv_lora_rank", None)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if latent:  # held as every head reads them: keys of two parts, values filled up
+        kv_heads, head_dim = heads, int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     eos = getattr(config, "eos_token_id", None)
     dtype = getattr(config, "dtype", None)
     context = getattr(config, "max_position_embeddings", None)
@@ -88,7 +91,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_dim=head_dim,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         vocab_size=config.vocab_size,
         rms_norm_eps=1e-6,
@@ -324,7 +327,8 @@ def _attend(
     ):
         if options.get(name) is not None and not known:
             raise refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
+    values, missing = value.shape[-1], spec.head_dim - value.shape[-1]
+    if key.shape[1] != spec.num_kv_heads or key.shape[-1] != spec.head_dim or missing < 0:
         shapes = f"{list(key.shape)} and values {list(value.shape)}"
         raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     if getattr(module, "is_causal", True) is False:
@@ -335,13 +339,15 @@ def _attend(
     if sinks is not None and layer not in model.sinks:
         model.sinks[layer] = sinks.detach().float().contiguous()
     if step.given is None:
-        return torch.zeros_like(query).transpose(1, 2), None
+        return torch.zeros_like(query)[..., :values].transpose(1, 2), None
     batch, cache, attention = step.given
+    value = nn.functional.pad(value, (0, missing)) if missing else value
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if scaling is not None and scaling != model.scale:
         q = q * (scaling / model.scale)
     cache.store(layer, batch, k, v)
-    return attend(layer, q, batch, cache, attention, model.sinks.get(layer))[None], None
+    attended = attend(layer, q, batch, cache, attention, model.sinks.get(layer))
+    return attended[None, ..., :values], None
 
 
 def _text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
@@ -376,7 +382,7 @@ def _check_layers(config: Any, architecture: str) -> None:
             raise refused(architecture, f"layer {index} is {kind}, which has no keys and values")
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder")
-    if getattr(config, "kv_lora_rank", None):
+    if getattr(config, "kv_lora_rank", None) and config.model_type not in _KEEP_STATES:
         raise refused(architecture, "its layers have latent attention (MLA)")
     if getattr(config, "attention_logit_cap", None):
         raise refused(architecture, "its attention caps logits (attention_logit_cap)")

@@ -53,6 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
         **{**_EXPERTS, "num_dense_layers": 1, "norm_eps": 1e-5},
     },
+    "kimi_linear": {
+        **{"layer_types": _THREE_OF_FOUR, "linear_num_heads": 4, "linear_head_dim": 16},
+        **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+        **{"q_lora_rank": None, "num_key_value_heads": 4, "mlp_layer_types": ["dense"] * 4},
+        **_EXPERTS,
+    },
     "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 64},
 }
 
