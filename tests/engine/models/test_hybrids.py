@@ -80,7 +80,7 @@ def test_chunks(kind: str, chunk: int, directory: Path) -> None:
 def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None:
     """Chunks beside decodes, aborts, and rows that are preempted and computed again."""
     wanted = expected(directory, PROMPTS[:5], 32)
-    llm = make(directory, max_num_batched_tokens=48, max_num_seqs=6)
+    llm = make(directory, max_num_batched_tokens=48, max_num_seqs=6, async_scheduling=True)
     core = llm.engine.core
     if kind != TWO_FORMS:
         preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.1)
