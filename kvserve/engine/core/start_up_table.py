@@ -122,14 +122,15 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         state = f"at most {plan.max_prefill_tokens} tokens beside decodes"
         chunks = state, "--max-prefill-tokens; --no-enable-chunked-prefill"
     rows.append(("chunked prefill", *chunks))
-    caching, why = "on" if config.cache.enable_prefix_caching else "off", "--enable-prefix-caching"
+    caching = "on" if config.cache.enable_prefix_caching else "off"
+    because = "--enable-prefix-caching"
     if spec.states:
-        why = "a prefix's blocks have no states of the layers that keep one"
+        because = "a prefix's blocks have no states of the layers that keep one"
         count = config.scheduler.max_num_seqs
         each = sum(state.row_bytes(plan.dtype.itemsize) for state in spec.states) / 2**20
         state = f"{len(spec.states)} layers, {each:.3f} MiB a sequence, {count * each:.1f} MiB"
         rows.append(("states", state, f"beside the pool, for {count}: --max-num-seqs"))
-    rows.append(("prefix caching", caching, why))
+    rows.append(("prefix caching", caching, because))
     kept, why = config.cache.continuations, None
     if kept == "on":
         why = "policy none goes by the prefix cache"

@@ -148,7 +148,7 @@ def test_usage_and_metrics_count_states(tmp_path: Path) -> None:
         llm.engine.add_request(str(at), PROMPTS[at], params)
     llm.engine.step()
     assert llm.stats().state_bytes == 4 * row_bytes
-    ended = {}
+    ended: dict[str, Any] = {}
     while llm.engine.has_unfinished_requests:
         ended |= {each.request_id: each for each in llm.engine.step() if each.finished}
     for output in ended.values():
