@@ -65,7 +65,7 @@ class StateSpec(GroupSpec):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Of all rows."""
         return self.row_bytes * self.max_rows
 
     def make(

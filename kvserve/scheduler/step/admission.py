@@ -8,13 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import (
-    NO_CHUNKS,
-    NO_ROWS,
-    NewRequest,
-    NewRows,
-    PrefillBatch,
-)
+from kvserve.scheduler.messages.output import NO_CHUNKS, NO_ROWS, NewRequest, NewRows, PrefillBatch
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.saved_rows import NextTurn

@@ -188,13 +188,24 @@ def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
             make(directory, **settings)
 
 
-def test_memory_for_the_cache_counts_states(tmp_path: Path) -> None:
+def test_memory_for_the_cache_counts_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for, and what an engine takes by itself: a quarter of what is left."""
     directory, mib = write_hybrid("lfm2", tmp_path), 2**20
     row_bytes = 3 * 64 * 2 * 4
-    plan = make(directory, kv_cache_memory=mib, max_num_seqs=100).engine.core
-    blocks = plan.scheduler.pool.capacity
-    block_bytes = plan.runner.cache.kv[0].nbytes
-    assert blocks == min((mib - 100 * row_bytes) // block_bytes, 10**9) - 1
+
+    def blocks(free: int, **settings: Any) -> int:
+        for module in ("state_plan", "rank"):
+            monkeypatch.setattr(f"kvserve.engine.runner.{module}.free_memory", lambda *_: free)
+        core = make(directory, max_num_seqs=100, **settings).engine.core
+        return (core.scheduler.pool.capacity + 1) * core.runner.cache.kv[0].nbytes
+
+    block_bytes = 2 * 2 * 16 * 4 * 16  # keys and values of 16 tokens
+    wanted = mib - 100 * row_bytes
+    assert blocks(2**33, kv_cache_memory=mib) == wanted // block_bytes * block_bytes
+    wanted = (4 * mib - 100 * row_bytes) // 4
+    assert blocks(4 * mib) == wanted // block_bytes * block_bytes
 
 
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
