@@ -37,8 +37,8 @@ _WINDOWED = {"sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv", "moe", "mlp"}
 """Layers without keys and values, of models that keep states."""
 _KEEP_STATES = {
-    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
-    *("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 }
 """Models (``model_type``) whose states were compared with transformers' own."""
 _SINKS = {"GptOssForCausalLM"}

@@ -49,6 +49,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
         **{"block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
     },
+    "lfm3": {
+        **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
+        "norm_eps": 1e-5,
+    },
     "lfm2_moe": {
         **{"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3},
         **{**_EXPERTS, "num_dense_layers": 1, "norm_eps": 1e-5},
