@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
@@ -19,10 +22,12 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
+from tests.engine.models import decoding
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
+from tests.waiting import WAIT
 
 PROMPTS = random_prompts([5, 60, 1, 33, 130, 64, 7, 90])
 TOKENS = 64
@@ -230,3 +235,20 @@ def test_layers_with_states_alone_are_refused(tmp_path: Path) -> None:
     edit_config(directory, layer_types=["conv"] * 4)
     with pytest.raises(ConfigError, match="Lfm2ForCausalLM: none of its layers has keys"):
         choose_spec(directory, ModelConfig(model=str(directory)))
+
+
+def test_nothing_of_states_is_loaded_for_a_model_without(tmp_path: Path) -> None:
+    """That of our own layers: tests/import_budget.json."""
+    config = AutoConfig.for_model("gpt2", **decoding.SHAPE)
+    decoding.write(AutoModelForCausalLM, config, tmp_path)
+    script = """
+        import sys
+        from kvserve import LLM
+        LLM(sys.argv[1], skip_tokenizer_init=True).generate([[5, 6, 7]], use_tqdm=False)
+        print(*(name for name in sys.modules if name.startswith("kvserve.")))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert "borrowed" in loaded
+    assert not loaded & {"recurrent", "state_group", "state_plan", "state_rows"}
