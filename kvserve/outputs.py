@@ -72,6 +72,8 @@ class KVCacheDetails:
     """Bytes of the blocks that hold its logged queries, and of scores kept for its next event."""
     rest_entries: int = 0
     """Those of them that events left in fewer bits (``rest_bits``)."""
+    state_bytes: int = 0
+    """Bytes of the states of layers that keep one, which no length changes."""
     coded_entries: int = 0
     """Entries that are held as codes, which only ``spindlekv`` does."""
     codebook_entries: int = 0

@@ -151,6 +151,7 @@ class EngineStats:
     codebook_entries: int = _gauge(
         "kv_codebook_entries", "Codebook vectors that stand for their keys and values"
     )
+    state_bytes: int = _gauge("kv_state_bytes", "Bytes of the states of running requests")
     compaction_counts: tuple[CompactionCounts, ...] = ()
     continuations: int = _gauge(
         "kv_continuations", "Rows kept for conversations that go on", shown="continuations.count"

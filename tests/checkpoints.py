@@ -27,6 +27,7 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
@@ -52,6 +53,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_STATE_AND_ALL = ["linear_attention", "full_attention"]
 _TWO_OF_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     # Heads of 16 numbers, the fewest that the kernels know: on a GPU these engines run on them.
@@ -103,6 +105,16 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "smollm3": (SmolLM3ForCausalLM, {"no_rope_layer_interval": 2, "pad_token_id": 2}),
     "qwen2": (Qwen2ForCausalLM, {}),
+    # States in two of four layers.
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        {
+            **{"num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 2},
+            **{"layer_types": [*_STATE_AND_ALL, *_STATE_AND_ALL]},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        },
+    ),
     "qwen3": (Qwen3ForCausalLM, {"head_dim": 16}),
 }
 

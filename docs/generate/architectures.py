@@ -8,6 +8,7 @@ from docs.generate.markdown import table
 from kvserve.engine.models.families import UNDIVIDED, VARIANTS
 from tests.checkpoints import architecture_of
 from tests.engine.models import test_borrowed, test_models
+from tests.engine.models.hybrids import FAMILIES
 
 _INTRO = """\
 # Architectures
@@ -36,4 +37,7 @@ def page() -> str:
     for kind in sorted(test_borrowed.MODELS):
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
         rows.append([f"`{name}`", "transformers", "one", "tokens"])
+    for kind in sorted(FAMILIES):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        rows.append([f"`{name}`", "transformers, with states", "one", "logits and tokens"])
     return _INTRO + "\n" + table(["architecture", "form", "ranks", "compared"], rows)

@@ -167,6 +167,7 @@ class EngineInfo:
     default_sampling: dict[str, Any]
     summary: list[Row] = field(default_factory=list)
     token_bytes: int = 0
+    prefix_caching: bool = True
 
 
 def policy_spec(value: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.commands.tune import follow, request_bytes, weights_bytes
@@ -105,3 +107,25 @@ def test_it_says_what_does_not_fit_and_what_does_not_pay(
     few = ("--kv-cache-dtype", "auto", "--policy", "kara")
     tune(tmp_path, "--shape", "qwen3-4b", "--device", "h100", *lengths, *few)
     assert "take --policy none" in capsys.readouterr().out
+
+
+def test_the_sums_of_a_model_whose_layers_keep_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen 3.5 of 9B's shape: every fourth of 32 layers holds entries, the others a state of
+    32 heads [128, 128] in float32 and 3 inputs of 8,192 channels, for each of 64 requests."""
+    config = AutoConfig.for_model("qwen3_5_text")
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    flags = "--device", "h100", "--max-num-seqs", "64", "--kv-cache-dtype", "auto"
+    status, saved = tune(tmp_path, "--model", str(tmp_path), *flags, "--policy", "kara")
+    assert status == 0 and "states of 64 requests, 49.1 MiB each" in capsys.readouterr().out
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    state = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    pool = (0.9 * 79.6 - 1.5) * 2**30 - weights - 64 * state
+    token = 2 * 8 * config.num_key_value_heads * config.head_dim * 2
+    none = saved["rows"][0]
+    assert none["pool_entries"] == pytest.approx(pool / token)
+    assert none["request_mib"] == pytest.approx((3500 * token + state) / 2**20)

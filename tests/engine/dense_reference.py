@@ -65,7 +65,7 @@ def dense_pass(
     With ``pruned`` the first event happened between layers: its own tokens see its outcome too.
     """
     heads, count = model.config.num_attention_heads, len(tokens)
-    full = full_layers(model)
+    attending, full = attending_layers(model), full_layers(model)
     rule = count, events, form, intact
     near = exact_entries(*rule, pruned=pruned)
     of_windows = exact_entries(*rule, pruned=pruned, first=False)
@@ -88,7 +88,7 @@ def dense_pass(
         return seen.tril()
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
-        layer, exact = module.layer_idx, (k[0], v[0])
+        layer, exact = attending.index(module.layer_idx), (k[0], v[0])
         keys, values = exact
         if held is not None:
             keys, values = (x.double() for x in held[layer])
@@ -137,11 +137,22 @@ def attention(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[No
         model.config._attn_implementation = before
 
 
+def attending_layers(model: PreTrainedModel) -> list[int]:
+    """transformers' numbers of the layers that have keys and values; elsewhere here, as in the
+    engine, layers are counted among these."""
+    return [layer for layer, kind in enumerate(_kinds(model)) if kind != "linear_attention"]
+
+
 def full_layers(model: PreTrainedModel) -> list[int]:
     """The layers that see all tokens."""
+    kinds = _kinds(model)
+    attending = enumerate(attending_layers(model))
+    return [place for place, layer in attending if kinds[layer] == "full_attention"]
+
+
+def _kinds(model: PreTrainedModel) -> list[str]:
     config = model.config
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
 
 
 def exact_entries(

@@ -106,6 +106,7 @@ class FakeEngine:
     start_error: str | None = None
     tokenizer: FakeTokenizer | None = field(default_factory=FakeTokenizer)
     token_bytes: int = 64
+    prefix_caching: bool = True
     default_sampling: dict[str, Any] = field(default_factory=dict)
     stats: EngineStats = field(
         default_factory=lambda: EngineStats(
@@ -132,6 +133,7 @@ class FakeEngine:
             default_sampling=self.default_sampling,
             summary=self.summary,
             token_bytes=self.token_bytes,
+            prefix_caching=self.prefix_caching,
         )
 
     @property

@@ -121,6 +121,16 @@ def test_metrics_of_the_engine(start_server: StartServer) -> None:
         assert values.get(f"vllm:{name}") == (values[f"kvserve:{name}"] if name in common else None)
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_prefix_queries_are_counted_if_an_engine_looks(
+    caches: bool, start_server: StartServer
+) -> None:
+    """One may not, whatever it was told: a model whose layers keep states."""
+    server = start_server(FakeEngine(prefix_caching=caches))
+    server.complete("abcd", max_tokens=2)
+    assert bool(scrape(server)["kvserve:prefix_cache_queries_total"]) == caches
+
+
 def test_metrics_of_requests(start_server: StartServer) -> None:
     server = start_server(FakeEngine())
     server.complete(["a", "b"], max_tokens=20, kv_policy="kara")

@@ -25,6 +25,7 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, pol
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
+from kvserve.engine.models.borrowed import count_weights
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
@@ -191,6 +192,12 @@ def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
     return layers + head * (1 if spec.tied_embeddings else 2), layers + head
 
 
+def borrowed_bytes(directory: Path, bits: float) -> tuple[float, float]:
+    """The same of transformers' modules, whose parameters are counted."""
+    layers, tables, head = count_weights(directory)
+    return layers * bits / 8 + 2.0 * tables, layers * bits / 8 + 2.0 * head
+
+
 def request_bytes(
     part: ModelSpec, policy: Policy, form: EntryFormat, held: Held, *, has_fp8: bool
 ) -> list[float]:
@@ -223,16 +230,21 @@ class Arithmetic:
         if name in LARGE_SHAPES:
             spec = parse_spec(LARGE_SHAPES[name], name)
         else:
-            spec = choose_spec(find_model(args.model, weights=False), ModelConfig())
+            directory = find_model(args.model, weights=False)
+            spec = choose_spec(directory, ModelConfig())
         if spec.policy_refusal is not None:
             args.fail(f"--model: {spec.policy_refusal}")
         if args.input_len + args.output_len > spec.max_position:
             args.fail(f"--output-len: the model's longest context has {spec.max_position} tokens")
         self._part = spec.part(args.tensor_parallel_size)
-        whole = weights_bytes(spec, _BITS[args.quantization])
+        bits = _BITS[args.quantization]
+        whole = borrowed_bytes(directory, bits) if spec.borrowed else weights_bytes(spec, bits)
         self._weights, self._read = (bytes_ / args.tensor_parallel_size for bytes_ in whole)
         memory, self._bandwidth = CARDS[args.device]
-        self._pool = (args.gpu_memory_utilization * memory - _STEP) * GIB - self._weights
+        self._states = sum(state.row_bytes(2) for state in spec.states)
+        """Bytes of a request, whatever its length."""
+        beside = self._weights + args.max_num_seqs * self._states
+        self._pool = (args.gpu_memory_utilization * memory - _STEP) * GIB - beside
         self._rows: list[dict[str, Any]] = []
 
     def measure(self) -> None:
@@ -256,8 +268,11 @@ class Arithmetic:
         row: dict[str, Any] = {
             **{"policy": spec.label, "policy_args": spec.as_dict, "kv_cache_dtype": form.name},
             **{"pool_entries": self._pool / entry, "mean_entries": held.mean, "at_once": at_once},
-            "request_mib": args.tensor_parallel_size * most / 2**20,
-            "most_tok_s": at_once * self._bandwidth * 1e12 / (self._read + at_once * mean),
+            "request_mib": args.tensor_parallel_size * (most + self._states) / 2**20,
+            "most_tok_s": at_once
+            * self._bandwidth
+            * 1e12
+            / (self._read + at_once * (mean + self._states)),
         }
         first = self._rows[0] if self._rows else row
         for ratio, key in (("at_once_ratio", "at_once"), ("most_speed_up", "most_tok_s")):
@@ -276,6 +291,12 @@ class Arithmetic:
             f"{max(0.0, self._pool) / GIB:.1f} GiB a card: {args.gpu_memory_utilization:g} of its "
             f"memory, less weights and {_STEP:g} GiB for a step, graphs and CUDA itself",
         ]
+        if self._states:
+            mib = self._states / 2**20
+            about.append(
+                f"and less the states of {args.max_num_seqs} requests, {mib:.1f} MiB each whatever "
+                "their length (--max-num-seqs)"
+            )
         kept = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
         device = {"type": "arithmetic", "name": cards}
         return Report("tune", about, _COLUMNS, self._rows, kept, self._notes(), device=device)

@@ -61,6 +61,7 @@ def build_engine(
     """
     tell("reading the model's config and choosing kernels")
     plan, ranks = make_plan(config), config.parallel.tensor_parallel_size
+    config = plan.config
     threads = [("cpu threads", *limit_threads(ranks))] if plan.device == "cpu" else []
     free = free_memory(plan.device, 1.0)
     if plan.device == "cpu":
@@ -94,6 +95,7 @@ def build_engine(
         block_size=plan.layout.block_size,
         num_blocks=pool.num_blocks - 1,
         default_sampling=defaults.sampling,
+        prefix_caching=config.cache.enable_prefix_caching,
     )
     parts = plan, pool, executor.runner, profile, attention, defaults, threads
     return BuiltEngine(plan, scheduler, executor, info, partial(_start_up_table, *parts))

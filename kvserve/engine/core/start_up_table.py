@@ -123,7 +123,14 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         chunks = state, "--max-prefill-tokens; --no-enable-chunked-prefill"
     rows.append(("chunked prefill", *chunks))
     caching = "on" if config.cache.enable_prefix_caching else "off"
-    rows.append(("prefix caching", caching, "--enable-prefix-caching"))
+    because = "--enable-prefix-caching"
+    if spec.states:
+        because = "a prefix's blocks have no states of the layers that keep one"
+        count = config.scheduler.max_num_seqs
+        each = sum(state.row_bytes(plan.dtype.itemsize) for state in spec.states) / 2**20
+        state = f"{len(spec.states)} layers, {each:.3f} MiB a sequence, {count * each:.1f} MiB"
+        rows.append(("states", state, f"beside the pool, for {count}: --max-num-seqs"))
+    rows.append(("prefix caching", caching, because))
     kept, why = config.cache.continuations, None
     if kept == "on":
         why = "policy none goes by the prefix cache"
@@ -211,6 +218,8 @@ def _scheduling_rows(plan: EnginePlan, num_host_blocks: int) -> list[Row]:
         )
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     recomputed = "what was never compressed, or does not fit, is recomputed"
+    if plan.spec.states:
+        swap, recomputed = "recompute", "states stay on the device"
     return [
         (
             "scheduling",

@@ -26,11 +26,21 @@ from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.engine.models.transformer import Transformer, attend
 from kvserve.engine.models.wrapper import open_text_part
+from kvserve.late import Late
 from kvserve.log import ConfigError
 
+_states_of = Late("engine.models.recurrent:states_of")
+_recurrent = Late("engine.models.recurrent:Recurrent")
 NAME = "kvserve"
-_FULL = {"full_attention", "attention"}
+_FULL = {"full_attention", "attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "chunked_attention"}
+_STATES = {"linear_attention", "conv", "moe", "mlp"}
+"""Layers without keys and values, of models that keep states."""
+_KEEP_STATES = {
+    *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
+    *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+}
+"""Models (``model_type``) whose states were compared with transformers' own."""
 _SINKS = {"GptOssForCausalLM"}
 """Architectures whose attention passes sinks (``s_aux``)."""
 
@@ -46,34 +56,42 @@ def borrowed_spec(
     except ConfigError:
         raise
     except Exception as error:  # a config that no one here has thought of
-        raise _refused(architecture, f"its config.json is not understood ({error})") from None
+        raise refused(architecture, f"its config.json is not understood ({error})") from None
 
 
 def _spec(config: Any, architecture: str) -> ModelSpec:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if causal is None or not causal._supports_attention_backend:
-        raise _refused(architecture, "transformers cannot hand its attention to another program")
+    kept = config.model_type in _KEEP_STATES
+    # Those that keep states say that they cannot, and do: ``try_out`` looks.
+    if causal is None or not (causal._supports_attention_backend or kept):
+        raise refused(architecture, "transformers cannot hand its attention to another program")
     _check_layers(config, architecture)
-    heads = int(config.num_attention_heads)
+    attending = _attending(config)
+    if not attending:
+        raise refused(architecture, "none of its layers has keys and values")
+    heads, latent = int(config.num_attention_heads), getattr(config, "kv_lora_rank", None)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if latent:  # held as every head reads them: keys of two parts, values filled up
+        kv_heads, head_dim = heads, int(config.qk_nope_head_dim + config.qk_rope_head_dim)
     eos = getattr(config, "eos_token_id", None)
     dtype = getattr(config, "dtype", None)
     context = getattr(config, "max_position_embeddings", None)
     if context is None:
-        raise _refused(architecture, "it states no longest context (max_position_embeddings)")
+        raise refused(architecture, "it states no longest context (max_position_embeddings)")
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds:  # up to a chunk's length it is full attention
         context = min(context, config.attention_chunk_size)
-    window, windowed = _windows(config)
+    window, windowed = _windows(config, attending)
     return ModelSpec(
         architecture=architecture,
-        num_layers=config.num_hidden_layers,
+        num_layers=len(attending),
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_dim=head_dim,
         intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         vocab_size=config.vocab_size,
         rms_norm_eps=1e-6,
@@ -87,6 +105,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         sinks=architecture in _SINKS,
         soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
         borrowed=True,
+        states=_states_of(config, architecture) if kept else (),
     )
 
 
@@ -97,6 +116,19 @@ def knows(architecture: str) -> bool:
     return any(
         architecture in ((name,) if isinstance(name, str) else name) for name in NAMES.values()
     )
+
+
+def count_weights(directory: Path) -> tuple[int, int, int]:
+    """How many numbers the layers of a model have, its tables of tokens (one if the head is the
+    embedding), and its head; of its config alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(_text_config(directory, {}))
+    tables = {part.weight for part in (causal.get_input_embeddings(), causal.lm_head)}
+    whole = sum(each.numel() for each in causal.parameters())
+    both = sum(each.numel() for each in tables)
+    return whole - both, both, causal.lm_head.weight.numel()
 
 
 @dataclass
@@ -126,6 +158,7 @@ class Borrowed(Transformer):
         self.causal = causal
         self._base: Any = causal.base_model
         self._step: _Step | None = None
+        self.places = {layer: place for place, layer in enumerate(_attending(causal.config))}
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
                 module.kvserve_model = ref(self)
@@ -157,7 +190,10 @@ class Borrowed(Transformer):
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
         if step.layers != list(range(self.spec.num_layers)):
             missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
-            raise _refused(self.spec.architecture, f"layers {missing} do not hand attention over")
+            why = f"layers {missing} do not hand attention over"
+            raise refused(
+                self.spec.architecture, why if missing else "its layers attend more than once"
+            )
 
     def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
         self._step = step
@@ -174,7 +210,7 @@ class Borrowed(Transformer):
         """hidden: [S, hidden] -> float32 [S, vocab], by the head and whatever scales it there."""
         name = self.causal.base_model_prefix
         layers = getattr(self.causal, name)
-        setattr(self.causal, name, _Given(hidden[None]))
+        setattr(self.causal, name, _Given(hidden[None], layers))
         try:
             logits: Tensor = self.causal(inputs_embeds=hidden[None], use_cache=False).logits
         finally:
@@ -183,11 +219,14 @@ class Borrowed(Transformer):
 
 
 class _Given(nn.Module):
-    """Stands in for the layers while the head computes logits."""
+    """Stands in for the layers while the head computes logits, and may look up what they have."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, layers: Any) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden, self._layers = hidden, (layers,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layers"][0], name)
 
     @property
     def decoder(self) -> _Given:
@@ -227,11 +266,18 @@ def load_borrowed(
 
     AttentionInterface.register(NAME, _attend)
     config = _text_config(directory, overrides)
+    kind = _recurrent if spec.states else Borrowed
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
-    with torch.device("meta"):  # before any weight is read
-        trial = Borrowed(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
-        with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
-            trial.try_out()
+    try:
+        with torch.device("meta"):  # before any weight is read
+            trial = kind(spec, AutoModelForCausalLM.from_config(config, **how), dtype, "meta")
+            with suppress(NotImplementedError, RuntimeError):  # experts may look at numbers
+                trial.try_out()
+    except ConfigError:
+        raise
+    except Exception as error:  # what the model's class raises
+        why = f"its layers do not run by themselves ({type(error).__name__}: {error})"
+        raise refused(spec.architecture, why.replace("\n", " ")) from None
     if random:
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
@@ -239,8 +285,8 @@ def load_borrowed(
             files = open_text_part(directory, spec.wrapper) if spec.wrapper else None
             stored = (files or SafetensorsFiles(directory)).slices(opened)
             try:
-                kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-                causal, found = kind.from_pretrained(
+                theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+                causal, found = theirs.from_pretrained(
                     None, config=config, state_dict=stored, output_loading_info=True, **how
                 )
             except (OSError, RuntimeError, ValueError) as error:
@@ -253,7 +299,7 @@ def load_borrowed(
                 f"({len(missing)} missing) of {type(causal).__name__}"
             )
     causal.requires_grad_(False)
-    model = Borrowed(spec, causal.to(device).eval(), dtype, device)
+    model: Borrowed = kind(spec, causal.to(device).eval(), dtype, device)
     model.try_out()
     return model
 
@@ -270,7 +316,7 @@ def _attend(
     """What transformers calls for each layer: [1, heads, T, D] -> [1, T, Hq, D].
     ``ConfigError`` names what of the ``options`` our attention does not do."""
     model: Borrowed = module.kvserve_model()
-    layer, spec, sinks = int(module.layer_idx), model.spec, options.get("s_aux")
+    layer, spec, sinks = model.places[module.layer_idx], model.spec, options.get("s_aux")
     windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
     for name, known in (
         ("softcap", options.get("softcap") == spec.soft_cap),
@@ -280,23 +326,28 @@ def _attend(
         ("position_bias", False),
     ):
         if options.get(name) is not None and not known:
-            raise _refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    if value.shape[-1] != key.shape[-1] or key.shape[1] != spec.num_kv_heads:
+            raise refused(spec.architecture, f"{type(module).__name__} passes {name}")
+    values, missing = value.shape[-1], spec.head_dim - value.shape[-1]
+    if key.shape[1] != spec.num_kv_heads or key.shape[-1] != spec.head_dim or missing < 0:
         shapes = f"{list(key.shape)} and values {list(value.shape)}"
-        raise _refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+        raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
+    if getattr(module, "is_causal", True) is False:
+        raise refused(spec.architecture, f"{type(module).__name__} sees later tokens, too")
     step = model._step
     assert step is not None
     step.layers.append(layer)
     if sinks is not None and layer not in model.sinks:
         model.sinks[layer] = sinks.detach().float().contiguous()
     if step.given is None:
-        return torch.zeros_like(query).transpose(1, 2), None
+        return torch.zeros_like(query)[..., :values].transpose(1, 2), None
     batch, cache, attention = step.given
+    value = nn.functional.pad(value, (0, missing)) if missing else value
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if scaling is not None and scaling != model.scale:
         q = q * (scaling / model.scale)
     cache.store(layer, batch, k, v)
-    return attend(layer, q, batch, cache, attention, model.sinks.get(layer))[None], None
+    attended = attend(layer, q, batch, cache, attention, model.sinks.get(layer))
+    return attended[None, ..., :values], None
 
 
 def _text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
@@ -322,35 +373,43 @@ def _check_layers(config: Any, architecture: str) -> None:
     fields = "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"
     lists = [name for name in fields if isinstance(config.to_dict().get(name), list)]
     if different := lists or sorted(getattr(config, "per_layer_attributes", None) or ()):
-        raise _refused(architecture, f"its layers differ in {', '.join(different)}")
-    kinds = getattr(config, "layer_types", None) or ()
+        raise refused(architecture, f"its layers differ in {', '.join(different)}")
+    kinds, known = getattr(config, "layer_types", None) or (), _FULL | _WINDOWED
+    if config.model_type in _KEEP_STATES:
+        known = known | _STATES
     for index, kind in enumerate(kinds):
-        if kind not in _FULL | _WINDOWED:
-            raise _refused(architecture, f"layer {index} is {kind}, which has no keys and values")
+        if kind not in known:
+            raise refused(architecture, f"layer {index} is {kind}, which has no keys and values")
     if getattr(config, "is_encoder_decoder", False):
-        raise _refused(architecture, "it has an encoder")
-    if getattr(config, "kv_lora_rank", None):
-        raise _refused(architecture, "its layers have latent attention (MLA)")
+        raise refused(architecture, "it has an encoder")
+    if getattr(config, "kv_lora_rank", None) and config.model_type not in _KEEP_STATES:
+        raise refused(architecture, "its layers have latent attention (MLA)")
     if getattr(config, "attention_logit_cap", None):
-        raise _refused(architecture, "its attention caps logits (attention_logit_cap)")
+        raise refused(architecture, "its attention caps logits (attention_logit_cap)")
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     for part in parts:
         if part.get("rope_type") in ("dynamic", "longrope"):
-            raise _refused(
+            raise refused(
                 architecture, f"RoPE of type {part['rope_type']} depends on a batch's lengths"
             )
 
 
-def _windows(config: Any) -> tuple[int | None, frozenset[int]]:
+def _attending(config: Any) -> list[int]:
+    """transformers' numbers of the layers that have keys and values: ours count these alone."""
+    kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    return [layer for layer, kind in enumerate(kinds) if kind not in _STATES]
+
+
+def _windows(config: Any, attending: list[int]) -> tuple[int | None, frozenset[int]]:
     """The window of the sliding layers and which these are, if it has any."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or getattr(config, "use_sliding_window", True) is False:
         return None, frozenset()
-    kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+    kinds = [kinds[layer] if kinds else "sliding_attention" for layer in attending]
     windowed = frozenset(n for n, kind in enumerate(kinds) if kind == "sliding_attention")
     return (int(window), windowed) if windowed else (None, windowed)
 
 
-def _refused(architecture: str, why: str) -> ConfigError:
+def refused(architecture: str, why: str) -> ConfigError:
     return ConfigError(f"--model: kvserve cannot run {architecture}: {why}")

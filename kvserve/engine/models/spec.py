@@ -84,6 +84,8 @@ class ModelSpec(Flags):
     """The model that it is the text part of (``wrapper.py``)."""
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
+    states: tuple[Any, ...] = ()
+    """What layers keep beside entries (``recurrent.py``): ``LayerState`` each."""
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """The experts of one layer; ``None`` if it has an MLP for all tokens."""

@@ -3,6 +3,7 @@ served, by the decoder's layers, and the other tensors are not read."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
     if kind not in CONFIG_MAPPING:
         return None
     try:
-        whole = CONFIG_MAPPING[kind].from_dict(dict(raw))
+        whole = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(raw), object_hook=_number))
         text = whole.get_text_config(decoder=True)
         given = text.to_dict()
     except Exception as error:  # what the config's class raises
@@ -57,6 +58,11 @@ def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str
         "architectures": [named if isinstance(named, str) else named[0]],
         "wrapper": architecture,
     }
+
+
+def _number(part: dict[str, Any]) -> Any:
+    """What transformers writes for a number that JSON has no word for."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def open_text_part(path: Path, wrapper: str) -> SafetensorsFiles:

@@ -21,12 +21,7 @@ from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.sampling.sampler import (
-    NO_TOKEN,
-    PromptScoring,
-    SampledTokens,
-    with_logprobs,
-)
+from kvserve.engine.sampling.sampler import NO_TOKEN, PromptScoring, SampledTokens, with_logprobs
 from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray

@@ -13,12 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvserve.config import (
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-    read_speculation,
-)
+from kvserve.config import EngineConfig, ModelConfig, SchedulerConfig, read_speculation
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.query_log import LogForm
@@ -31,6 +26,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.log_form import choose_log
 from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
 from kvserve.entry_format import TILE, EntryFormat, entry_format
+from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
@@ -39,6 +35,7 @@ from kvserve.scheduler.triggers.trigger import EventKind
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
+_with_states = Late("engine.runner.state_plan:with_states")
 _CPU_PREFILL = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -261,6 +258,9 @@ def make_plan(config: EngineConfig) -> EnginePlan:
                 "use auto, or --policy.codebook false"
             )
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
+    if spec.states:
+        config, of_states = _with_states(config, spec, dtype, device)
+        groups += (of_states,)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return EnginePlan(*shared, max_len, policy, statistics)
 

@@ -43,13 +43,13 @@ def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat) -> str | 
         return f"{policy.name} prunes between layers, and these are transformers' own"
     if spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):
         return f"the model caps its logits, and {policy.name} scores by logits that are not"
-    if spec.windowed and spec.layers.full:
+    if (spec.windowed or spec.states) and spec.layers.full:
         if prunes:
             return f"{policy.name} drops tokens between layers, and some have sliding windows"
         if wants.event_kind is EventKind.CODED:
-            return f"{policy.name} is not built for models with sliding windows"
+            return f"{policy.name} is not built for layers with sliding windows or states"
         if wants.recomputed_reduction is not None:
-            return "query_source recompute wants what sliding windows have given back; use log"
+            return "query_source recompute wants what windows and states have given back; use log"
     return spec.policy_refusal
 
 

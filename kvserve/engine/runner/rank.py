@@ -155,7 +155,7 @@ def measure(plan: EnginePlan, model: Transformer, attention: Choice, group: Rank
     left = free_memory(plan.device, cache.gpu_memory_utilization)
     given = cache.num_gpu_blocks_override is not None or cache.kv_cache_memory is not None
     if plan.device != "cuda" or given:
-        return Profile(weights, 0, 0, left)
+        return Profile(weights, 0, 0, left - sum(group.nbytes for group in plan.groups))
     from kvserve.engine.compression.observer import event_bytes
 
     tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)

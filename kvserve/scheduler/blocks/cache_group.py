@@ -326,6 +326,11 @@ class GroupSpec:
     """The file that registers its tables on the device."""
     block_tokens: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes beside the pool."""
+        return 0
+
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         """Most blocks of a sequence of ``num_tokens``, beside those of keys and values."""
         return 0

@@ -9,13 +9,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import (
-    NO_CHUNKS,
-    NO_ROWS,
-    NewRequest,
-    NewRows,
-    PrefillBatch,
-)
+from kvserve.scheduler.messages.output import NO_CHUNKS, NO_ROWS, NewRequest, NewRows, PrefillBatch
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings

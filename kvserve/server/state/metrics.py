@@ -140,7 +140,7 @@ class Metrics:
 
     def count_prompt(self, num_tokens: int, num_cached: int, engine: str) -> None:
         self._create_series(engine)
-        if self._config.cache.enable_prefix_caching:
+        if self._engine.info.prefix_caching:
             self._prefix[engine] += Counter(queries=num_tokens, hits=num_cached)
 
     @property

@@ -1,0 +1,254 @@
+"""Models some of whose layers keep states: transformers' logits and tokens, however their rows are
+computed, beside whom, and after whatever has happened to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvserve import LLM, SamplingParams
+from kvserve.config import ModelConfig
+from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.recurrent import Recurrent
+from kvserve.log import ConfigError
+from tests.checkpoints import edit_config, edited_tensors, random_prompts
+from tests.engine.models import decoding
+from tests.engine.models.decoding import check_parity, make, row_of, tokens
+from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
+from tests.scheduler.traffic import preempt_now_and_then
+from tests.thinning import slow
+from tests.waiting import WAIT
+
+PROMPTS = random_prompts([5, 60, 1, 33, 130, 64, 7, 90])
+TOKENS = 64
+DELTA = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+"""Their gated norms divide by what is nearly nothing in a random model."""
+QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
+"""One of each kind of state: the delta rule, Mamba 2 beside attention, a convolution alone."""
+TWO_FORMS = "nemotron_h"
+"""Its time step has a least value in calls of many tokens, and none in those of one."""
+
+every_family = pytest.mark.parametrize(
+    "kind", [*QUICK, *slow(*(kind for kind in FAMILIES if kind not in QUICK))]
+)
+
+
+def within(kind: str) -> float:
+    return 2e-3 if kind in DELTA else 1e-4
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def directory(
+    kind: str, written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if kind not in written:
+        written[kind] = write_hybrid(kind, tmp_path_factory.mktemp(kind))
+    return written[kind]
+
+
+@every_family
+def test_a_crowd_of_unequal_rows(kind: str, directory: Path) -> None:
+    # The one token of a prompt is a call of many there, and here a step.
+    prompts = [ids for ids in PROMPTS if len(ids) > 1 or kind != TWO_FORMS]
+    wanted = expected(directory, prompts, TOKENS)
+    llm = check_parity(directory, prompts, wanted, within(kind), max_num_seqs=8)
+    assert isinstance(llm.engine.core.runner.model, Recurrent)
+    assert llm.stats().steps_total < 80, "they decode together"
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+@every_family
+def test_chunks(kind: str, chunk: int, directory: Path) -> None:
+    """Each alone, so that its chunks are those of the reference."""
+    prompts = [PROMPTS[at] for at in (1, 4)]
+    wanted = expected(directory, prompts, 16, chunk)
+    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    check_parity(directory, prompts, wanted, within(kind), **settings)
+
+
+@every_family
+def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None:
+    """Chunks beside decodes, aborts, and rows that are preempted and computed again."""
+    wanted = expected(directory, PROMPTS[:5], 32)
+    llm = make(directory, max_num_batched_tokens=48, max_num_seqs=6, async_scheduling=True)
+    core = llm.engine.core
+    if kind != TWO_FORMS:
+        preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.1)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for at, prompt in enumerate(PROMPTS):
+        llm.engine.add_request(str(at), prompt, params)
+    found: dict[str, list[int]] = {}
+    for step in range(500):
+        if step in (3, 9, 14):  # in its prompt, and as it decodes
+            llm.engine.abort_request(str({3: 7, 9: 5, 14: 6}[step]))
+        for output in llm.engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        core.scheduler.check_integrity()
+        if len(found) >= 5 and not core.scheduler.has_work:
+            break
+    assert bool(llm.stats().preemptions_total) == (kind != TWO_FORMS)
+    assert [found[str(at)] for at in range(5)] == [one.token_ids for one in wanted]
+
+
+@pytest.mark.parametrize("count", [20, *slow(300)])
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_small_pool_gives_what_a_request_gives_alone(
+    kind: str, count: int, directory: Path
+) -> None:
+    """Random lengths, choices and priorities; the pool holds a few of them, and rows make way."""
+    rng = np.random.default_rng(1)
+    prompts = random_prompts(rng.integers(1, 60, count).tolist(), seed=9)
+    params = [
+        SamplingParams(
+            temperature=float(rng.integers(2)),
+            seed=int(rng.integers(99)),
+            max_tokens=int(rng.integers(1, 24)),
+            n=int(rng.choice([1, 1, 1, 2])),
+            ignore_eos=True,
+        )
+        for _ in prompts
+    ]
+
+    def run(preempted: float, **settings: Any) -> tuple[LLM, list[list[list[int]]]]:
+        llm = make(directory, block_size=8, **settings)
+        preempt_now_and_then(llm.engine.core.scheduler, rng, preempted)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return llm, [[list(one.token_ids) for one in each.outputs] for each in outputs]
+
+    alone, wanted = run(0.0, max_num_seqs=1)
+    assert not alone.stats().preemptions_total
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 18}
+    small, found = run(0.1, **sizes)
+    assert small.stats().preemptions_total > count // 5
+    assert found == wanted
+    scheduler = small.engine.core.scheduler
+    scheduler.check_integrity()
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+
+
+def test_usage_and_metrics_count_states(tmp_path: Path) -> None:
+    """Two layers of [128, 3] and [4, 16, 16] numbers in float32, and one that has a cache."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    directory = write_hybrid("qwen3_5_text", tmp_path, num_hidden_layers=3, layer_types=kinds)
+    row_bytes = 2 * 4 * (128 * 3 + 4 * 16 * 16)
+    llm = make(directory, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, n=2)
+    for at in range(2):
+        llm.engine.add_request(str(at), PROMPTS[at], params)
+    llm.engine.step()
+    assert llm.stats().state_bytes == 4 * row_bytes
+    ended: dict[str, Any] = {}
+    while llm.engine.has_unfinished_requests:
+        ended |= {each.request_id: each for each in llm.engine.step() if each.finished}
+    for output in ended.values():
+        assert output.kv_cache_details.state_bytes == 2 * row_bytes
+        tokens_read = 2 * (len(output.prompt_token_ids) + 8)
+        assert output.kv_cache_details.held_entries == tokens_read * 2  # KV heads of one layer
+    assert llm.stats().state_bytes == 0
+    assert f"{4 * row_bytes / 2**20:.1f} MiB" in row_of(llm, "states")[1]
+
+
+def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_hybrid("lfm2", tmp_path)
+    with caplog.at_level(logging.INFO, "kvserve"):
+        llm = make(directory)
+    assert any("prefix caching is off: the layers with states" in line for line in caplog.messages)
+    assert row_of(llm, "prefix caching")[1:] == (
+        "off",
+        "a prefix's blocks have no states of the layers that keep one",
+    )
+    assert row_of(llm, "preemption")[1] == "recompute"
+    guesses = {"method": "ngram", "num_speculative_tokens": 2}
+    recompute = {"name": "kara", "query_source": "recompute"}
+    for settings, message in (
+        ({"continuations": "on"}, "--continuations on: the layers with states of Lfm2ForCausalLM"),
+        ({"speculative_config": guesses}, "--speculative-config: .* cannot take back a guess"),
+        ({"policy": recompute}, "query_source recompute wants what windows and states"),
+        ({"policy": "spindlekv"}, "spindlekv is not built for layers with sliding windows or"),
+        ({"policy": "pyramidinfer"}, "pyramidinfer prunes between layers"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: Lfm2ForCausalLM"),
+        ({"kv_cache_memory": 1000}, "--kv-cache-memory: nothing is left for blocks: 256 rows"),
+        (
+            {"max_num_seqs": 10**8, "max_num_batched_tokens": 10**8},
+            "--max-num-seqs: .* GiB of memory are free, and 100000000 rows",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(directory, **settings)
+
+
+def test_memory_for_the_cache_counts_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for, and what an engine takes by itself: a quarter of what is left."""
+    directory, mib = write_hybrid("lfm2", tmp_path), 2**20
+    row_bytes = 3 * 64 * 2 * 4
+
+    def blocks(free: int, **settings: Any) -> int:
+        for module in ("state_plan", "rank"):
+            monkeypatch.setattr(f"kvserve.engine.runner.{module}.free_memory", lambda *_: free)
+        core = make(directory, max_num_seqs=100, **settings).engine.core
+        return (core.scheduler.pool.capacity + 1) * core.runner.cache.kv[0].nbytes
+
+    block_bytes = 2 * 2 * 16 * 4 * 16  # keys and values of 16 tokens
+    wanted = mib - 100 * row_bytes
+    assert blocks(2**33, kv_cache_memory=mib) == wanted // block_bytes * block_bytes
+    wanted = (4 * mib - 100 * row_bytes) // 4
+    assert blocks(4 * mib) == wanted // block_bytes * block_bytes
+
+
+def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
+    """Qwen 3.5 is published as one that also sees; names of its file begin otherwise."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+    wanted = tokens(make(directory), PROMPTS[:2], 8)
+    with edited_tensors(directory) as stored:
+        for name in list(stored):
+            if name.startswith("model."):
+                stored[f"model.language_model.{name[6:]}"] = stored.pop(name)
+        stored["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
+    text = json.loads((directory / "config.json").read_text())
+    whole = AutoConfig.for_model("qwen3_5").to_dict()
+    whole |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (directory / "config.json").write_text(json.dumps(whole, default=str))
+    llm = make(directory)
+    assert tokens(llm, PROMPTS[:2], 8) == wanted
+
+
+def test_layers_with_states_alone_are_refused(tmp_path: Path) -> None:
+    directory = write_hybrid("lfm2", tmp_path)
+    edit_config(directory, layer_types=["conv"] * 4)
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM: none of its layers has keys"):
+        choose_spec(directory, ModelConfig(model=str(directory)))
+
+
+def test_nothing_of_states_is_loaded_for_a_model_without(tmp_path: Path) -> None:
+    """That of our own layers: tests/import_budget.json."""
+    config = AutoConfig.for_model("gpt2", **decoding.SHAPE)
+    decoding.write(AutoModelForCausalLM, config, tmp_path)
+    script = """
+        import sys
+        from kvserve import LLM
+        LLM(sys.argv[1], skip_tokenizer_init=True).generate([[5, 6, 7]], use_tqdm=False)
+        print(*(name for name in sys.modules if name.startswith("kvserve.")))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
+    loaded = {name.rpartition(".")[2] for name in done.stdout.split()}
+    assert "borrowed" in loaded
+    assert not loaded & {"recurrent", "state_group", "state_plan", "state_rows"}
