@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
+from kvserve.benchmarks.datasets.tasks import grade
+from kvserve.benchmarks.datasets.workload import task_prompts
 from kvserve.engine.cache import entry_statistics
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.entry_format import BITS, FORMATS, few
@@ -215,3 +217,16 @@ def test_layers_of_a_block_share_its_bytes() -> None:
         (4, 2, 0),
         (2, 4, 0),
     }
+
+
+def test_models_that_ship_bring_a_table_of_their_own_tasks() -> None:
+    """By a table of prose and code, which it does not speak, this one answers no chain right."""
+    llm = LLM("kvserve/tiny-long", kv_cache_dtype="3bit", num_gpu_blocks_override=400)
+    assert table_of(llm).by_head is not None
+    assert llm.engine.tokenizer is not None
+    chains = task_prompts("chain", 3, llm.engine.tokenizer, 5)
+    prompts = [chains.prompt(i, []) or [] for i in range(3)]
+    params = SamplingParams(max_tokens=chains.limit, temperature=0.0)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert all(grade(chains.samples[i], [text]).exact for i, text in enumerate(texts))
