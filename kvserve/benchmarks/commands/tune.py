@@ -234,6 +234,8 @@ class Arithmetic:
             spec = choose_spec(directory, ModelConfig())
         if spec.policy_refusal is not None:
             args.fail(f"--model: {spec.policy_refusal}")
+        if any(make_policy(each.as_dict).rest_bits for each in policies):
+            args.fail("--policy: rest_bits is read on CPUs alone so far, and these are cards")
         if args.input_len + args.output_len > spec.max_position:
             args.fail(f"--output-len: the model's longest context has {spec.max_position} tokens")
         self._part = spec.part(args.tensor_parallel_size)

@@ -101,12 +101,18 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(spec.head_dim)
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
-        share += f"; the newest {plan.form.newest} at most and the first also as computed"
+        newest = plan.form.newest // (2 if policy.demands.rest_bits else 1)
+        share += f"; the newest {newest} at most and the first also as computed"
     share += _less(plan)
     rows.append(("kv cache dtype", name, f"{size:g} bytes a token{share}; --kv-cache-dtype"))
     most = most_held(policy.event_trigger, plan.max_len // 2, plan.max_len, layout.block_size)
     longest = plan.blocks_for(plan.max_len)
+    rest = _rest_tokens(plan)
     bounded = longest - layout.blocks_for(plan.max_len) + layout.blocks_for(most)
+    if rest:
+        bounded += -(-(plan.max_len - most) // rest)
+        state = f"{plan.block_bytes / rest:g} bytes a token"
+        rows.append(("rest", state, "what events do not keep; --policy.rest_bits"))
     mib = f"{num_blocks * plan.block_bytes / 2**20:.0f} MiB" + " a rank" * (ranks > 1)
     rows.append(
         (
@@ -144,6 +150,15 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     name, state, why = log_row(plan.log, plan.device)
     weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
     return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
+
+
+def _rest_tokens(plan: EnginePlan) -> int:
+    """Tokens that a block of the rest holds; 0: there is none."""
+    if not plan.policy.demands.rest_bits:
+        return 0
+    from kvserve.scheduler.blocks.rest_group import RestSpec
+
+    return next(group.block_tokens for group in plan.groups if isinstance(group, RestSpec))
 
 
 def _less(plan: EnginePlan) -> str:

@@ -206,3 +206,17 @@ def test_a_request_may_not_bring_another(directory: Path) -> None:
     params = SamplingParams(max_tokens=2, kv_policy=KARA | {"rest_bits": 2.5})
     with pytest.raises(RequestError, match=r"rest_bits are 1\.25 on this server"):
         llm.generate([[5, 6]], params, use_tqdm=False)
+
+
+def test_the_start_up_table_counts_it(directory: Path) -> None:
+    """In the pool's row, too: as many sequences as the entries and the rest of each leave room."""
+
+    def rows(policy: dict[str, Any]) -> dict[str, tuple[str, str]]:
+        summary = engine(directory, policy).engine.core.described().summary
+        return {name: (state, why) for name, state, why in summary}
+
+    rest, plain = rows(KEYS | {"rest_bits": 1.25}), rows(KEYS)
+    assert "bytes a token" in rest["rest"][0] and "rest" not in plain
+    assert "newest 16 at most" in rest["kv cache dtype"][1]
+    held, without = (float(each["kv pool"][1].split(", ")[1].split()[0]) for each in (rest, plain))
+    assert held < without
