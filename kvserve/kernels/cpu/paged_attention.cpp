@@ -569,7 +569,12 @@ class Kernel {
       const int64_t place = block * block_step_ + head;
       const char* keys = static_cast<const char*>(c.keys) + place + offset * key_step_;
       const char* values = static_cast<const char*>(c.values) + place + offset * value_step_;
-      if (kLevels) {
+      if (kFew && c.lanes) {
+        const FewLane &own = lanes_[item.kv_head], &behind = lanes_[item.kv_head + item.heads - 1];
+        const int64_t size = c.block_size / kSixteen * behind.bytes();
+        ahead.add(static_cast<const char*>(c.keys) + block * block_step_ + own.at,
+                  behind.at + size - own.at);
+      } else if (kLevels) {
         ahead.add(static_cast<const char*>(c.keys) + place, item.heads * head_step_);
       } else if (item.heads == heads_per_table_) {
         ahead.add(keys, run * key_step_);
