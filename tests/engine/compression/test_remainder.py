@@ -234,7 +234,7 @@ def test_backends_agree(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(PolicyError, match="remainder must be off or mean or fitted, got"):
+    with pytest.raises(PolicyError, match="remainder must be None or off or mean or fitted, got"):
         make_policy({"name": "kara", "remainder": "sum"})
     with pytest.raises(PolicyError, match="policy kara has no argument 'values'"):
         make_policy({"name": "kara", "values": "fitted"})
