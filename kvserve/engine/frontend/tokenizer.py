@@ -207,8 +207,9 @@ class Tokenizer:
             )
         forms = self.forms(chat_template)
         kwargs |= {"chat_template": chat_template, "tools": forms.tools(kwargs.get("tools"))}
+        formed = forms.apply(messages)
         try:
-            return self._render(forms.apply(messages), **kwargs)
+            return self._render(formed, **kwargs)
         except Exception as error:  # jinja2 raises what the template's author chose
             raise RequestError(f"the chat template failed: {error}", param="messages") from error
 

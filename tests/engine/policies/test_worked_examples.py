@@ -123,7 +123,7 @@ def test_defaults_of_the_threshold() -> None:
     assert default.event_trigger.limit == 1152  # type: ignore[attr-defined]
     assert rkv.event_trigger.limit == 256  # type: ignore[attr-defined]
     paper = SnapKV(budget=1025, trigger="threshold", threshold=1280, protect_prompt=False)
-    assert paper.event_trigger == WhenOver(1280, 1025, 32, protect_prompt=False)
+    assert paper.event_trigger == WhenOver(1280, 1025, 32, protect_prompt=False, intact=32)
 
 
 # ---- ChunkKV ------------------------------------------------------------------------------------
