@@ -181,7 +181,7 @@ def test_the_events_of_a_step_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> 
     """Four of Kara on an 8B model, whose queries in 4 bits and keys in 16 are counted as the bytes
     that they are: an H100 took eight pieces and 900 launches when they were counted as four bytes a
     number."""
-    monkeypatch.setattr(loader, "_fill_randomly", lambda *_: None)
+    monkeypatch.setattr(loader, "fill_randomly", lambda *_: None)
     llm = LLM(
         str(CONFIGS / "llama-3.1-8b"),
         policy="kara",

@@ -90,7 +90,7 @@ def test_the_pool_gets_what_is_left(llama_dir: Path, monkeypatch: pytest.MonkeyP
     scores = 4 * 8 * plan.layout.num_layers * plan.layout.num_kv_heads * plan.policy.kept_scores
     assert rehearsed and found.step == 3 * GIB and 0 < scores < 256 * 2**20
     # Those of requests' policies may be more than the server's own.
-    assert found.events == 256 * 2**20 + 64 * 2**20 + 256 * 2**20
+    assert found.events == 512 * 2**20 + 64 * 2**20 + 256 * 2**20
     assert found.left == 7 * GIB - found.events
     assert found.weights == sum(p.numel() * 4 for p in llm.engine.core.runner.model.parameters())
     pool = rank.smallest_pool(plan)

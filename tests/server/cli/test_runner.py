@@ -79,7 +79,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
 
         with ThreadPoolExecutor(1) as clients:
             asked = clients.submit(ask)
-            status = run_command(["serve", "--model", "m", "--port", "0", *argv])
+            status = run_command(["serve", "--model", "kvserve/tiny", "--port", "0", *argv])
             return status, asked.result(WAIT), capfd.readouterr().err
 
     monkeypatch.setattr(runner, "listen", noted)
@@ -156,7 +156,7 @@ def test_too_few_files(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     """Of 20 the first that was not there ended in a traceback."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
     monkeypatch.setattr(runner, "make_engine", lambda config: NeverStarted())
-    assert run_command(["serve", "--model", "m", "--port", "0"]) == 1
+    assert run_command(["serve", "--model", "kvserve/tiny", "--port", "0"]) == 1
     error = capfd.readouterr().err.splitlines()[-1]
     assert "20 open files (ulimit -n), and a server needs 64" in error
 
@@ -168,7 +168,7 @@ def test_an_error_of_the_system_is_a_line(
         raise OSError(24, "Too many open files", "/a/file")
 
     monkeypatch.setattr(runner, "make_engine", full)
-    assert run_command(["serve", "--model", "m", "--port", "0"]) == 1
+    assert run_command(["serve", "--model", "kvserve/tiny", "--port", "0"]) == 1
     error = capfd.readouterr().err.splitlines()[-1]
     assert error == "kvserve serve: error: [Errno 24] Too many open files: '/a/file'"
 
@@ -178,7 +178,7 @@ def test_streams_that_are_closed_at_the_start(closed: tuple[int, ...], tmp_path:
     """A socket got the number of stderr, and at the end Python aborted."""
     path = tmp_path / "socket"
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE, "--model", "m", "--uds", str(path)],
+        [sys.executable, "-c", CODE, "--model", "kvserve/tiny", "--uds", str(path)],
         preexec_fn=lambda: [*map(os.close, closed)] and None,
         text=True,
     )
@@ -293,7 +293,7 @@ def test_flags_are_read_before_a_model_is_loaded(
         taken.listen()
         words = [port if word == "taken" else word for word in flags]
         free = () if "--port" in flags else ("--port", "0")
-        assert run_command(["serve", "--model", "m", *free, *words]) in (1, 2)
+        assert run_command(["serve", "--model", "kvserve/tiny", *free, *words]) in (1, 2)
     error = capfd.readouterr().err.splitlines()[-1]
     assert error.startswith("kvserve serve: error: ") and named in error
 
