@@ -96,12 +96,7 @@ class EntryFormat:
         head: what layers of different bits share among them."""
         if not self.average:
             return layers * (self.key.levels(dim) + self.value.levels(dim))
-        there = bits_of_layers(dim)
-        low = max(bits for bits in there if bits <= self.average)
-        high = min(bits for bits in there if bits >= self.average)
-        less, more = few(low).levels(dim), few(high).levels(dim)
-        share = (self.average - low) / (high - low) if high > low else 0.0
-        return int(2 * layers * (less + share * (more - less))) // 4 * 4
+        return int(2 * layers * mean_levels(self.average, dim, bits_of_layers(dim))) // 4 * 4
 
     def entry_bytes(self, dim: int, layers: int = 1) -> int:
         """Bytes of one token's keys and values, of ``layers`` that share a block and one head."""
@@ -150,12 +145,21 @@ def few(bits: int) -> VectorForm:
     return VectorForm(bits, few=True)
 
 
-def bits_of_layers(dim: int) -> tuple[int, ...]:
+def mean_levels(average: float, dim: int, there: tuple[int, ...]) -> float:
+    """Bytes of a vector's levels where vectors have ``average`` of the bits ``there``."""
+    average = max(average, there[0])
+    low = max(bits for bits in there if bits <= average)
+    high = min(bits for bits in there if bits >= average)
+    less, more = few(low).levels(dim), few(high).levels(dim)
+    return less + ((average - low) / (high - low) if high > low else 0.0) * (more - less)
+
+
+def bits_of_layers(dim: int, least: int = 2) -> tuple[int, ...]:
     """Bits that a layer's keys or values may have: each takes more bytes than fewer bits do. With
-    fewer than 2, single layers lose too much."""
+    fewer than 2, single layers lose too much; ``least`` 1 is for those of single KV heads."""
     return tuple(
         bits
-        for bits in BITS
+        for bits in range(least, BITS[-1] + 1)
         if all(few(bits).levels(dim) < few(more).levels(dim) for more in range(bits + 1, 5))
     )
 

@@ -31,8 +31,7 @@ from kvserve.log import ConfigError
 AUTO_KL = 0.05
 """How far from the full cache `--policy auto` may go, in nats a token, if nothing is said."""
 FULL = ("none", "none@int8", "none@k8v4", "none@k4v4", "none@3bit")
-REST = "keydiff:trigger=threshold,recent=512,budget=800,threshold=864,rest_bits=1.25@3bit"
-DROPPING = ("kara@k8v4", "kara", "kara:ratio=0.1@k8v4", "kara:ratio=0.5@k8v4", REST)
+DROPPING = ("kara@k8v4", "kara", "kara:ratio=0.1@k8v4", "kara:ratio=0.5@k8v4")
 OTHERS = (
     "streaming_llm:period=32@k8v4",
     *(f"{name}:trigger=threshold,query_reduce=group_mean@k8v4" for name in ("snapkv", "chunkkv")),

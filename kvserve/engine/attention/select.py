@@ -76,7 +76,8 @@ class _Candidate:
 
     ``storage`` are the kernels that go with it, if it has its own. ``dtypes`` is ``None`` if it
     takes all of them. ``levels``: it reads quantised entries. ``codes``: it reads entries that are
-    held as codes. ``only_named``: devices where ``auto`` skips it.
+    held as codes; ``rest``: and what events left in fewer bits. ``only_named``: devices where
+    ``auto`` skips it.
     """
 
     name: str
@@ -86,6 +87,7 @@ class _Candidate:
     storage: StorageKernels | None = None
     levels: bool = True
     codes: bool = False
+    rest: bool = False
     dtypes: tuple[torch.dtype, ...] | None = None
     only_named: tuple[str, ...] = ()
     phases: tuple[str, ...] = ("prefill", "decode")
@@ -103,7 +105,7 @@ class _Candidate:
             return f"reads keys and values as they were computed, not --kv-cache-dtype {needs.form}"
         if needs.codes and not self.codes:
             return NO_CODES
-        if needs.rest and self.name != "cpu":
+        if needs.rest and not self.rest:
             return "it does not read what events left in fewer bits (--policy.rest_bits 0)"
         return self.refuse(needs)
 
@@ -153,6 +155,7 @@ _CANDIDATES = (
         make=_make_cpu,
         storage=storage.COMPILED,
         codes=True,
+        rest=True,
         dtypes=paged_attention_cpu.DTYPES,
         refuse=lambda needs: paged_attention_cpu.refusal(needs.head_dim),
     ),

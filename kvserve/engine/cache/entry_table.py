@@ -88,54 +88,35 @@ class EntryTable:
         if not form.average:
             return [(form.key.bits, form.value.bits)] * len(group)
         there, noise = bits_of_layers(dim), self.noise.tolist()
-        chosen = {(layer, kind): there[0] for layer in group for kind in (0, 1)}
-        left = form.level_bytes(dim, len(group)) - len(chosen) * few(there[0]).levels(dim)
-
-        def next_of(at: tuple[int, int]) -> tuple[int, int, float]:
-            """More bits, the bytes that they take, and what each of these gains; none: -1."""
-            more = there[there.index(chosen[at]) + 1 :]
-            size = few(more[0]).levels(dim) - few(chosen[at]).levels(dim) if more else left + 1
-            if size > left:
-                return 0, 0, -1.0
-            now, then = (noise[at[0]][at[1]][BITS.index(b)] for b in (chosen[at], more[0]))
-            return more[0], size, (now - then) / size
-
-        while True:
-            best = max(chosen, key=lambda at: next_of(at)[2])
-            bits, size, gain = next_of(best)
-            if gain == -1.0:
-                return [(chosen[layer, 0], chosen[layer, 1]) for layer in group]
-            chosen[best], left = bits, left - size
+        kinds = [(layer, kind) for layer in group for kind in (0, 1)]
+        found = _shared_out(
+            [[noise[layer][kind][BITS.index(bits)] for bits in there] for layer, kind in kinds],
+            [few(bits).levels(dim) for bits in there],
+            form.level_bytes(dim, len(group)),
+        )
+        bits = [there[place] for place in found]
+        return list(zip(bits[::2], bits[1::2], strict=True))
 
     def bits_of_heads(
         self, lanes: list[tuple[int, int]], dim: int, left: int, most: list[int]
     ) -> list[tuple[int, int]]:
         """Bits of keys and values of ``lanes``, layers and KV heads, that share ``left`` bytes an
-        entry: each at least 1 and at most ``most`` of it, keys and values in turns; one more at a
-        time where the noise falls most for its bytes."""
+        entry; each has at most ``most`` of it, keys and values in turns."""
         layer, head = torch.tensor(lanes).T
         if self.by_head is None:  # what a layer loses; three times as much in 1 bit as in 2
             noise = torch.cat([3 * self.noise[layer, :, :1], self.noise[layer]], dim=-1)
         else:
             noise = self.by_head[layer, head]
-        found = noise.reshape(-1, 4).tolist()
-        sizes = [few(bits).levels(dim) for bits in range(1, 5)]
-        chosen, left = [0] * len(found), left - sizes[0] * len(found)
-
-        def next_of(at: int) -> tuple[float, int]:
-            now = chosen[at]
-            return (found[at][now + 1] - found[at][now]) / (sizes[now + 1] - sizes[now]), at
-
-        steps = [next_of(at) for at in range(len(found)) if most[at] > 1]
-        heapify(steps)
-        while steps:
-            _, at = heappop(steps)
-            more = sizes[chosen[at] + 1] - sizes[chosen[at]]
-            if more <= left:
-                chosen[at], left = chosen[at] + 1, left - more
-                if chosen[at] + 1 < most[at]:
-                    heappush(steps, next_of(at))
-        bits = [place + 1 for place in chosen]
+        there = bits_of_layers(dim, least=1)
+        found = _shared_out(
+            [
+                [of[bits - 1] for bits in there if bits <= max(bound, there[0])]
+                for of, bound in zip(noise.reshape(-1, 4).tolist(), most, strict=True)
+            ],
+            [few(bits).levels(dim) for bits in there],
+            left,
+        )
+        bits = [there[place] for place in found]
         return list(zip(bits[::2], bits[1::2], strict=True))
 
     def save(self, path: Path) -> None:
@@ -164,6 +145,27 @@ class EntryTable:
         given = (parts.get("feedback"), parts.get("order"))
         noise, by_head = parts["noise"], parts.get("by_head")
         return cls(parts["mean"], *given, noise, facts["name"], by_head)
+
+
+def _shared_out(noise: list[list[float]], sizes: list[int], left: int) -> list[int]:
+    """Which of ``sizes``, ascending, each of n vectors gets of ``left`` bytes: the first, then one
+    step at a time where the ``noise``, by vector and size, falls most for its bytes."""
+    chosen, left = [0] * len(noise), left - sizes[0] * len(noise)
+
+    def step(at: int) -> tuple[float, int]:
+        now = chosen[at]
+        return (noise[at][now + 1] - noise[at][now]) / (sizes[now + 1] - sizes[now]), at
+
+    steps = [step(at) for at, of in enumerate(noise) if len(of) > 1]
+    heapify(steps)
+    while steps:
+        _, at = heappop(steps)
+        more = sizes[chosen[at] + 1] - sizes[chosen[at]]
+        if more <= left:
+            chosen[at], left = chosen[at] + 1, left - more
+            if chosen[at] + 1 < len(noise[at]):
+                heappush(steps, step(at))
+    return chosen
 
 
 def _sharing(layout: KVLayout, kinds: LayerKinds) -> Iterator[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,7 @@ from kvserve.engine.cache.level_entries import FewEntries
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.entry_format import TILE, EntryFormat, few
+from kvserve.entry_format import TILE, EntryFormat, bits_of_layers, few, mean_levels
 from kvserve.kernels.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray
@@ -39,8 +38,8 @@ def rest_spec(layout: KVLayout, block_bytes: int, bits: float, form: EntryFormat
             "--policy.rest_bits: all layers and heads share a block; use --kv-layout model"
         )
     lanes = layout.num_layers * layout.num_kv_heads
-    less, more = (few(number).levels(layout.head_dim) for number in (int(bits), math.ceil(bits)))
-    entry = 2 * lanes * (1 + less + (more - less) * (bits % 1))
+    dim = layout.head_dim
+    entry = 2 * lanes * (1 + mean_levels(bits, dim, bits_of_layers(dim, least=1)))
     tokens = int(block_bytes / entry) // TILE * TILE
     if tokens <= layout.block_size:
         raise ConfigError(
@@ -82,7 +81,14 @@ class RestRows(RowGroup):
             lane = EntryFormat("", few(key), few(value))
             at += lane.block_bytes(size, layout.head_dim, 1, 1)
         self.blocks = FewBlocks(cache.kv.flatten(1), tuple(layers), 1, size, layout.head_dim)
-        self._cache, self._entries = cache, cache.entries
+        self._entries = cache.entries
+        self._equal = [
+            (lane, held.layer(layer)[kind], own)
+            for lane, (layer, _) in enumerate(lanes)
+            for kind, own in enumerate(self.blocks.layer(lane))
+            if own.form == held.layer(layer)[kind].form
+        ]
+        """Lanes' keys or values of as many bits as the entries have, with both."""
         cache.rest = [
             self.blocks.beside(first, self._heads) for first in range(0, len(lanes), self._heads)
         ]
@@ -92,31 +98,27 @@ class RestRows(RowGroup):
             ends = task.rest.before + task.plan.evicted
             self.rest_lens[rows] = to_device(ends, self.rest_lens.device)
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """What slots [L, Hkv, S] of keys and values hold: numbers float32 [L, Hkv, S, D], and of
-        each lane's keys and values the bytes, where the rest has as many bits."""
-        keys, values = self._entries.numbers(slots)
-        copies: list[Tensor | None] = []
-        for place, layer in enumerate(self._cache.layers.full):
-            for head in range(self._heads):
-                lane = self.blocks.layer(place * self._heads + head)
-                for own, held in zip(lane, self._entries.blocks.layer(layer), strict=True):
-                    at = slots[place, head : head + 1], head
-                    equal = own.form == held.form
-                    copies.append(bytes_at(self._entries.blocks, held, *at) if equal else None)
-        return keys, values, copies
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What slots [L, Hkv, S] of keys and values hold: numbers float32 [L, Hkv, S, D], and the
+        bytes of those that the rest holds in as many bits."""
+        lanes, blocks = slots.flatten(0, 1), self._entries.blocks
+        copies = [
+            bytes_at(blocks, held, lanes[lane : lane + 1], lane % self._heads)
+            for lane, held, _ in self._equal
+        ]
+        return *self._entries.numbers(slots), copies
 
-    def append(
-        self, slots: Tensor, keys: Tensor, values: Tensor, copies: list[Tensor | None]
-    ) -> None:
+    def append(self, slots: Tensor, keys: Tensor, values: Tensor, copies: list[Tensor]) -> None:
         """Store what ``read`` returned in slots int64 [S] of all lanes: rounded anew, but where the
         rest has as many bits."""
-        lanes, heads = slots[None], zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
-        for lane, (k, v) in enumerate(heads):
-            self._entries.store(self.blocks, lane, lanes, k[:, None], v[:, None])
-            for own, copy in zip(self.blocks.layer(lane), copies[2 * lane :], strict=False):
-                if copy is not None:
-                    own.tiles[entries_at(self.blocks, own, lanes)] = copy
+        everywhere, of_lanes = (
+            slots[None],
+            zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True),
+        )
+        for lane, (k, v) in enumerate(of_lanes):
+            self._entries.store(self.blocks, lane, everywhere, k[:, None], v[:, None])
+        for (_, _, own), copy in zip(self._equal, copies, strict=True):
+            own.tiles[entries_at(self.blocks, own, everywhere)] = copy
 
     def over(
         self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor

@@ -30,7 +30,7 @@ class RestEvents(EvenEvents):
         self._rest = next(group for group in parts.batch.groups if isinstance(group, RestRows))
 
     def apply(self, events: Events, policy: Policy, found: Mapping[int, Any]) -> None:
-        read: list[tuple[Tensor, Tensor, Tensor, list[Tensor | None]]] = []
+        read: list[tuple[Tensor, Tensor, Tensor, list[Tensor]]] = []
 
         def keep_rest(part: Events, windows: Windows, places: Tensor) -> None:
             read.append(self._read(part, windows, places))
@@ -41,7 +41,7 @@ class RestEvents(EvenEvents):
 
     def _read(
         self, events: Events, windows: Windows, places: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """What is not among the kept ``places [E', L, Hkv, N]`` of windows of equal-shaped events:
         slots of the rest int64 [S], and what ``RestRows.read`` says of the entries."""
         dropped = torch.ones(

@@ -52,7 +52,7 @@ class HostEvenEvents:
         if shared.any() or more.any():
             if not blocks.have_free(int(shared.sum() + more.sum()), for_event=True):
                 # Blocks that only a row and a cache name are writable once the cache drops them.
-                blocks.forget(np.concatenate([kv.row_blocks(row) for row in rows]))
+                blocks.forget(kv.blocks[:, rows[owner], :, column].ravel())
                 shared = kv.is_shared(rows[owner], column, ends[:, owner])
                 more = self.taken_beside(events, ends)
             missing = (np.bincount(owner, shared.sum(axis=(1, 2)), len(rows)) + more).cumsum()

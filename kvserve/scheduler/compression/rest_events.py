@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvserve.scheduler.arrays import IntArray
+from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.rest_group import RestGroup
 from kvserve.scheduler.compression.handlers import HostEvenEvents
@@ -25,16 +25,17 @@ class HostRestEvents(HostEvenEvents):
         self._rest = group
 
     def taken_beside(self, events: Events, ends: IntArray) -> IntArray:
-        kv, ref = self._blocks.kv, self._blocks.pool.ref
-        own = [  # that nobody else names
-            int(np.count_nonzero(ref[kv.blocks[0, row, 0, end : kv.end[0, row, 0]]] == 1))
-            for row, end in zip(events.rows.tolist(), ends[0, :, 0].tolist(), strict=True)
-        ]
-        taken = self._rest.missing(events.rows, events.plan.evicted)
-        return np.asarray(np.maximum(taken - np.array(own, taken.dtype), 0))
+        owner, given = self._given(events, ends[0, :, 0])
+        own = np.bincount(owner, self._blocks.pool.ref[given] == 1, len(events.rows))
+        taken = self._rest.missing(events.rows, events.plan.evicted) - own.astype(np.int64)
+        return np.asarray(np.maximum(taken, 0))
 
     def take_blocks(self, events: Events) -> Events | None:
         taken = super().take_blocks(events)
+        if taken is None:  # what caches name as well comes free once they drop it
+            ends = -(-events.new_lens[0, :, 0] // self._blocks.layout.block_size)
+            self._blocks.forget(self._given(events, ends)[1])
+            taken = super().take_blocks(events)
         if taken is None:
             return None
         rest, rows = self._rest, taken.rows
@@ -47,3 +48,11 @@ class HostRestEvents(HostEvenEvents):
         named = rest.table.blocks[0, rows[:, None], 0, columns]
         released = np.maximum(taken.released - more, 0).astype(np.int32)
         return replace(taken, released=released, rest=RestBlocks(before, named))
+
+    def _given(self, events: Events, ends: IntArray) -> tuple[IntArray, IntArray]:
+        """The blocks of keys and values that events give back, from columns ``ends [E]`` on, and
+        each one's event."""
+        kv, rows = self._blocks.kv, events.rows
+        counts = np.maximum(kv.end[0, rows, 0] - ends, 0)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        return owner, kv.blocks[0, rows[owner], 0, np.repeat(ends, counts) + ragged_arange(counts)]

@@ -12,12 +12,16 @@ import torch
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.attention import paged
-from kvserve.engine.cache.rest_rows import RestRows
+from kvserve.engine.cache.entry_store import block_bytes
+from kvserve.engine.cache.entry_table import EntryTable
+from kvserve.engine.cache.rest_rows import RestRows, rest_spec
 from kvserve.engine.compression.rest_events import RestEvents
+from kvserve.entry_format import FORMATS, EntryFormat, bits_of_layers, few
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.few_bits import packed, quantize
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, RequestError
+from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE
 from tests.engine.models.decoding import make
@@ -91,7 +95,7 @@ def test_the_rest_is_what_was_dropped(directory: Path, monkeypatch: pytest.Monke
     runner = llm.engine.core.runner
     (rest,) = (group for group in runner.batch.groups if isinstance(group, RestRows))
     wanted: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copied: list[list[torch.Tensor | None]] = []
+    copied: list[list[torch.Tensor]] = []
     read = RestEvents._read
 
     def on_read(self: RestEvents, events: Any, windows: Any, places: torch.Tensor) -> Any:
@@ -116,16 +120,16 @@ def test_the_rest_is_what_was_dropped(directory: Path, monkeypatch: pytest.Monke
     assert min(used) == 1 < max(used)
     table = rest.tables[0][0, 0, 0].long()
     blocks = table[: -(-count // rest.spec.block_tokens)]
-    equal = 0
+    as_they_were = {(lane, own.of_keys): i for i, (lane, _, own) in enumerate(rest._equal)}
+    assert 0 < len(as_they_were) < 2 * len(rest.blocks.layers)
     for lane, (layer, k, v) in enumerate(
         zip(rest.blocks.layers, keys.flatten(0, 1), values.flatten(0, 1), strict=True)
     ):
-        for kind, (held, x) in enumerate(zip(rest.blocks.layer(lane), (k, v), strict=True)):
+        for held, x in zip(rest.blocks.layer(lane), (k, v), strict=True):
             there = held.tiles[blocks][..., held.places].flatten(0, 3)[:count]
-            copies = [each[2 * lane + kind] for each in copied]
-            if copies[0] is not None:  # in as many bits as before: the same bytes
-                assert torch.equal(there, torch.cat([x[0] for x in copies if x is not None]))
-                equal += 1
+            place = as_they_were.get((lane, held.of_keys))
+            if place is not None:  # in as many bits as before: the same bytes
+                assert torch.equal(there, torch.cat([each[place][0] for each in copied]))
                 continue
             shaping = layer.shaping if held.of_keys else None
             mean = layer.shaping.mean if held.of_keys else None
@@ -133,7 +137,6 @@ def test_the_rest_is_what_was_dropped(directory: Path, monkeypatch: pytest.Monke
             levels, codes = quantize(turned, held.form.bits, held.factor, shaping)
             new = torch.cat([packed(levels, held.form.bits), codes[..., None]], dim=-1)[:, 0]
             assert torch.equal(there, new)
-    assert 0 < equal < 2 * len(rest.blocks.layers)
 
 
 def test_a_budget_never_reached_is_none(directory: Path) -> None:
@@ -158,12 +161,13 @@ def test_a_budget_never_reached_is_none(directory: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path) -> None:
-    """In a pool that has no others, but for the next token's."""
+@pytest.mark.parametrize("caching", [False, True], ids=["alone", "cached"])
+def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path, caching: bool) -> None:
+    """In a pool that has no others, but for the next token's; also where a cache names them."""
     (prompt,) = random_prompts([30], seed=2)
     policy = KEYS | {"rest_bits": 1.25, "threshold": 104}
-    llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
-    (expected,) = tokens_of(llm, [prompt], 150)
+    llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=caching)
+    (expected,) = tokens_of(engine(directory, policy), [prompt], 150)
     core, pool, taken = llm.engine.core, llm.engine.core.scheduler.pool, np.zeros(0, np.int32)
     llm.engine.add_request(
         "0", prompt, SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
@@ -220,3 +224,17 @@ def test_the_start_up_table_counts_it(directory: Path) -> None:
     assert "newest 16 at most" in rest["kv cache dtype"][1]
     held, without = (float(each["kv pool"][1].split(", ")[1].split()[0]) for each in (rest, plain))
     assert held < without
+
+
+@pytest.mark.parametrize("dim", [16, 24, 48, 80, 128])
+def test_heads_of_any_size(dim: int) -> None:
+    """Where 1 and 2 bits take as many bytes, 1 is not there; a block is never too full."""
+    table = EntryTable.plain(2, 3, dim, "cpu")
+    form, layout = FORMATS["3bit"], KVLayout(2, 3, dim, 64)
+    size = block_bytes(layout, form)
+    tokens = rest_spec(layout, size, 1.25, form).block_tokens
+    lanes = [(layer, head) for layer in range(2) for head in range(3)]
+    bits = table.bits_of_heads(lanes, dim, size // tokens - 2 * len(lanes), [3] * 12)
+    held = (EntryFormat("", few(key), few(value)) for key, value in bits)
+    assert sum(each.block_bytes(tokens, dim, 1, 1) for each in held) <= size
+    assert all(bits_of_layers(dim, least=1)[0] <= each <= 3 for both in bits for each in both)
