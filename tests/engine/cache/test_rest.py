@@ -21,7 +21,9 @@ from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.few_bits import packed, quantize
 from kvserve.kernels.turning import turn_torch
 from kvserve.log import ConfigError, RequestError
+from kvserve.scheduler.compression.rest_events import HostRestEvents
 from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.messages.event import Events
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE
 from tests.engine.models.decoding import make
@@ -162,27 +164,25 @@ def test_a_budget_never_reached_is_none(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True], ids=["alone", "cached"])
-def test_an_event_takes_its_blocks_from_those_that_it_gives(directory: Path, caching: bool) -> None:
-    """In a pool that has no others, but for the next token's; also where a cache names them."""
-    (prompt,) = random_prompts([30], seed=2)
-    policy = KEYS | {"rest_bits": 1.25, "threshold": 104}
+def test_an_event_takes_its_blocks_from_those_that_it_gives(
+    directory: Path, caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool that has no others; also where a cache names them, too."""
+    policy = KEYS | {"rest_bits": 1.25, "threshold": 112}
     llm = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=caching)
-    (expected,) = tokens_of(engine(directory, policy), [prompt], 150)
-    core, pool, taken = llm.engine.core, llm.engine.core.scheduler.pool, np.zeros(0, np.int32)
-    llm.engine.add_request(
-        "0", prompt, SamplingParams(max_tokens=150, ignore_eos=True, temperature=0.0)
-    )
-    output = None
-    while llm.engine.has_unfinished_requests:
-        pool.release(taken)
-        row = core.scheduler.rows
-        due = int(row.num_computed[0] >= row.next_event[0])
-        left = 5 - 4 * due if row.num_decoding else pool.num_free
-        taken = pool.allocate(max(pool.num_free - left, 0))
-        output = next(iter(llm.engine.step()), output)
-    assert output is not None and output.outputs[0].token_ids == expected
-    assert output.kv_cache_details.rest_entries > 0
-    assert core.scheduler.totals.preemptions_total == 0
+    prompts, scheduler = random_prompts([112], seed=2), llm.engine.core.scheduler
+    expected, take, events = tokens_of(llm, prompts, 150), HostRestEvents.take_blocks, list[Any]()
+
+    def take_few(self: HostRestEvents, due: Events) -> Events | None:
+        others = scheduler.pool.allocate(scheduler.pool.num_free)
+        events.append(take(self, due))
+        scheduler.pool.release(others)
+        return events[-1]
+
+    monkeypatch.setattr(HostRestEvents, "take_blocks", take_few)
+    assert tokens_of(llm, prompts, 150) == expected
+    assert len(events) > 1 and None not in events
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize(
