@@ -200,6 +200,7 @@ def _held_at_end(last: Sequence[RequestOutput]) -> Figures:
         "held_over_logical_at_end": sum(kv.held_tokens for kv in details)
         / max(sum(kv.logical_tokens for kv in details), 1),
         "held_entries_at_end": sum(kv.held_entries for kv in details) / count,
+        "rest_entries_at_end": sum(kv.rest_entries for kv in details) / count,
         "remainder_entries_at_end": sum(kv.remainder_entries for kv in details) / count,
         "allocated_bytes_at_end": sum(kv.held_bytes + kv.log_bytes for kv in details) / count,
         "codebook_over_coded_at_end": sum(kv.codebook_entries for kv in details)
@@ -220,8 +221,12 @@ def held_bytes(engine: LLMEngine, figures: Figures) -> Figures:
     remainders = figures["remainder_entries_at_end"] * remainder_bytes(layout) / lanes
     scores = score_bytes(layout, engine.core.runner.policies[0].demands.kept_scores)
     entry = cache.form.mean_bytes(layout.head_dim, layout.layers_per_block)
+    rest, of_rest = figures["rest_entries_at_end"], 0.0
+    if cache.rest:
+        of_rest = rest * cache.kv[0].nbytes / (cache.rest[0][0].shape[1] * lanes)
+    kept = (figures["held_entries_at_end"] - rest) * entry
     return {
-        "held_bytes_at_end": figures["held_entries_at_end"] * entry + remainders,
+        "held_bytes_at_end": kept + of_rest + remainders,
         "pool_bytes": pool,
         "mean_held_bytes": figures["mean_pool_usage"] * pool / figures["mean_running"]
         + remainders

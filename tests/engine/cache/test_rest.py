@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvserve import LLM, SamplingParams
+from kvserve.benchmarks.measuring.measure import held_bytes
 from kvserve.engine.attention import paged
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.entry_table import EntryTable
@@ -238,3 +239,13 @@ def test_heads_of_any_size(dim: int) -> None:
     held = (EntryFormat("", few(key), few(value)) for key, value in bits)
     assert sum(each.block_bytes(tokens, dim, 1, 1) for each in held) <= size
     assert all(bits_of_layers(dim, least=1)[0] <= each <= 3 for both in bits for each in both)
+
+
+def test_benchmarks_count_its_bytes(directory: Path) -> None:
+    llm = engine(directory, KEYS | {"rest_bits": 1.25})
+    cache = llm.engine.core.runner.cache
+    lanes, block = cache.layout.num_layers * cache.layout.num_kv_heads, cache.kv[0].nbytes
+    figures = {"held_entries_at_end": 96.0 * lanes, "rest_entries_at_end": 64.0 * lanes}
+    more = {"remainder_entries_at_end": 0.0, "mean_pool_usage": 0.5, "mean_running": 1.0}
+    found = held_bytes(llm.engine, figures | more)
+    assert found["held_bytes_at_end"] == pytest.approx(4 * block, rel=1e-3)  # two of each
