@@ -188,7 +188,7 @@ class InputBatch(RowArrays):
             **self._of_groups(),
         )
         for group in self.groups:
-            batch = group.over(batch, by_token, output.token_columns, self.rounded_at[at])
+            batch = group.over(batch, by_token, output.token_columns, self.rounded_at)
         return input_ids, batch
 
     def confirm(self, drafts: Drafts, rows: IntArray, token_ids: Tensor) -> None:
@@ -261,7 +261,7 @@ class InputBatch(RowArrays):
             if chunks is not None:
                 real &= chunks.real
             for group in self.groups:
-                group.update(batch, rows, real, self.rounded_at[rows])
+                group.update(batch, rows, real, self.rounded_at)
             new = self._further_slots(rows, batch.positions)
             for buffer, slots in zip(batch.further, new, strict=True):
                 buffer.copy_(torch.where(real, slots, 0))

@@ -129,7 +129,9 @@ class NewestRows(RowGroup):
         size = self.spec.block_tokens
         columns = -(-columns * self._cache.layout.block_size // size)
         columns = np.minimum(columns, self.tables[0].shape[3])
-        first = torch.maximum(batch.positions // self.spec.window * self.spec.window, rounded_at)
+        first = torch.maximum(
+            batch.positions // self.spec.window * self.spec.window, rounded_at[rows]
+        )
         return self._of_kinds(batch, first, columns)
 
     def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
@@ -139,7 +141,9 @@ class NewestRows(RowGroup):
 
     def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
         """What tokens see of others is filled in."""
-        first = torch.maximum(batch.positions // self.spec.window * self.spec.window, rounded_at)
+        first = torch.maximum(
+            batch.positions // self.spec.window * self.spec.window, rounded_at[rows]
+        )
         first = torch.where(real, first, batch.positions + 1)
         columns = np.zeros(0, np.int64)
         new = self._of_kinds(batch, first, columns)

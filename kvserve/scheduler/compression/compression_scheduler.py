@@ -254,9 +254,13 @@ class CompressionScheduler:
         rounded_at = rows.num_computed[at] - self._triggers[events.policy_id].intact
         rows.rounded_at[rounded] = rounded_at[events.rounds]
         self._totals.compactions_total += int(np.count_nonzero(compacts))
-        choices = events.choices[:0]
-        later = replace(events, dst_blocks=dst_blocks, log_from=log_from, choices=choices)
-        return replace(later, rounded_at=rounded_at)
+        return replace(
+            events,
+            dst_blocks=dst_blocks,
+            log_from=log_from,
+            rounded_at=rounded_at,
+            choices=events.choices[:0],
+        )
 
     def schedule_next_event(self, policy_id: int, at: IntArray) -> IntArray:
         """Work out when rows ``at`` are due next; return from where they log queries."""
