@@ -69,8 +69,8 @@ class RowGroup(RowArrays):
         self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor
     ) -> ForwardBatch:
         """``batch`` with what its tokens, of ``rows [T]``, see of this group; ``columns [S]`` of
-        blocks of keys and values are in use by tokens, and tokens before ``rounded_at``, by row, are
-        not read as they were computed."""
+        blocks of keys and values are in use by tokens; those before ``rounded_at``, by row, are not
+        read as they were computed."""
         return batch
 
     def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:

@@ -129,9 +129,7 @@ class NewestRows(RowGroup):
         size = self.spec.block_tokens
         columns = -(-columns * self._cache.layout.block_size // size)
         columns = np.minimum(columns, self.tables[0].shape[3])
-        first = torch.maximum(
-            batch.positions // self.spec.window * self.spec.window, rounded_at[rows]
-        )
+        first = self._exact_from(batch.positions, rounded_at[rows])
         return self._of_kinds(batch, first, columns)
 
     def nothing_of(self, batch: ForwardBatch) -> ForwardBatch:
@@ -141,9 +139,7 @@ class NewestRows(RowGroup):
 
     def update(self, batch: ForwardBatch, rows: Tensor, real: Tensor, rounded_at: Tensor) -> None:
         """What tokens see of others is filled in."""
-        first = torch.maximum(
-            batch.positions // self.spec.window * self.spec.window, rounded_at[rows]
-        )
+        first = self._exact_from(batch.positions, rounded_at[rows])
         first = torch.where(real, first, batch.positions + 1)
         columns = np.zeros(0, np.int64)
         new = self._of_kinds(batch, first, columns)
@@ -158,6 +154,10 @@ class NewestRows(RowGroup):
                     buffers.recent.copy_(filled.recent)
             if own.newest.first is not None and now.newest.first is not None:
                 own.newest.first.copy_(now.newest.first)
+
+    def _exact_from(self, positions: Tensor, rounded_at: Tensor) -> Tensor:
+        """The first entry that each token reads as it was computed: [T]."""
+        return torch.maximum(positions // self.spec.window * self.spec.window, rounded_at)
 
     def _of_kinds(self, batch: ForwardBatch, first: Tensor, columns: IntArray) -> ForwardBatch:
         """For the layers that see all tokens, and for those with windows."""
