@@ -190,6 +190,7 @@ def test_tools_show_whatever_they_lack(name: str) -> None:
         text = prompt(name, *turns("SU"), tools=[TOOL, tool])
         shown = tokenizer_of(name).forms().shows_tools
         assert "words1." in text and ("look_here" in text) == shown
+        assert prompt(name, *turns("SU"), tools=[TOOL, tool["function"]]) == text
 
 
 # ---- over HTTP ----------------------------------------------------------------------------------
