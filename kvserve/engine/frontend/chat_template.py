@@ -80,8 +80,7 @@ class Forms:
             out = _calls_as_text(out)
         out = _without_calls(self.system.place(out))
         if self.no_empty:
-            full = (m["role"] != "assistant" or m["content"] or m.get("tool_calls") for m in out)
-            out = [message for message, kept in zip(out, full, strict=True) if kept]
+            out = [m for m in out if m["role"] != "assistant" or m["content"] or "tool_calls" in m]
         if self.user_first:
             at = next((i for i, each in enumerate(out) if each["role"] != "system"), len(out))
             if at < len(out) and out[at]["role"] == "assistant":
@@ -105,6 +104,7 @@ class Forms:
         """The tools in this form; none where the template does not show them: some refuse them."""
         if not tools or not self.shows_tools:
             return [] if self.empty_tools else None
+        tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
         functions = [{k: v for k, v in tool["function"].items() if v is not None} for tool in tools]
         if self.whole_tools:
             functions = [{**_WHOLE, **each} for each in functions]

@@ -64,10 +64,9 @@ def find_forms(render: Render) -> Forms:
     if not shows(forms, user, _TEXT) and shows(replace(forms, parts=True), user, _TEXT):
         forms = replace(forms, parts=True)
     shown = (TOOL, KEY, VALUE, _RESULT)
-    both = False, True
-    for named, short, text, empty in product(both, both, both, ("", None, ABSENT)):
-        tried = replace(forms, named_ids=named, short_ids=short and not named)
-        tried = replace(tried, text_arguments=text, empty=empty)
+    ids: list[dict[str, Any]] = [{}, {"short_ids": True}, {"named_ids": True}]
+    for of_ids, text, empty in product(ids, (False, True), ("", None, ABSENT)):
+        tried = replace(forms, **of_ids, text_arguments=text, empty=empty)
         if shows(tried, call, *shown):
             forms = tried
             break

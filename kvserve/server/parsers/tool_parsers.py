@@ -7,11 +7,9 @@ turns out to be no call, or ends before it is certain, is content.
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from typing import Any
 
 from kvserve.server.parsers.argument_types import ArgumentTypes
@@ -23,6 +21,7 @@ from kvserve.server.parsers.json_text import (
     whole_text,
     write_json,
 )
+from kvserve.server.parsers.literal_calls import escaped_call, python_calls
 from kvserve.server.parsers.reasoning import CLOSE, opening
 from kvserve.server.parsers.tool_formats import ToolFormat
 from kvserve.server.parsers.xml_calls import (
@@ -57,11 +56,9 @@ _BARE = re.compile(r"(?<![\w.-])(?P<name>[\w.-]{1,128})\s{0,8}(?=<arg_key>)")
 _BARE_BEGUN = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{1,128})(?P<rest>\s{0,8}(?:<[arg_key]{0,7})?)\Z"
 )
+"""GLM's call without the mark before it, and the text that may become one."""
 _BARE_MOST = 150
-"""GLM's call without the mark before it."""
-_ESCAPE = re.compile(r'<\|"\|>|<escape>')
-_ESCAPED = re.compile(r"call:(?P<name>[\w.-]{1,128})(?P<object>\{.*\})\s*", re.DOTALL)
-_KEY = re.compile(r"([{,]\s*)([\w.$-]+)(?=\s*:)")
+"""Characters in which such a call, or a mark with a name, shows what it is."""
 
 
 class ToolSplit:
@@ -139,23 +136,27 @@ class ToolSplit:
                 return 0 if mark in heads else len(mark)
             yield None
 
+    @property
+    def _bare_tools(self) -> Collection[str]:
+        """Tools whose calls may begin without a mark, as GLM's."""
+        may = "keys" in self._syntax.calls and self._wrong < _MOST_WRONG
+        return self._tools or () if may else ()
+
     def _bare_calls(self) -> Iterator[int]:
-        """Where GLM's call of a tool begins without its mark."""
-        if self._tools and "keys" in self._syntax.calls and self._wrong < _MOST_WRONG:
-            begun = _BARE.finditer(self._text) if "<arg_key>" in self._text else ()
-            for found in begun:
-                if found["name"] in self._tools and (found.start() or not self._in_word):
-                    yield found.start()
+        """Where calls begin without their mark."""
+        tools = self._bare_tools
+        for found in _BARE.finditer(self._text) if tools and "<arg_key>" in self._text else ():
+            if found["name"] in tools and (found.start() or not self._in_word):
+                yield found.start()
 
     def _bare_begun(self) -> int:
         """Characters at the end that may become such a call."""
-        if not self._tools or "keys" not in self._syntax.calls or self._wrong >= _MOST_WRONG:
-            return 0
-        found = _BARE_BEGUN.search(self._text[-_BARE_MOST:])
+        tools = self._bare_tools
+        found = _BARE_BEGUN.search(self._text[-_BARE_MOST:]) if tools else None
         if found is None or (self._in_word and len(found[0]) == len(self._text)):
             return 0
         name, whole = found["name"], bool(found["rest"])
-        begun = name in self._tools if whole else any(t.startswith(name) for t in self._tools)
+        begun = name in tools if whole else any(tool.startswith(name) for tool in tools)
         return len(found[0]) if begun else 0
 
     def _calls(self, at: int) -> _Deltas:
@@ -360,7 +361,7 @@ class ToolSplit:
             if self._final:
                 return False
             yield None
-        calls = _python_calls(self._text[at:stop] if listed else f"[{self._text[at:stop]}]")
+        calls = python_calls(self._text[at:stop] if listed else f"[{self._text[at:stop]}]")
         if not calls or not all(self._is_tool(name) for name, _ in calls):
             return False
         self._take(stop)
@@ -378,18 +379,11 @@ class ToolSplit:
                 break
             yield None
         end = min(ends, default=len(self._text))
-        pieces = _ESCAPE.split(self._text[at:end])
-        # Between two marks stands text, elsewhere JSON whose keys have no quotes.
-        pieces[::2] = [_KEY.sub(r'\1"\2"', piece) for piece in pieces[::2]]
-        pieces[1::2] = [json.dumps(piece, ensure_ascii=False) for piece in pieces[1::2]]
-        call = _ESCAPED.fullmatch("".join(pieces))
-        if call is None or not self._is_tool(call["name"]):
-            return False
-        arguments = read_json(call["object"])
-        if not isinstance(arguments, dict):
+        call = escaped_call(self._text[at:end])
+        if call is None or not self._is_tool(call[0]):
             return False
         self._take(end)
-        yield from self._whole(call["name"], write_json(arguments))
+        yield from self._whole(*call)
         return True
 
     def _is_tool(self, name: str) -> bool:
@@ -450,32 +444,6 @@ def new_call(index: int, name: str, id_length: int = 24) -> Json:
 
 def call_delta(index: int, arguments: str) -> Json:
     return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
-
-
-def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Calls in a list of Python's; none if it is not one of calls with literal arguments."""
-    try:
-        found = ast.parse(text, mode="eval").body
-        calls = []
-        for call in found.elts if isinstance(found, ast.List) else ():
-            if not isinstance(call, ast.Call) or call.args:
-                return []
-            values: dict[str, Any] = {}
-            for each in call.keywords:
-                value = ast.literal_eval(_JsonNames().visit(each.value))
-                values |= value if each.arg is None else {each.arg: value}  # None: of **{...}
-            calls.append((ast.unparse(call.func), write_json(values)))
-        return calls
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return []
-
-
-class _JsonNames(ast.NodeTransformer):
-    """Reads ``true``, ``false`` and ``null`` as well: OLMo 3 writes values as JSON."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        names = {"true": True, "false": False, "null": None}
-        return ast.Constant(names[node.id]) if node.id in names else node
 
 
 def _merged(deltas: list[Json]) -> list[Json]:

@@ -41,9 +41,9 @@ class Parser(argparse.ArgumentParser):
         that ask for nothing are accepted, and flags may have underscores."""
         words, policy_args = self._asking(argv), dict[str, Any]()
         # Before what is missing: who writes these means another flag.
-        for word in (word.partition("=")[0] for word in words):
-            if word.replace("_", "-") in self.instead:
-                raise UsageError(f"unknown flag {word}; {self.instead[word.replace('_', '-')]}")
+        for flag in (word.partition("=")[0] for word in words):
+            if why := self.instead.get(flag.replace("_", "-")):
+                raise UsageError(f"unknown flag {flag}; {why}")
         if any(action.dest == _POLICY_ARGS for action in self._actions):
             words, policy_args = _split(words)
         namespace, unknown = self.parse_known_args(words)

@@ -61,7 +61,7 @@ class ServeSettings:
         "tools for models of ChatML whose own writes none",
     )
     trust_request_chat_template: bool = setting(
-        False, "let requests send a chat_template, a program; it is stopped after 20 s"
+        False, "let requests send a chat_template, a program; loops end after 20 s"
     )
     reasoning_parser: str | None = setting(
         None,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from kvserve.config import EngineConfig
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.parsers.chat_format import ChatFormat, find_format
 from kvserve.server.settings.serve_settings import ServeSettings
+from kvserve.server.state.beside import within
 from kvserve.server.state.engine_protocol import Engine, OpenRequest, PromptTokenizer
 from kvserve.server.state.errors import ApiError, too_many, unavailable
 from kvserve.server.state.metrics import Metrics, Phase
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvserve.server.state.tracing import Tracer
 
 TEMPLATE_SECONDS = 20.0
-"""For all that is tried of a chat template at the start, which takes a fraction of a second."""
+"""For all that is tried of a chat template, which takes a fraction of a second: at the start, or of
+one that a request brings."""
 
 
 @dataclass
@@ -69,14 +70,15 @@ class ServerState:
     def check_tokenizer(self) -> None:
         """Raises ``ConfigError`` if the tokenizer lacks what a flag needs."""
         settings = self.settings
-        self.chat = _in_time(
-            lambda: find_format(
-                self.engine.tokenizer,
-                self.chat_template,
-                settings.tool_call_parser,
-                settings.reasoning_parser,
-            )
-        )
+        parsers = settings.tool_call_parser, settings.reasoning_parser
+        find = partial(find_format, self.engine.tokenizer, self.chat_template, *parsers)
+        try:
+            self.chat = within(TEMPLATE_SECONDS, find)
+        except TimeoutError:
+            raise ConfigError(
+                f"--chat-template: the model's does not end within {TEMPLATE_SECONDS:g} s; "
+                "give another"
+            ) from None
         known = self.chat.harmony or self.chat.tools is not None
         if settings.enable_auto_tool_choice and not known:
             raise ConfigError(
@@ -175,25 +177,6 @@ class ServerState:
                 param=param,
             )
         return self.engine.tokenizer
-
-
-def _in_time(find: Callable[[], ChatFormat]) -> ChatFormat:
-    """What ``find`` finds by trying the chat template; ``ConfigError`` if that does not end."""
-    found: Future[ChatFormat] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(find())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()  # nothing else can leave it behind
-    try:
-        return found.result(TEMPLATE_SECONDS)
-    except TimeoutError:
-        raise ConfigError(
-            f"--chat-template: the model's does not end within {TEMPLATE_SECONDS:g} s; give another"
-        ) from None
 
 
 def _read_template(path: str | None) -> str | None:

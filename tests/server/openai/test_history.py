@@ -157,8 +157,7 @@ HISTORIES: dict[str, tuple[list[Any], list[str]]] = {
 @pytest.mark.parametrize("name", CALLED)
 @pytest.mark.parametrize("kind", HISTORIES)
 def test_histories_with_calls_show(name: str, kind: str) -> None:
-    """Kind: what an agent sends again, whatever went wrong with it. Of 965 templates that are
-    published some 150 refused a call that was cut, 40 a result without its call."""
+    """Kind: what an agent sends again, whatever went wrong with it."""
     messages, words = HISTORIES[kind]
     for history in ([*turns("SU"), *messages], [*turns("U"), *messages]):
         text = prompt(name, *history, tools=[TOOL])
@@ -190,6 +189,7 @@ def test_tools_show_whatever_they_lack(name: str) -> None:
         text = prompt(name, *turns("SU"), tools=[TOOL, tool])
         shown = tokenizer_of(name).forms().shows_tools
         assert "words1." in text and ("look_here" in text) == shown
+        assert prompt(name, *turns("SU"), tools=[TOOL, tool["function"]]) == text
 
 
 # ---- over HTTP ----------------------------------------------------------------------------------
