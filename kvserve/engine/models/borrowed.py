@@ -132,7 +132,7 @@ def count_weights(directory: Path) -> tuple[int, int, int]:
 
 
 @dataclass
-class _Step:
+class Step:
     """What the layers of one forward are given, nothing in a trial; ``layers`` have attended."""
 
     layers: list[int]
@@ -157,7 +157,7 @@ class Borrowed(Transformer):
         self.norm = empty(spec.hidden_size)
         self.causal = causal
         self._base: Any = causal.base_model
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self.places = {layer: place for place, layer in enumerate(_attending(causal.config))}
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
@@ -178,7 +178,7 @@ class Borrowed(Transformer):
         wanted: Tensor | None = None,
     ) -> Tensor:
         """As ``Transformer.forward``."""
-        hidden = self._run(input_ids, batch.positions, _Step([], (batch, cache, attention)))
+        hidden = self._run(input_ids, batch.positions, Step([], (batch, cache, attention)))
         return hidden if wanted is None else hidden[wanted]
 
     def tabulate(self, max_len: int) -> None:
@@ -186,7 +186,7 @@ class Borrowed(Transformer):
 
     def try_out(self) -> None:
         """``ConfigError`` if a layer does not attend as ours do; two tokens, no cache."""
-        device, step = self._base.device, _Step([])
+        device, step = self._base.device, Step([])
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
         if step.layers != list(range(self.spec.num_layers)):
             missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
@@ -195,7 +195,7 @@ class Borrowed(Transformer):
                 self.spec.architecture, why if missing else "its layers attend more than once"
             )
 
-    def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
+    def _run(self, input_ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         self._step = step
         try:
             answer = self._base(
