@@ -32,10 +32,10 @@ from kvserve.log import ConfigError
 _states_of = Late("engine.models.recurrent:states_of")
 _recurrent = Late("engine.models.recurrent:Recurrent")
 NAME = "kvserve"
-_FULL = {"full_attention", "attention", "hybrid"}
+_FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv", "moe", "mlp"}
-"""Layers without keys and values, of models that keep states."""
+"""Layers without keys and values, of models that keep states. Those that have both are hybrid."""
 _KEEP_STATES = {
     *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
     *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -376,10 +376,10 @@ def _check_layers(config: Any, architecture: str) -> None:
         raise refused(architecture, f"its layers differ in {', '.join(different)}")
     kinds, known = getattr(config, "layer_types", None) or (), _FULL | _WINDOWED
     if config.model_type in _KEEP_STATES:
-        known = known | _STATES
+        known = known | _STATES | {"hybrid"}
     for index, kind in enumerate(kinds):
         if kind not in known:
-            raise refused(architecture, f"layer {index} is {kind}, which has no keys and values")
+            raise refused(architecture, f"layer {index} is {kind}, not keys and values alone")
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder")
     if getattr(config, "kv_lora_rank", None) and config.model_type not in _KEEP_STATES:
