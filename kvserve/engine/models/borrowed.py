@@ -333,6 +333,8 @@ def _attend(
         raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     if getattr(module, "is_causal", True) is False:
         raise refused(spec.architecture, f"{type(module).__name__} sees later tokens, too")
+    if attention_mask is not None:  # of ours transformers makes none
+        raise refused(spec.architecture, f"{type(module).__name__} makes a mask of its own")
     step = model._step
     assert step is not None
     step.layers.append(layer)

@@ -95,3 +95,10 @@ def test_layers_whose_states_were_not_compared_do_not_run(tmp_path: Path) -> Non
     write_config("zaya", tmp_path)
     with pytest.raises(ConfigError, match="ZayaForCausalLM: layer 0 is hybrid, not keys and"):
         choose_spec(tmp_path, ModelConfig(model=str(tmp_path), load_format="dummy"))
+
+
+def test_a_mask_of_a_layers_own_is_not_left_out(tmp_path: Path) -> None:
+    """Doge's weighs tokens; it was served as if it had none, and answered otherwise."""
+    write_config("doge", tmp_path, **FIELDS)
+    with pytest.raises(ConfigError, match="DogeAttention makes a mask of its own"):
+        make(tmp_path, load_format="dummy")
