@@ -32,10 +32,10 @@ from kvserve.log import ConfigError
 _states_of = Late("engine.models.recurrent:states_of")
 _recurrent = Late("engine.models.recurrent:Recurrent")
 NAME = "kvserve"
-_FULL = {"full_attention", "attention", "hybrid"}
+_FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention", "chunked_attention"}
 _STATES = {"linear_attention", "conv", "moe", "mlp"}
-"""Layers without keys and values, of models that keep states."""
+"""Layers without keys and values, of models that keep states. Those that have both are hybrid."""
 _KEEP_STATES = {
     *("bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
     *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -132,7 +132,7 @@ def count_weights(directory: Path) -> tuple[int, int, int]:
 
 
 @dataclass
-class _Step:
+class Step:
     """What the layers of one forward are given, nothing in a trial; ``layers`` have attended."""
 
     layers: list[int]
@@ -157,7 +157,7 @@ class Borrowed(Transformer):
         self.norm = empty(spec.hidden_size)
         self.causal = causal
         self._base: Any = causal.base_model
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self.places = {layer: place for place, layer in enumerate(_attending(causal.config))}
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
@@ -178,7 +178,7 @@ class Borrowed(Transformer):
         wanted: Tensor | None = None,
     ) -> Tensor:
         """As ``Transformer.forward``."""
-        hidden = self._run(input_ids, batch.positions, _Step([], (batch, cache, attention)))
+        hidden = self._run(input_ids, batch.positions, Step([], (batch, cache, attention)))
         return hidden if wanted is None else hidden[wanted]
 
     def tabulate(self, max_len: int) -> None:
@@ -186,7 +186,7 @@ class Borrowed(Transformer):
 
     def try_out(self) -> None:
         """``ConfigError`` if a layer does not attend as ours do; two tokens, no cache."""
-        device, step = self._base.device, _Step([])
+        device, step = self._base.device, Step([])
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
         if step.layers != list(range(self.spec.num_layers)):
             missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
@@ -195,7 +195,7 @@ class Borrowed(Transformer):
                 self.spec.architecture, why if missing else "its layers attend more than once"
             )
 
-    def _run(self, input_ids: Tensor, positions: Tensor, step: _Step) -> Tensor:
+    def _run(self, input_ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         self._step = step
         try:
             answer = self._base(
@@ -333,6 +333,8 @@ def _attend(
         raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     if getattr(module, "is_causal", True) is False:
         raise refused(spec.architecture, f"{type(module).__name__} sees later tokens, too")
+    if attention_mask is not None:  # of ours transformers makes none
+        raise refused(spec.architecture, f"{type(module).__name__} makes a mask of its own")
     step = model._step
     assert step is not None
     step.layers.append(layer)
@@ -376,10 +378,10 @@ def _check_layers(config: Any, architecture: str) -> None:
         raise refused(architecture, f"its layers differ in {', '.join(different)}")
     kinds, known = getattr(config, "layer_types", None) or (), _FULL | _WINDOWED
     if config.model_type in _KEEP_STATES:
-        known = known | _STATES
+        known = known | _STATES | {"hybrid"}
     for index, kind in enumerate(kinds):
         if kind not in known:
-            raise refused(architecture, f"layer {index} is {kind}, which has no keys and values")
+            raise refused(architecture, f"layer {index} is {kind}, not keys and values alone")
     if getattr(config, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder")
     if getattr(config, "kv_lora_rank", None) and config.model_type not in _KEEP_STATES:

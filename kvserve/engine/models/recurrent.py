@@ -2,15 +2,15 @@
 and of short convolutions, over states of ours (``engine/cache/state_rows.py``).
 
 Such a module knows rows of one length alone, and no chunks of several rows one after the other. So
-it is called once for each length among a step's chunks: for all decoding rows at once.
+it is called once for each run of rows whose chunks are equally long: for all decoding rows at once.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
-from kvserve.engine.device.transfer import to_device
-from kvserve.engine.models.borrowed import Borrowed, refused
+from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.models.borrowed import Borrowed, Step, refused
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.state_group import LayerState
 
 _WITH_STATES = {"linear_attention", "conv", "hybrid"}
@@ -34,17 +32,11 @@ class LayerStates(NamedTuple):
     tail: Tensor
     recurrent: Tensor | None
 
-    def of(self, rows: slice | Tensor) -> LayerStates:
-        """Those of ``rows``: views of a slice, copies of others."""
+    def of(self, rows: slice) -> LayerStates:
+        """Views of those of ``rows``."""
         return LayerStates(
             self.tail[rows], None if self.recurrent is None else self.recurrent[rows]
         )
-
-    def put(self, rows: Tensor, states: LayerStates) -> None:
-        """Write ``states`` of ``rows [n]`` back."""
-        self.tail[rows] = states.tail
-        if self.recurrent is not None and states.recurrent is not None:
-            self.recurrent[rows] = states.recurrent
 
     # ---- what a module asks of transformers' cache ---------------------------------------------
     # In a step it writes into what the first two return, and calls at most the last one.
@@ -68,31 +60,24 @@ class LayerStates(NamedTuple):
         return self.recurrent.copy_(recurrent_states)
 
 
-@dataclass(frozen=True)
-class Call:
-    """Chunks of one ``length`` of a forward: the places of their ``tokens``, and their ``rows``."""
+class Call(NamedTuple):
+    """A run of chunks of one ``length`` in a forward: their ``tokens``, and their ``rows``."""
 
     length: int
-    tokens: slice | Tensor
-    rows: slice | Tensor
+    tokens: slice
+    rows: slice
 
 
 def calls_of(batch: ForwardBatch) -> list[Call]:
-    """The calls that a layer with states takes for ``batch``: one for each length of its chunks."""
-    lengths, device = np.diff(batch.starts), batch.positions.device
+    """The calls that a layer with states takes for ``batch``. Rows of a run follow one another, so
+    that each call computes in views of their states."""
+    starts, rows, lengths = batch.starts, batch.rows, np.diff(batch.starts)
+    breaks = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(rows) != 1)) + 1
     calls = []
-    for length in np.unique(lengths).tolist():
-        at = np.flatnonzero(lengths == length)
-        tokens = (batch.starts[at][:, None] + np.arange(length)).reshape(-1)
-        calls.append(Call(length, *(_places(x, device) for x in (tokens, batch.rows[at]))))
+    for first, end in pairwise([0, *breaks.tolist(), len(rows)]):
+        row, tokens = int(rows[first]), slice(int(starts[first]), int(starts[end]))
+        calls.append(Call(int(lengths[first]), tokens, slice(row, row + end - first)))
     return calls
-
-
-def _places(at: IntArray, device: torch.device) -> slice | Tensor:
-    """``at``, as a slice if one follows the other."""
-    if (np.diff(at) == 1).all():
-        return slice(int(at[0]), int(at[-1]) + 1)
-    return to_device(at.astype(np.int64), str(device))
 
 
 class Recurrent(Borrowed):
@@ -106,17 +91,12 @@ class Recurrent(Borrowed):
         for module in modules_with_states(causal):
             module.forward = partial(_run_module, ref(module))
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        batch: ForwardBatch,
-        cache: LayerCache,
-        attention: BatchAttention,
-        wanted: Tensor | None = None,
-    ) -> Tensor:
-        self._now = self.states[cache], calls_of(batch)
+    def _run(self, input_ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        if step.given is not None:
+            batch, over, _ = step.given
+            self._now = self.states[over], calls_of(batch)
         try:
-            return super().forward(input_ids, batch, cache, attention, wanted)
+            return super()._run(input_ids, positions, step)
         finally:
             self._now = None
 
@@ -127,11 +107,8 @@ class Recurrent(Borrowed):
         layers, calls = self._now
         states, out = layers[module.layer_idx], torch.empty_like(hidden)
         for call in calls:
-            own = states.of(call.rows)
             given = hidden[0, call.tokens].view(-1, call.length, hidden.shape[-1])
-            made = _call(module, given, own)
-            if not isinstance(call.rows, slice):
-                states.put(call.rows, own)
+            made = _call(module, given, states.of(call.rows))
             if len(calls) == 1:
                 return made.view(hidden.shape)
             out[0, call.tokens] = made.view(-1, hidden.shape[-1])
@@ -155,13 +132,18 @@ def _run_module(module: Any, *args: Tensor, **kwargs: Any) -> Tensor:
     return own.kvserve_model().run_module(own, hidden)
 
 
-def _call(module: Any, hidden: Tensor, cache: Any) -> Tensor:
+def _call(module: Any, hidden: Tensor, states: Any) -> Tensor:
     """transformers' own ``forward``: [n, length, H] -> [n, length, H]."""
-    kind = type(module)
-    names = inspect.signature(kind.forward).parameters
-    name = "cache_params" if "cache_params" in names else "past_key_values"
-    out: Tensor = kind.forward(module, hidden_states=hidden, **{name: cache})
+    kind: Any = type(module)
+    out: Tensor = kind.forward(module, hidden_states=hidden, **{_cache_name(kind): states})
     return out
+
+
+@cache
+def _cache_name(kind: type[Any]) -> str:
+    """What ``forward`` calls its cache."""
+    names = inspect.signature(kind.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 # ---- before anything is loaded -----------------------------------------------------------------
