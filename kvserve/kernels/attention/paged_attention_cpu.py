@@ -79,9 +79,9 @@ def paged_attention_cpu(
             continue
         log_sums, own = torch.empty(q.shape[:2], dtype=torch.float32), None
         if shares is not None:
-            recent = torch.zeros_like(shares.recent)  # none of the rest is among the newest
-            if newest is more and newest.recent is not None:
-                recent = newest.recent
+            recent = newest.recent if newest is more else None
+            if recent is None:  # none of the rest is among the newest
+                recent = torch.zeros_like(shares.recent)
             own = Shares(torch.empty_like(shares.out), recent)
         held = more.keys, more.values, more.tables, more.chunks
         out = attend(*held, shares=own, log_sums=log_sums, begun=begun)
