@@ -44,6 +44,26 @@ def find_model(
     ``download_dir`` or to the cache that HF_HOME names, without the weights or with Python files if
     so asked. HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT are obeyed.
     """
+    if (path := local_model(name, load_format=load_format, flag=flag)) is not None:
+        return path
+    patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
+    try:
+        from huggingface_hub import snapshot_download
+
+        fetched = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=list(_DUPLICATES),
+        )
+        return Path(fetched)
+    except Exception as error:  # any error of the network, the disk or the hub
+        raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
+
+
+def local_model(name: str, *, load_format: str = "auto", flag: str = "--model") -> Path | None:
+    """As ``find_model``, of what is on this machine; ``None``: the name is a hub id."""
     if name in SHIPPED_MODELS:
         return SHIPPED_MODELS[name]
     path = Path(name).expanduser()
@@ -67,20 +87,7 @@ def find_model(
             f"{flag}: {name} is neither a directory, a .gguf file nor a hub id (owner/name)"
             f"{did_you_mean(name, known)}"
         )
-    patterns = [*_SMALL_FILES, *["*.safetensors"] * weights, *["*.py"] * code]
-    try:
-        from huggingface_hub import snapshot_download
-
-        fetched = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=patterns,
-            ignore_patterns=list(_DUPLICATES),
-        )
-        return Path(fetched)
-    except Exception as error:  # any error of the network, the disk or the hub
-        raise ConfigError(f"{flag}: {_problem(error, name, revision, download_dir)}") from None
+    return None
 
 
 def _gguf_in(directory: Path, load_format: str, flag: str) -> Path | None:

@@ -9,7 +9,6 @@ import sys
 from typing import NoReturn
 
 from kvserve import __version__
-from kvserve.config import ModelConfig
 from kvserve.flags import add_flag
 from kvserve.log import configure_logging, logger
 from kvserve.server.settings.reading import GROUPS, check_policies, read_settings
@@ -49,19 +48,14 @@ def run(args: argparse.Namespace) -> int:
     if "VLLM_API_KEY" in os.environ and not (settings.api_key or settings.api_key_file):
         logger.warning("VLLM_API_KEY is not read: anybody may ask; set KVSERVE_API_KEY")
     signal.signal(signal.SIGTERM, _leave)
-    _check_name(config.model)
+    from kvserve.engine.models.hub import local_model
+
+    # What is no model's name is refused before the engine's process loads torch.
+    local_model(config.model.model, load_format=config.model.load_format)
     check_policies(config.compression)
     from kvserve.server.cli.runner import serve
 
     return serve(config, settings)
-
-
-def _check_name(model: ModelConfig) -> None:
-    """Refuse a name that is no model's before the engine's process loads torch."""
-    from kvserve.engine.models.hub import find_model
-
-    if model.model.count("/") != 1 or model.model.startswith("kvserve/"):  # nothing is fetched
-        find_model(model.model, load_format=model.load_format)
 
 
 def _leave(*_: object) -> NoReturn:
