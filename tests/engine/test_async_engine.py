@@ -449,22 +449,24 @@ async def test_an_engine_that_is_forgotten_leaves_the_next_ones_sockets_open() -
 
 _LOADED = """
 import sys
-from kvserve import EngineConfig
+from kvserve.config import config_of
 from kvserve.engine.core.core_loop import serving_core
-config = EngineConfig.from_flat(
-    model="kvserve/tiny", policy=sys.argv[1], device="cpu", num_gpu_blocks_override=200
-)
+policy = {"name": sys.argv[1], **eval(sys.argv[2])}
+config = config_of("kvserve/tiny", policy=policy, device="cpu", num_gpu_blocks_override=200)
 core = serving_core(config, lambda stage: None)
-event = "engine.compression.compressor", "kernels.scores.window_scores"
+event = "kernels.scores.window_scores", "kernels.scores.token_to_chunk"
 print(*("kvserve." + name in sys.modules for name in event), core.stats().compactions_total)
 core.close()
 """
 
 
-@pytest.mark.parametrize("policy", ["none", "kara"])
-def test_what_events_need_is_there_before_the_first_request(policy: str) -> None:
-    """Else the first event waits for it, and every request beside it; ``none`` has no events."""
-    command = [sys.executable, "-c", _LOADED, policy]
+@pytest.mark.parametrize(
+    ("policy", "fields"), [("none", "{}"), ("kara", "{}"), ("kara", "{'score_every': 64}")]
+)
+def test_what_events_need_is_there_before_the_first_request(policy: str, fields: str) -> None:
+    """Else the first event that evicts waits for it, and every request beside it; ``none`` has no
+    events."""
+    command = [sys.executable, "-c", _LOADED, policy, fields]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
     loaded = policy == "kara"
     assert done.stdout.split() == [str(loaded)] * 2 + ["0"]

@@ -267,14 +267,12 @@ class Arithmetic:
         )
         at_once = min(args.max_num_seqs, int(self._pool // most))
         entry = part.num_kv_heads * form.entry_bytes(part.head_dim, len(part.layers.full))
+        read = self._read + at_once * (mean + self._states)
         row: dict[str, Any] = {
             **{"policy": spec.label, "policy_args": spec.as_dict, "kv_cache_dtype": form.name},
             **{"pool_entries": self._pool / entry, "mean_entries": held.mean, "at_once": at_once},
             "request_mib": args.tensor_parallel_size * (most + self._states) / 2**20,
-            "most_tok_s": at_once
-            * self._bandwidth
-            * 1e12
-            / (self._read + at_once * (mean + self._states)),
+            "most_tok_s": at_once * self._bandwidth * 1e12 / read,
         }
         first = self._rows[0] if self._rows else row
         for ratio, key in (("at_once_ratio", "at_once"), ("most_speed_up", "most_tok_s")):

@@ -77,8 +77,6 @@ class Policy:
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
     uses_values: ClassVar[bool] = False
     """It scores by the entries' values too (``Observation.values``)."""
-    scores_levels: ClassVar[bool] = False
-    """Its scores take keys as they are held, too (``Observation.keys``)."""
     uses_centres: ClassVar[bool] = False
     """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
@@ -204,6 +202,11 @@ class Policy:
     def reads_values(self) -> bool:
         """Whether ``score`` reads values: by default, what the class declares."""
         return self.uses_values
+
+    @property
+    def scores_levels(self) -> bool:
+        """Whether ``score`` takes keys as they are held, too (``Observation.keys``)."""
+        return False
 
     @property
     def leaves(self) -> str:

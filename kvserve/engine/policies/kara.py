@@ -182,9 +182,10 @@ class Kara(Policy):
             self.query_stride,
             f"a divisor of the {count} queries that leaves at least {_LEAST_QUERIES} of them",
         )
-        shared = self.buffer if self.query_source == "log" else 0
-        allowed = f"a divisor of the buffer of {self.buffer} tokens, whose queries score again"
-        require(shared % self.query_stride == 0, "query_stride", self.query_stride, allowed)
+        if self.query_source == "log":  # it counts from each window's first token
+            even = self.window % self.query_stride == self.buffer % self.query_stride == 0
+            allowed = f"a divisor of window {self.window} and buffer {self.buffer}"
+            require(even, "query_stride", self.query_stride, allowed)
         if self.score_every is not None:
             self._check_sums(self.score_every)
         if self.budget is not None:
@@ -253,7 +254,7 @@ class Kara(Policy):
         return self.protect_turns
 
     @property
-    def scores_levels(self) -> bool:  # type: ignore[override]
+    def scores_levels(self) -> bool:
         return self.sees_all and self.remainder != "fitted" and not self.score_every
 
     @property

@@ -86,7 +86,7 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
     if task is None or task.old_lens.max() > max_len:
         return  # no sequence gets so long
     tables = runner.batch.block_tables, runner.batch.log_tables
-    if policy.demands.event_kind is not EventKind.EVEN:
+    if policy.demands.event_kind not in (EventKind.EVEN, EventKind.REST):
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
@@ -122,10 +122,8 @@ def _move(runner: ModelRunner) -> None:
 
 
 def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> Events | None:
-    """The first event of ``events`` equal rows with ``prompt`` tokens; ``None`` if there is none.
-
-    Kept entries go to the null block.
-    """
+    """The first event of ``events`` equal rows with ``prompt`` tokens that evicts, if they have one
+    that does; ``None`` if there is none. Kept entries go to the null block."""
 
     def each(value: int) -> IntArray:
         return np.full(events, value, np.int32)
@@ -135,7 +133,10 @@ def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> E
     due = trigger.next_event(RowState(each(prompt), zero, zero, start, size))
     if due[0] == NO_EVENT:
         return None
-    plan = trigger.plan(RowState(each(prompt), due, due, start, size))
+    plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
+    while not plan.evicted[0] and due[0] < (later := trigger.next_event(now))[0] < NO_EVENT:
+        due = later
+        plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
     width = -(-int((due - plan.evicted)[0]) // size) - int(plan.region_start[0]) // size
     lanes = layout.layer_groups, events, layout.rows
     held = np.broadcast_to(due[None, :, None], lanes).copy()

@@ -26,6 +26,10 @@ class Summing(Trigger):
         return self.every
 
     @property
+    def intact(self) -> int:  # type: ignore[override]
+        return self.buffer
+
+    @property
     def log_span(self) -> int:  # type: ignore[override]
         return self.every
 

@@ -4,6 +4,7 @@ however a sequence is computed."""
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvserve.engine.policies.kara import Kara
 from tests.checkpoints import write_checkpoint
 from tests.engine.compression.test_remainder import COMPANY
 from tests.engine.policies.cases import Case
-from tests.engine.policies.test_conformance import Lab, Run, same
+from tests.engine.policies.test_conformance import Lab, Run, again, equal_vectors, same
 
 _KARA: dict[str, Any] = {"window": 20, "buffer": 4, "ratio": 0.4, "period": 5}
 _OTHER = {"ratio": 0.3, "query_reduce": "heads"}
@@ -106,6 +107,19 @@ def test_scores_are_the_attention_of_the_true_queries(lab: Lab, case: Case) -> N
     for (absolute, within), choice in zip(expected, run.choices, strict=True):
         torch.testing.assert_close(choice.scores[0], absolute, rtol=0.05, atol=1e-3)
         assert (within / absolute).median() > (2 if policy.protect_prompt else 0.9)
+
+
+@pytest.mark.usefixtures("few_newest", "some_text")
+def test_the_buffer_is_read_on_as_computed(tmp_path: Path) -> None:
+    """Beside entries in few bits, as behind an event of a whole window's queries."""
+    directory, case = write_checkpoint("llama", tmp_path, head_dim=32), SUMMED[1]
+    lab = Lab(directory, "model", "k3v3", [case], "int4")
+    assert lab.intact(case.label) == case.spec["buffer"]
+    run, dense = lab.alone(case.label), lab.dense(case.label)
+    torch.testing.assert_close(run.logits, dense.logits[-len(run.logits) :], rtol=0, atol=1e-3)
+    for layer, stored in lab.levels(run).items():
+        for mine, x in zip(stored, dense.exact[layer], strict=True):
+            assert equal_vectors(mine, again(mine, x)).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("case", SUMMED, ids=lambda case: case.label)

@@ -240,6 +240,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"query_stride": 3}, "query_stride"),  # does not divide 512
         ({"query_stride": 5, "queries": "buffer"}, "query_stride"),
         ({"query_stride": 4, "buffer": 126}, "query_stride"),  # the buffer's queries score again
+        ({"query_stride": 3, "buffer": 126, "queries": "buffer"}, "query_stride"),
         *(({"score_every": 48}, "score_every"), ({"score_every": 4}, "score_every")),
         ({"score_every": 32, "query_source": "recompute"}, "score_every"),
         *(({"score_every": 32, name: value}, "score_every") for name, value in NOT_SUMMED),
