@@ -165,8 +165,6 @@ def serving_core(config: EngineConfig, tell: Callable[[str], None]) -> EngineCor
         from kvserve.engine.runner.warm_up import rehearse_event
 
         rehearse_event(runner, policy, core.info.max_model_len, events=1)
-        if runner.batch.remainders is not None:
-            runner.batch.remainders.used = False  # nothing was dropped
     return core
 
 

@@ -91,6 +91,8 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
     runner.compressor.run(task, policy, *tables)
+    if runner.batch.remainders is not None:
+        runner.batch.remainders.used = False  # nothing was dropped
     if policy.demands.kept_scores:
         runner.batch.kept_scores.first(policy.demands.kept_scores).zero_()
 
@@ -134,8 +136,8 @@ def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> E
     if due[0] == NO_EVENT:
         return None
     plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
-    while not plan.evicted[0] and due[0] < (later := trigger.next_event(now))[0] < NO_EVENT:
-        due = later
+    while not plan.evicted[0] and due[0] < (further := trigger.next_event(now))[0] < NO_EVENT:
+        due = further
         plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
     width = -(-int((due - plan.evicted)[0]) // size) - int(plan.region_start[0]) // size
     lanes = layout.layer_groups, events, layout.rows
