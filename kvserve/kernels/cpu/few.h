@@ -26,22 +26,6 @@ struct Strips {
     return strip * 16 * width + (keys ? at / 4 * 64 + entry * 4 + at % 4
                                       : entry / 4 * 4 * width + at * 4 + entry % 4);
   }
-
-  // Levels of a vector's bytes: as many as there are fields, times width.
-  void levels(const uint8_t* held, float* to) const {
-    for (int j = 0; j < width; ++j) {
-      if (bits != 3) {
-        for (int f = 0; f < 8 / bits; ++f) to[f * width + j] = held[j] >> (bits * f) & ((1 << bits) - 1);
-        continue;
-      }
-      const uint8_t a = held[j], b = held[width + j], c = held[2 * width + j];
-      const uint8_t found[8] = {
-          (uint8_t)(a & 7),      (uint8_t)(a >> 3 & 7), (uint8_t)(b & 7), (uint8_t)(b >> 3 & 7),
-          (uint8_t)(c & 7),      (uint8_t)(c >> 3 & 7), (uint8_t)(a >> 6 | (c >> 5 & 4)),
-          (uint8_t)(b >> 6 | (c >> 4 & 4))};
-      for (int f = 0; f < 8; ++f) to[f * width + j] = found[f];
-    }
-  }
 };
 
 // 2 ** (j / 16).
@@ -57,12 +41,6 @@ inline const float* sixteenths() {
 }
 
 // What codes stand for.
-inline float scale_of(uint8_t code) {
-  const uint32_t bits = (uint32_t)(code / 16 - 8 + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return sixteenths()[code % 16] * power;
-}
 inline Lanes<16>::F scales_of(Lanes<16>::I codes) {
   typedef Lanes<16> X;
   const X::F table = X::load(sixteenths());

@@ -276,12 +276,18 @@ void pack(const I* levels, int dim, const Strips& strips, U* words) {
   }
 }
 
-// Words and codes of 16 tokens to their slots; tokens that follow each other in one tile go together.
+// Whether these are the entries of one tile.
+inline bool is_tile(const int64_t* slots, int count) {
+  for (int t = 1; t < count; ++t)
+    if (slots[t] != slots[0] + t) return false;
+  return count == kTile && slots[0] % kTile == 0;
+}
+
+// Words and codes of 16 tokens to their slots; the keys of a tile go together.
 void write(const Layer& layer, const Kind& kind, const int64_t* slots, int count, int64_t head,
            const U* words, I codes) {
   const int bytes = kind.strips.bytes();
-  const bool together = count == kTile && slots[0] % kTile == 0 && slots[kTile - 1] == slots[0] + kTile - 1;
-  if (together && kind.keys) {
+  if (kind.keys && is_tile(slots, count)) {
     uint8_t* tile = layer.tile(slots[0], head);
     for (int at = 0; at < bytes; at += 4) std::memcpy(tile + kind.place(at), &words[at / 4], 64);
     for (int t = 0; t < kTile; ++t) tile[kind.code + t] = codes[t];
@@ -353,30 +359,86 @@ extern "C" struct GatherFew {
 
 namespace {
 
+// What `write` wrote: words, and codes, which are returned. Lanes behind `count` are zero.
+I read(const Layer& layer, const Kind& kind, const int64_t* slots, int count, int64_t head, U* words) {
+  const int bytes = kind.strips.bytes();
+  I codes = {};
+  if (kind.keys && is_tile(slots, count)) {
+    const uint8_t* tile = layer.tile(slots[0], head);
+    for (int at = 0; at < bytes; at += 4) std::memcpy(&words[at / 4], tile + kind.place(at), 64);
+    return (I)unsigned_bytes<16>(tile + kind.code);
+  }
+  std::memset(words, 0, bytes * kTile);
+  for (int t = 0; t < count; ++t) {
+    const uint8_t* tile = layer.tile(slots[t], head);
+    const int entry = slots[t] % kTile;
+    for (int at = 0; at < bytes; at += 4) {
+      const uint8_t* from = tile + kind.at + kind.strips.place(at, entry, kind.keys);
+      uint8_t* to = (uint8_t*)&words[at / 4] + 4 * t;
+      if (kind.keys)
+        std::memcpy(to, from, 4);
+      else
+        for (int byte = 0; byte < 4; ++byte) to[byte] = from[4 * byte];
+    }
+    codes[t] = tile[kind.code + entry];
+  }
+  return codes;
+}
+
+// Levels of 16 vectors from their words, channel by channel: as many as there are fields, times width.
+void unpack(const U* words, const Strips& strips, F* x) {
+  const int width = strips.width, bits = strips.bits;
+  const auto field = [&](int at, int shift, uint32_t mask) {  // of byte `at`
+    return words[at / 4] >> (at % 4 * 8 + shift) & mask;
+  };
+  const auto set = [&](int number, int j, U levels) {
+    x[number * width + j] = __builtin_convertvector((I)levels, F);
+  };
+  for (int j = 0; j < width; ++j) {
+    if (bits != 3) {
+      for (int f = 0; f < 8 / bits; ++f) set(f, j, field(j, bits * f, (1u << bits) - 1));
+      continue;
+    }
+    const int last = 2 * width + j;
+    for (int f = 0; f < 6; ++f) set(f, j, field(f / 2 * width + j, f % 2 * 3, 7));
+    set(6, j, field(j, 6, 3) | field(last, 7, 1) << 2);
+    set(7, j, field(width + j, 6, 3) | field(last, 6, 1) << 2);
+  }
+}
+
+// The other way of `load`.
+template <typename T>
+void unload(const F* x, int count, int dim, T* to) {
+  for (int d = 0; d < dim; d += 16) {
+    F rows[16];
+    std::memcpy(rows, x + d, sizeof rows);
+    transpose<1>(rows), transpose<2>(rows), transpose<4>(rows), transpose<8>(rows);
+    for (int t = 0; t < count; ++t) X::store(to + t * dim + d, rows[t], std::min(16, dim - d));
+  }
+}
+
 template <typename T>
 void gather(const GatherFew& c) {
   const Layer layer(c.blocks);
   const Kind& kind = c.mean ? layer.key : layer.value;
-  const Strips& strips = kind.strips;
-  const int dim = c.blocks.dim, bytes = strips.bytes();
-  const float half = (1 << (strips.bits - 1)) - 0.5f;
-  uint8_t held[kMaxBytes + 16];
-  float x[kMaxDim + 64];
+  const int dim = c.blocks.dim;
+  const float half = (1 << (kind.strips.bits - 1)) - 0.5f;
+  alignas(64) F x[kMaxDim + 64];
+  U words[kMaxBytes / 4 + 4];
   T* out = static_cast<T*>(c.out);
   for (int64_t head = 0; head < c.num_heads; ++head)
-    for (int64_t i = 0; i < c.length; ++i, out += dim) {
-      const int64_t slot = c.slots[head * c.length + i];
-      const uint8_t* tile = layer.tile(slot, head % c.blocks.heads);
-      const int entry = slot % kTile;
-      for (int byte = 0; byte < bytes; ++byte)
-        held[byte] = tile[kind.at + strips.place(byte, entry, kind.keys)];
-      strips.levels(held, x);
-      const float step = scale_of(tile[kind.code + entry]) * kind.factor;
+    for (int64_t first = 0; first < c.length; first += kTile) {
+      const int count = std::min<int64_t>(kTile, c.length - first);
+      const int64_t* slots = c.slots + head * c.length + first;
+      const I codes = read(layer, kind, slots, count, head % c.blocks.heads, words);
+      const F step = scales_of(codes) * kind.factor;
+      unpack(words, kind.strips, x);
       for (int d = 0; d < dim; ++d) x[d] = (x[d] - half) * step;
       turn(x, dim);
       if (c.mean)
         for (int d = 0; d < dim; ++d) x[d] = x[d] + c.mean[head * dim + d];
-      for (int d = 0; d < dim; ++d) put(out + d, x[d]);
+      unload(x, count, dim, out);
+      out += count * dim;
     }
 }
 
