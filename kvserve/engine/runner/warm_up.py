@@ -82,9 +82,9 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
         _move(runner)
         _store_rotated(runner)
         return  # the rest of their first events runs torch's operators and attention
-    task = first_event(policy, layout, events, prompt=min(256, max_len // 2))
-    if task is None or task.old_lens.max() > max_len:
-        return  # no sequence gets so long
+    task = first_event(policy, layout, events, min(256, max_len // 2), max_len)
+    if task is None:
+        return
     tables = runner.batch.block_tables, runner.batch.log_tables
     if policy.demands.event_kind not in (EventKind.EVEN, EventKind.REST):
         _, found = runner.compressor.observe(task, policy, *tables)
@@ -123,9 +123,11 @@ def _move(runner: ModelRunner) -> None:
     cache.entries.move(entries, entries, runs=1)
 
 
-def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> Events | None:
-    """The first event of ``events`` equal rows with ``prompt`` tokens that evicts, if they have one
-    that does; ``None`` if there is none. Kept entries go to the null block."""
+def first_event(
+    policy: Policy, layout: KVLayout, events: int, prompt: int, longest: int
+) -> Events | None:
+    """The first event that evicts of ``events`` equal rows with ``prompt`` tokens, or the last one
+    up to ``longest`` tokens; ``None`` if there is none. Kept entries go to the null block."""
 
     def each(value: int) -> IntArray:
         return np.full(events, value, np.int32)
@@ -133,10 +135,10 @@ def first_event(policy: Policy, layout: KVLayout, events: int, prompt: int) -> E
     trigger, zero, size = policy.event_trigger, each(0), layout.block_size
     start = trigger.start(each(prompt))
     due = trigger.next_event(RowState(each(prompt), zero, zero, start, size))
-    if due[0] == NO_EVENT:
+    if due[0] > longest:
         return None
     plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
-    while not plan.evicted[0] and due[0] < (further := trigger.next_event(now))[0] < NO_EVENT:
+    while not plan.evicted[0] and due[0] < (further := trigger.next_event(now))[0] <= longest:
         due = further
         plan = trigger.plan(now := RowState(each(prompt), due, due, start, size))
     width = -(-int((due - plan.evicted)[0]) // size) - int(plan.region_start[0]) // size

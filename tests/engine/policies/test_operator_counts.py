@@ -46,7 +46,7 @@ class CountCalls(TorchDispatchMode):
 def first_event(policy: Policy, events: int) -> Events:
     """``events`` equal rows, at their first event; row e holds blocks e * COLUMNS + 1 and on."""
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK)
-    task = warm_up.first_event(policy, layout, events, PROMPT)
+    task = warm_up.first_event(policy, layout, events, PROMPT, 4096)
     assert task is not None
     first, width = int(task.copy_start[0]) // BLOCK, task.dst_blocks.shape[-1]
     return replace(task, dst_blocks=tables(events)[:, :, :, first : first + width])
