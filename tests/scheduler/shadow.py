@@ -539,7 +539,7 @@ class ShadowRunner:
                 if task.kind is EventKind.BLOCKS:
                     columns = self._columns(task, e, lane)
                     new = [x for c in columns for x in old[c * self.size : (c + 1) * self.size]]
-                elif task.kind is not EventKind.EVEN:
+                elif not task.kind.is_even:
                     assert task.new_lens[at] - start == self._count(task, e, lane), "stale counts"
                     new = old[:start] + old[len(old) - (task.new_lens[at] - start) :]
                 else:

@@ -253,6 +253,37 @@ def test_a_failure_in_a_stream_has_its_form(start_server: StartServer) -> None:
     assert last["type"] == "error" and last["error"]["type"] == "api_error"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "headers"),
+    [
+        ("GET", "/v1/messages", 405, {}),
+        ("POST", "/v1/messages/nothing", 404, {}),
+        ("POST", "/v1/messages", 403, {"Origin": "http://elsewhere.example"}),
+    ],
+)
+def test_a_refusal_before_the_route_has_its_form(
+    server: RunningServer, method: str, path: str, status: int, headers: dict[str, str]
+) -> None:
+    plain = {**headers, "Content-Type": "text/plain"} if headers else {}
+    answer = server.http.request(method, path, content=b"{}", headers=plain)
+    assert answer.status_code == status
+    assert answer.json()["type"] == "error" and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    "asked", [{"n": 2}, {"kv_trace": True}, {"return_token_ids": True}, {"prompt_logprobs": 0}]
+)
+def test_what_an_answer_has_no_place_for_is_refused(
+    server: RunningServer, path: str, asked: dict[str, Any]
+) -> None:
+    field = "input" if path.endswith("responses") else "messages"
+    body = {field: [{"role": "user", "content": "hi"}], "max_tokens": 5, **asked}
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(asked))
+
+
 def test_tokens_are_counted(server: RunningServer) -> None:
     body = {"model": MODEL, "system": "be", "messages": [{"role": "user", "content": "hi"}]}
     counted = server.http.post("/v1/messages/count_tokens", json=body).json()

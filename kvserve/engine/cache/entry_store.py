@@ -38,7 +38,7 @@ class RawEntries:
     def write(self, place: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the new entries of the layer at ``place`` in its blocks.
 
-        slots: int64 [R, T]; k, v: [T, Hkv, D].
+        slots: int64 [R, T]; k, v: [T, Hkv, D]. What was read of a quantised form is rounded again.
         """
         self._kernels.store_kv(self.memory, place, slots, k, v)
 

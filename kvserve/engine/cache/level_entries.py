@@ -20,7 +20,7 @@ from kvserve.scheduler.arrays import IntArray
 class QuantizedEntries(RawEntries):
     """Levels with a scale for each vector: ``memory`` uint8 [num_blocks, L/LG, bytes].
 
-    A number is rounded once, when it is stored; events read numbers of ``dtype``.
+    A number is rounded when it is written, and not by moves; events read numbers of ``dtype``.
     """
 
     def __init__(

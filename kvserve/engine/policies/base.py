@@ -101,7 +101,7 @@ class Policy:
             off, even = self.remainder == "off", self.event_kind is EventKind.REST
             require(off, "remainder", self.remainder, "off with rest_bits, which drops nothing")
             require(self.rest_bits >= 1, "rest_bits", self.rest_bits, "0, or at least 1")
-            why = "0 where layers or heads keep different numbers of entries, or whole blocks"
+            why = f"0 where events are {self.event_kind.value}"
             require(even, "rest_bits", self.rest_bits, why)
 
     def check(self) -> None:

@@ -25,9 +25,9 @@ class PromptPolicy(Policy):
 
     budget: int | None = argument(
         None,
-        "entries kept per head, the protected newest ones among them; give this or ratio",
+        "entries kept per head, protected newest ones among them; give this or ratio",
         least=1,
-        note="above the protected ones",
+        note="above the protected ones, if any",
     )
     ratio: float | str | None = common.kept_ratio(
         None, "fraction of the prompt's entries that is kept (trigger prefill only)"

@@ -161,7 +161,8 @@ class Observation:
         return self.missing, self.shares if absolute else None, self.remainder, self.sinks
 
     def accumulated_mass(self) -> Tensor:
-        """Attention received since each entry came: float32 [E, L, Hkv, n] (H2O)."""
+        """Attention received since each entry came, or from the observed queries alone without
+        ``kept_scores``, summed over a group's heads: float32 [E, L, Hkv, n] (H2O)."""
         beside = None, None, self.remainder, self.sinks
         mass = received_mass(self.queries, self.keys, self.scale, *beside)
         if self.earlier is not None:

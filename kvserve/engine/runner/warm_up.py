@@ -86,7 +86,7 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
     if task is None:
         return
     tables = runner.batch.block_tables, runner.batch.log_tables
-    if policy.demands.event_kind not in (EventKind.EVEN, EventKind.REST):
+    if not policy.demands.event_kind.is_even:
         _, found = runner.compressor.observe(task, policy, *tables)
         runner.compressor.run_observed(task, policy, found, tables[0])
         return

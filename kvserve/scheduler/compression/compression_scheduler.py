@@ -195,8 +195,7 @@ class CompressionScheduler:
         later = order[:0]
         if max_observed is not None:
             queries = [  # whose attention each event still has to work out
-                events.plan.num_scored_queries
-                * (not events.lengths_known or events.kind in (EventKind.EVEN, EventKind.REST))
+                events.plan.num_scored_queries * (not events.lengths_known or events.kind.is_even)
                 for events in candidates
             ]
             fits = np.concatenate(queries)[order].cumsum() <= max_observed

@@ -12,8 +12,8 @@ from kvserve.scheduler.triggers.trigger import EventKind
 
 
 class Kind(NamedTuple):
-    """``host``, a ``HostEvenEvents``, does what an event does to lengths and blocks; ``device``, a
-    ``DeviceEvents``, what it does to entries."""
+    """``host``, a ``HostEvenEvents`` or a subclass, does what an event does to lengths and blocks;
+    ``device``, a ``DeviceEvents``, what it does to entries."""
 
     host: Late
     device: Late

@@ -44,6 +44,11 @@ class EventKind(enum.Enum):
     CODED = "coded"
     PRUNED = "pruned"
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the trigger alone says how many stay, so that scoring and moving are one."""
+        return self in (EventKind.EVEN, EventKind.REST)
+
 
 @dataclass(frozen=True, slots=True)
 class RowState:

@@ -50,6 +50,8 @@ anthropic = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=JsonRoute)
 
 _HEADER_MOST = 1000
 _NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
+_UNSHOWN = ("kv_trace", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
+"""Fields of chat requests that answers of other APIs have no place for."""
 
 
 @router.post("/completions", responses=streamed(Completion))
@@ -81,18 +83,20 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     return await _respond(generation, writer, body.stream, request, body.skipped)
 
 
+def _refuse_unshown(chat: ChatCompletionRequest) -> None:
+    """Refuse what an answer of one text has no place for."""
+    asked = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            why = f"{name} goes with /v1/chat/completions"
+            raise RequestError(why, param=name, code="unsupported_field")
+
+
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
     chat = await beside(body.as_chat)
-    if (chat.n or 1) > 1:
-        raise RequestError("n must be 1", param="n")
-    if chat.kv_trace:
-        raise RequestError(
-            "kv_trace goes with /v1/chat/completions and /v1/completions",
-            param="kv_trace",
-            code="unsupported_field",
-        )
+    _refuse_unshown(chat)
     state, model, request_id, plan = await _plan(chat, request, "resp", OWN_NAMES)
     own = {"max_tokens": body.token_limit_field, "prompt": "input"}
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
@@ -113,9 +117,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request."""
     reasons = request.app.state.server.chat.reasoning is not None
     chat = await beside(lambda: body.as_chat(reasons))
-    if (chat.n or 1) > 1 or chat.kv_trace:
-        name = "kv_trace" if chat.kv_trace else "n"
-        raise RequestError(f"{name} goes with /v1/chat/completions", param=name)
+    _refuse_unshown(chat)
     state, model, request_id, plan = await _plan(chat, request, "msg", NAMES_OF_MESSAGES)
     # Agents ask for as many tokens as their own models give: those that fit are what they get.
     room = state.engine.info.max_model_len - len(plan.prompt)

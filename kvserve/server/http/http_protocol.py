@@ -27,6 +27,10 @@ MAX_UNSENT = 2**28
 """Bytes that wait for all clients together."""
 
 
+def _too_long() -> ApiError:
+    return ApiError(431, f"the headers are larger than {MAX_HEAD} bytes", code="headers_too_large")
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. ``limited`` makes the class for a server's settings."""
 
@@ -115,7 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes = None
         if self._fields_bytes > MAX_HEAD:  # it came at once, and is not incomplete at any time
-            self._refuse(ApiError(431, f"the headers are larger than {MAX_HEAD} bytes"))
+            self._refuse(_too_long())
             return
         self._expect("body")
         super().on_headers_complete()
@@ -136,7 +140,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD:
-            self._refuse(ApiError(431, f"the headers are larger than {MAX_HEAD} bytes"))
+            self._refuse(_too_long())
 
     def _opened(self, data: bytes) -> bytes:
         """What a client says over TLS; one that does not speak TLS is closed."""

@@ -201,7 +201,7 @@ class OriginMiddleware:
         if error is None:
             await self.app(scope, receive, send)
         else:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
 
     def _fault(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -23,7 +23,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error, on every route."""
+    """The body of an error; on Anthropic's routes with ``"type": "error"`` beside it."""
 
     error: ErrorDetails
 

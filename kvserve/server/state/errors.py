@@ -1,4 +1,5 @@
-"""One error body for every route: ``{"error": {"message", "type", "param", "code"}}``.
+"""One error for every route, in the form of the route's API: OpenAI's is ``{"error": {"message",
+"type", "param", "code"}}``, Anthropic's has ``"type": "error"`` beside it.
 
 Clients turn this shape into exceptions; they could not do so with a bare string or a traceback.
 """
@@ -117,7 +118,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def handle(request: Request, exc: Exception) -> Response:
         if isinstance(exc, StarletteHTTPException) and not isinstance(exc, ApiError):
-            return _http_error(exc, request).response()
+            return _http_error(exc, request).response(request.url.path)
         error = as_api_error(exc, getattr(request.state, "request_id", None))
         response = error.response(request.url.path)
         _drop_frames(exc)

@@ -104,6 +104,7 @@ class Case:
 
 
 def every(period: int, first: int, held: int) -> list[tuple[int, int]]:
+    """Events from ``first`` tokens seen on, each ``period`` tokens, that leave ``held`` each."""
     return [(seen, held) for seen in range(first, SEEN, period)]
 
 

@@ -323,6 +323,7 @@ def test_heads_have_a_limit(plain: Server, data: bytes, status: int) -> None:
         while not answer.endswith(b"}}") and (part := client.recv(10_000)):
             answer += part
     assert answer.startswith(b"HTTP/1.1 %d " % status) and b'{"error":{"message":"' in answer
+    assert b'"code":null' not in answer
     assert httpx.get(f"{plain.url}/health", timeout=WAIT).status_code == 200
 
 
