@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,8 +40,16 @@ def observe(queries: Tensor, keys: Tensor, scale: float = 1.0) -> Observation:
 
 
 def choose(policy: Policy, obs: Observation, keep: int) -> list[list[int]]:
-    """Kept places of each KV head."""
-    kept = policy.select(policy.score(obs), obs.keys.shape[-2], keep)
+    """Kept places of each KV head; checks that only scores that join heads say so."""
+    joined: list[Tensor] = []
+
+    def gather(x: Tensor) -> Tensor:
+        joined.append(x)
+        return obs.gather(x)
+
+    noted = replace(obs, gather=gather)
+    kept = policy.select(policy.score(noted), obs.keys.shape[-2], keep)
+    assert bool(joined) == policy.couples_heads
     places: list[list[int]] = kept[0, 0].tolist()
     return places
 
