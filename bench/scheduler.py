@@ -31,7 +31,8 @@ from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import Periodic
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, EventKind, Never, Trigger
+from kvserve.scheduler.triggers.trigger import EventKind, Never, Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 TRIGGERS: dict[str, Trigger] = {"none": Never(), "kara": Periodic(512, 32, 144, 32)}

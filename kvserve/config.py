@@ -7,57 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvserve.entry_format import FORMATS
-from kvserve.fields import (
-    Setting,
-    check_limits,
-    did_you_mean,
-    number_wanted,
-    setting,
-    settings_of,
-)
+from kvserve.fields import Setting, check_limits, setting, settings_of
 from kvserve.log import ConfigError, shown
-
-NGRAM = "ngram"
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-_MOST_TOKENS, _MOST_LOOKUP = 32, 32
-_DEFAULT_LOOKUP = 5
-
-
-def read_speculation(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """Of ``speculative_config``: the most tokens to guess, and the fewest and most of the newest
-    that are looked up; ``None`` if it is empty. ``ConfigError`` names the key."""
-    if not given:
-        return None
-    method = given.get("method")
-    if method != NGRAM:
-        why = "kvserve guesses by n-grams of the sequence itself, without a second model"
-        raise _wrong("method", f"must be {NGRAM}, got {shown(method)}: {why}")
-    for key in given:
-        if key not in _KEYS:
-            raise _wrong(key, f"is unknown{did_you_mean(key, _KEYS)}")
-    tokens = _number(given, "num_speculative_tokens", None, _MOST_TOKENS)
-    least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
-    default = _DEFAULT_LOOKUP if least is None and most is None else None
-    shortest = _number(given, "prompt_lookup_min", default or most, _MOST_LOOKUP)
-    longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
-    if shortest > longest:
-        raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
-    return tokens, shortest, longest
-
-
-def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
-    value: Any = given.get(key)
-    value = default if value is None else value
-    if (wanted := number_wanted(value, int, 1, most)) is not None:
-        raise _wrong(key, f"must be {wanted}, got {shown(value)}")
-    number: int = value
-    return number
-
-
-def _wrong(key: str, what: str) -> ConfigError:
-    """What is wrong with one of the keys."""
-    return ConfigError(f"--speculative-config: {key}: {what}")
-
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
 

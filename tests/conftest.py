@@ -85,7 +85,7 @@ def few_newest() -> Iterator[None]:
         for name, form in FORMATS.items():
             patch.setitem(FORMATS, name, replace(form, newest=min(form.newest, 32)))
         # They are a multiple of blocks, which others may make smaller.
-        patch.setattr("kvserve.engine.runner.log_form.LARGEST", 16)
+        patch.setattr("kvserve.engine.cache.log_form.LARGEST", 16)
         yield
 
 

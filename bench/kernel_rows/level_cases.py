@@ -18,8 +18,7 @@ from kvserve.kernels.attention.paged_attention_triton import paged_attention_tri
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping
 from kvserve.kernels.quantized_entries import QuantizedBlocks
-from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.shares import Shares
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.storage import TORCH, TRITON, StorageKernels
 from kvserve.scheduler.layout import Granularity

@@ -34,9 +34,9 @@ from kvserve.kernels.int4_log import (
     store_int4_torch,
     store_int4_triton,
 )
+from kvserve.kernels.scores.seen import Given, Seen
 from kvserve.kernels.scores.window_scores import window_scores_torch
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.shares import Given, Seen
 from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
 

@@ -11,7 +11,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.registry import describe_policies, make_policy
-from kvserve.engine.runner.plan import choose_granularity
+from kvserve.engine.runner.policy_fit import choose_granularity
 from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.blocks.code_group import CodeGroup

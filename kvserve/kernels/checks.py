@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     from kvserve.kernels.coded_entries import Codes

@@ -1,4 +1,4 @@
-"""Where the queries of a batch's rows begin and end."""
+"""Where the queries of a batch's rows begin and end, what they see, and what is told of them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,14 @@ class QuerySegments(NamedTuple):
     max_chunk: int = 1
     first: Tensor | None = None
     always: Tensor | None = None
+
+
+class Shares(NamedTuple):
+    """Where attention writes the shares of T tokens.
+
+    ``out`` float32 [T, Hq] takes their logarithms; ``recent`` int64 [T] is how many of the newest
+    entries a share is of, at least the token's own.
+    """
+
+    out: Tensor
+    recent: Tensor

@@ -247,7 +247,7 @@ def test_nothing_stays_of_a_parked_sequence_that_is_aborted(llama_dir: Path) -> 
     preempt_now_and_then(scheduler, np.random.default_rng(0), 1.0)
     scheduler._admission.admit = lambda seq, budget: False  # type: ignore[method-assign]
     engine.step()
-    parked = engine.core.runner.batch.kept_scores._parked
+    parked = engine.core.runner.batch.kept_scores()._parked
     assert scheduler.totals.swaps_total == len(parked) == 1
     engine.abort_request("b")
     engine.step()

@@ -52,13 +52,13 @@ from kvserve.kernels.quantized_triton import (
     move_levels_triton,
     store_levels_triton,
 )
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.scores.centre_scores import centre_scores_triton
+from kvserve.kernels.scores.seen import Seen
 from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.shares import Seen, Shares
 from kvserve.kernels.store_kv_triton import (
     rotate_and_store_triton,
     store_kv_triton,

@@ -17,9 +17,8 @@ from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping, store_few_torch
 from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.shares import Shares
 
 SCALE = 0.3
 COLUMNS = 12

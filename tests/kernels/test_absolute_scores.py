@@ -19,13 +19,13 @@ from kvserve.kernels.scores.causal_scores import (
     over_group,
     past_scores,
 )
+from kvserve.kernels.scores.seen import Seen
 from kvserve.kernels.scores.window_scores import (
     window_scores,
     window_scores_cpu,
     window_scores_torch,
 )
 from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.shares import Seen
 
 SCALE = 0.3
 COMBINATIONS = list(product(AGGREGATES, GROUP_AGGREGATES))

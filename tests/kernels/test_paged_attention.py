@@ -15,8 +15,7 @@ from kvserve.kernels.attention import paged_attention_triton as launcher
 from kvserve.kernels.attention.paged_attention import paged_attention_torch
 from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.quantized_entries import QuantizedBlocks
-from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.shares import Shares
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from tests.kernels.paged_case import (
     EACH_KERNEL,
     KERNELS,

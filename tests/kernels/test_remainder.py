@@ -21,6 +21,7 @@ from kvserve.kernels.scores.fitted_remainder import (
     log_probs_of,
     probs_of,
 )
+from kvserve.kernels.scores.seen import Given, Seen
 from kvserve.kernels.scores.window_scores import (
     window_log_sums,
     window_probs,
@@ -29,7 +30,6 @@ from kvserve.kernels.scores.window_scores import (
     window_scores_torch,
 )
 from kvserve.kernels.scores.window_scores_triton import log_given_triton, window_scores_triton
-from kvserve.kernels.shares import Given, Seen
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.paged_case import SCALE, Shape, make, random_remainder
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from kvserve.engine.policies.registry import make_policy
-from kvserve.scheduler.triggers.trigger import most_held
+from kvserve.scheduler.triggers.most_held import most_held
 from tests.engine.policies.cases import CASES, PROMPT, SEEN, Case
 
 

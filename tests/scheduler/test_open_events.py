@@ -20,7 +20,7 @@ def test_an_event_is_scored_and_then_carried_out() -> None:
     """Policy 17 keeps unequal counts: its event is scored in one step and applied in the next."""
     loop = Loop(make_scheduler(60, LAYOUTS[1]))
     loop.scheduler.add(make_sequence(0, 26, 40, policy=17))
-    output, events = scored(loop), loop.scheduler.events
+    output, events = scored(loop), loop.scheduler.events.of_steps()
     assert events.scoring == {0} and output.events.observations and not output.num_tokens
     loop.scheduler.update(output, loop.shadow.run(output), loop.shadow.scores)
     (task,) = output.events.observations
@@ -38,6 +38,6 @@ def test_the_events_of_a_step_that_fails_are_due_again() -> None:
     assert newest is not None and newest.seq_id == 1
     ended, _ = start_over(scheduler, {1})
     assert ended == [newest] and len(scheduler.waiting) == 1
-    assert not scheduler.events.scoring and not scheduler.events._answers
+    assert scheduler.events.of_steps.made is None, "what was scored is forgotten"
     Loop(scheduler).drain()
     assert scheduler.totals.compactions_total

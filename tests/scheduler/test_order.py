@@ -10,7 +10,8 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import ScheduledEvents
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.periodic import Periodic
-from kvserve.scheduler.triggers.trigger import Never, RowState, WhenOver
+from kvserve.scheduler.triggers.trigger import Never, RowState
+from kvserve.scheduler.triggers.whole_row import WhenOver
 from tests.scheduler.traffic import (
     CODES,
     IN_PROMPT,

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import Drafts, confirmed_of
-from kvserve.scheduler.speculation.settings import NgramSettings
-from kvserve.scheduler.speculation.speculation import Drafter, NgramIndex, Speculation
+from kvserve.scheduler.messages.drafts import Drafts, confirmed_of
+from kvserve.scheduler.speculation.speculation import (
+    Drafter,
+    NgramIndex,
+    NgramSettings,
+    Speculation,
+)
 
 
 def naive_guess(tokens: list[int], settings: NgramSettings, count: int) -> list[int]:

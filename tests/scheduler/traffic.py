@@ -14,24 +14,18 @@ from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
+from kvserve.scheduler.messages.drafts import Confirmed
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
-from kvserve.scheduler.speculation.settings import NgramSettings
+from kvserve.scheduler.speculation.speculation import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import EngineWide, Periodic, QuantizeTrigger
 from kvserve.scheduler.triggers.pruning import Pruned, Taper
 from kvserve.scheduler.triggers.summing import Summing
-from kvserve.scheduler.triggers.trigger import (
-    AtPrefillEnd,
-    Bounded,
-    EventKind,
-    EveryStep,
-    Never,
-    Trigger,
-    WhenOver,
-)
+from kvserve.scheduler.triggers.trigger import EventKind, Never, Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd, Bounded, EveryStep, WhenOver
 from tests.scheduler.shadow import ShadowRunner, content
 
 

@@ -23,15 +23,14 @@ from kvserve.benchmarks.setup.checkpoint import LARGE_SHAPES
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least, check_complete, number
 from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
-from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
+from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
+from kvserve.engine.cache.log_form import choose_log
 from kvserve.engine.models.borrowed import count_weights
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.runner.log_form import choose_log
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout

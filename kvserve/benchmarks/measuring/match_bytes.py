@@ -10,7 +10,7 @@ from typing import Any
 from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.engine.policies.base import PolicyError
 from kvserve.log import ConfigError
-from kvserve.scheduler.triggers.trigger import WhenOver
+from kvserve.scheduler.triggers.whole_row import WhenOver
 
 CLOSE = 0.005
 """A budget within this part of the bytes is taken."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvserve.benchmarks.datasets.workload import Workload
-from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
+from kvserve.engine.cache.entry_store import remainder_bytes, score_bytes
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.outputs import RequestOutput
 from kvserve.progress import progress

@@ -12,7 +12,8 @@ from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.policies.base import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.flags import read_any, read_object
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Never, Trigger
+from kvserve.scheduler.triggers.trigger import Never, Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 
 @dataclass(frozen=True)

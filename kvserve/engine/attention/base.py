@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.checks import Entries
+from kvserve.kernels.query_segments import Shares
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.shares import Shares
 from kvserve.scheduler.arrays import IntArray
 
 if TYPE_CHECKING:

@@ -94,3 +94,13 @@ def memory_shape(layout: KVLayout, form: EntryFormat, num_blocks: int) -> tuple[
         return layout.cache_shape(num_blocks)
     layers = 1 if form.few else layout.layers_per_block
     return num_blocks, layers, block_bytes(layout, form) // layers
+
+
+def remainder_bytes(layout: KVLayout) -> int:
+    """Bytes of one row's remainder: a key, a value and a weight for each lane."""
+    return layout.num_layers * layout.num_kv_heads * 4 * (2 * layout.head_dim + 1)
+
+
+def score_bytes(layout: KVLayout, count: int) -> int:
+    """Bytes of ``count`` scores of one row that are kept for each lane from event to event."""
+    return layout.num_layers * layout.num_kv_heads * 4 * count

@@ -8,14 +8,14 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.cache.remainders import KeptScores, Remainders
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.cache.row_groups import RowGroup
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
@@ -27,11 +27,18 @@ from kvserve.kernels.decode_inputs import (
     RowTables,
     decode_inputs,
 )
+from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import Drafts, NewRequest, SchedulerOutput
+from kvserve.scheduler.messages.output import NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+
+if TYPE_CHECKING:
+    from kvserve.engine.cache.kept_scores import KeptScores
+    from kvserve.scheduler.messages.drafts import Drafts
+    from kvserve.scheduler.messages.event import Events
+
+_kept_scores = Late("engine.cache.kept_scores:KeptScores")
 
 
 class InputBatch(RowArrays):
@@ -80,7 +87,7 @@ class InputBatch(RowArrays):
         self.make_by_row(lambda fields: zeros((fields, max_rows), torch.int64))
         for divisor in (self.log_span, self.log_stride):
             divisor.fill_(1)  # padded rows divide by it, too
-        self._where = RowTables(
+        self.where = RowTables(
             *(self.block_tables, self.kv_lens, self.num_computed),
             *(self.log_tables, self.log_from, self.log_span, self.log_stride),
             *(layout.block_size, log_block_tokens),
@@ -89,7 +96,7 @@ class InputBatch(RowArrays):
         self.remainders = remainders
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
-        self.kept_scores = KeptScores(layout, max_rows, device)
+        self.kept_scores: Made[KeptScores] = Made(lambda: _kept_scores(layout, max_rows, device))
 
     def apply(self, output: SchedulerOutput) -> None:
         """Swap rows, set up new ones, update the tables. Compactions have run before."""
@@ -97,7 +104,8 @@ class InputBatch(RowArrays):
             self._swap(output.row_swaps)
         moves = output.moves
         if moves is not None:
-            self.kept_scores.swap(moves)
+            if self.kept_scores.made is not None:
+                self.kept_scores.made.swap(moves)
             # Before rows begin, since a new one may have the number of one that leaves.
             if self.remainders is not None:
                 self.remainders.swap(moves.outs, back=False)
@@ -169,20 +177,20 @@ class InputBatch(RowArrays):
         positions = self.num_computed[at] + offset
         entries = (self.kv_lens[:, at] + offset[:, None]).transpose(1, 2).contiguous()
         by_token = self._rows[at]
-        query_slots = self._where.query_slots(by_token, positions) if output.logs_queries else None
+        query_slots = self.where.query_slots(by_token, positions) if output.logs_queries else None
         self.kv_lens[:, chunk_rows] += added[:, None]
         self.num_computed[chunk_rows] += added
         batch = ForwardBatch(
             positions=positions,
             prompt_lens=self.prompt_lens[at],
-            slots=self._where.slots(by_token, entries),
+            slots=self.where.slots(by_token, entries),
             query_slots=query_slots,
             last=entries,
             tables=self.block_tables,
             rows=rows,
             starts=_starts(lengths),
             columns=output.columns,
-            recent=self._where.recent(by_token, positions) if output.logs_queries else None,
+            recent=self.where.recent(by_token, positions) if output.logs_queries else None,
             remainders=self.remainders,
             further=self._further_slots(by_token, positions),
             **self._of_groups(),
@@ -252,7 +260,7 @@ class InputBatch(RowArrays):
         """
         logged = batch.query_slots, batch.recent
         inputs = DecodeInputs(batch.positions, batch.slots, batch.last, *logged, chunks)
-        self._decode_inputs(self._where, inputs, count)
+        self._decode_inputs(self.where, inputs, count)
         if chunks is not None:
             torch.index_select(self.prompt_lens, 0, chunks.rows, out=batch.prompt_lens)
         if self.groups:
@@ -266,51 +274,6 @@ class InputBatch(RowArrays):
             for buffer, slots in zip(batch.further, new, strict=True):
                 buffer.copy_(torch.where(real, slots, 0))
         return self.last_token[: len(batch.rows)]
-
-    def build_full_prompt(self, task: Events, logs_queries: bool) -> ForwardBatch:
-        """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
-        assert not self._writers, "layers that drop tokens write nothing of them"
-        rows, count = self._long(task.rows), int(task.old_lens.max())
-        self.num_computed[rows] = count
-        self.after_compaction(task)
-        positions = torch.arange(count, device=self.device)
-        at = rows.expand(count)
-        entries = positions.expand(self.layout.layer_groups, self.layout.rows, -1)
-        return ForwardBatch(
-            positions=positions,
-            prompt_lens=self.prompt_lens[at],
-            slots=self._where.slots(at, entries),
-            query_slots=self._where.query_slots(at, positions) if logs_queries else None,
-            last=entries,
-            tables=self.block_tables,
-            rows=task.rows,
-            starts=_starts(np.array([count])),
-            columns=-(-task.old_lens.max(axis=(0, 2)) // self.layout.block_size),
-            recent=self._where.recent(at, positions) if logs_queries else None,
-            remainders=self.remainders,
-        )
-
-    def build_recompute(
-        self, rows: IntArray, positions: IntArray, entries: IntArray
-    ) -> ForwardBatch:
-        """A forward over tokens that are stored already; each sees its row up to its own entry.
-
-        rows: [P]; positions (logical), entries (physical): [P, Q].
-        """
-        last, count = self._long(entries).view(-1), positions.shape[1]
-        return ForwardBatch(
-            positions=self._long(positions).view(-1),
-            prompt_lens=self.prompt_lens[self._long(rows)].repeat_interleave(count),
-            slots=last.new_empty(0),
-            query_slots=None,
-            last=last.expand(self.layout.layer_groups, self.layout.rows, -1),
-            tables=self.block_tables,
-            rows=rows,
-            starts=_starts(np.full(len(rows), count)),
-            columns=entries.max(axis=1) // self.layout.block_size + 1,
-            causal=bool((np.diff(entries) == 1).all()),
-            remainders=self.remainders,
-        )
 
     def _of_groups(self) -> dict[str, Any]:
         """What further groups add to a batch."""
@@ -332,7 +295,8 @@ class InputBatch(RowArrays):
         self.move_rows(to, source)
         for group in self.groups:
             group.move(to, source)
-        self.kept_scores.move(to, source)
+        if self.kept_scores.made is not None:
+            self.kept_scores.made.move(to, source)
         if self.remainders is not None:
             self.remainders.move(to, source)
         self.sampling.move_rows(moved, order[moved])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
 from kvserve.engine.cache.entry_store import RawEntries, memory_shape
-from kvserve.engine.cache.query_log import LogForm, QueryLog
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat, entry_format
@@ -22,12 +22,16 @@ from kvserve.scheduler.layout import KVLayout, LayerKinds
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 if TYPE_CHECKING:
+    from kvserve.engine.cache.query_log import QueryLog
     from kvserve.kernels.few_bits import FewHeads, FewLayer
 
+_query_log = Late("engine.cache.query_log:QueryLog")
 _quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
 _few_blocks = Late("kernels.few_bits:FewBlocks")
 _quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
 _few_entries = Late("engine.cache.level_entries:FewEntries")
+SCRATCH_BYTES = 512 * 1024 * 1024
+"""What scoring takes at once, unless a single window needs more."""
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
 """Most memory that swapped blocks are staged in, on the device and pinned on the host."""
 
@@ -90,9 +94,7 @@ class KVCache:
         elif self.form.quantized:
             blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = _quantized_entries(blocks, kernels, dtype)
-        tokens = log.block_tokens(layout, self.form, dtype.itemsize)
-        view = partial(log.read_as_log, self.kv, layout, tokens, dtype)
-        self.query_log = QueryLog(view, tokens, log, kernels)
+        self._log = log
         self.logs_shares = log.dtype == "int4"
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
         """Called with each layer's queries [T, Hq, D], for who measures them."""
@@ -102,6 +104,14 @@ class KVCache:
         """By a layer's number among those that see all tokens: what ``ForwardBatch.rest`` sees."""
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
+
+    @cached_property
+    def query_log(self) -> QueryLog:
+        """Its blocks, read as logged queries; nobody needs it before the first."""
+        tokens = self._log.block_tokens(self.layout, self.form, self.dtype.itemsize)
+        logged = self.kv, self.layout, self._log, tokens, self.dtype, self._kernels
+        log: QueryLog = _query_log(*logged)
+        return log
 
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""

@@ -1,4 +1,4 @@
-"""What rows have outside the pool: remainders of what events drop, and scores that policies keep.
+"""What stands for what events drop of rows, outside the pool.
 
 Remainders lie beside the blocks, at fixed addresses, in float32 whatever entries are held as: each
 event adds to them, and bfloat16 would not change by what a late event adds to many. Behind the rows
@@ -19,19 +19,9 @@ from kvserve.kernels.remainder import Remainder
 from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.continuation import NO_PLACE
-from kvserve.scheduler.messages.output import RowMove, RowMoves
+from kvserve.scheduler.messages.output import RowMove
 
 _add_remainders = Late("kernels.events:add_remainders")
-
-
-def remainder_bytes(layout: KVLayout) -> int:
-    """Bytes of one row's remainder: a key, a value and a weight for each lane."""
-    return layout.num_layers * layout.num_kv_heads * 4 * (2 * layout.head_dim + 1)
-
-
-def score_bytes(layout: KVLayout, count: int) -> int:
-    """Bytes of ``count`` scores of one row that are kept for each lane from event to event."""
-    return layout.num_layers * layout.num_kv_heads * 4 * count
 
 
 class Remainders:
@@ -94,53 +84,3 @@ class Remainders:
         if pairs:
             rows, places = to_device(np.array(pairs).T, self.whole.bias.device)
             self.move(rows, places) if back else self.move(places, rows)
-
-
-class KeptScores:
-    """Scores from event to event: [rows, L, Hkv, m] on the device, as wide as any policy has asked
-    for; it never narrows."""
-
-    def __init__(self, layout: KVLayout, max_rows: int, device: str) -> None:
-        self._lanes = max_rows, layout.num_layers, layout.num_kv_heads
-        self._device = device
-        self._scores = torch.zeros(0)
-        self._parked: dict[int, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that they take."""
-        return self._scores.nbytes
-
-    def first(self, count: int) -> Tensor:
-        """[rows, L, Hkv, count] for a policy that keeps so many."""
-        if self._scores.numel() == 0 or self._scores.shape[-1] < count:
-            wider = torch.zeros((*self._lanes, count), device=self._device)
-            if self._scores.numel():
-                wider[..., : self._scores.shape[-1]] = self._scores
-            self._scores = wider
-        return self._scores[..., :count]
-
-    def forget(self) -> None:
-        """Free all; no sequence may need them any more."""
-        self._scores = torch.zeros(0)
-        self._parked.clear()
-
-    def move(self, to: Tensor, source: Tensor) -> None:
-        """Put the rows ``source`` in the place of the rows ``to``, all at once."""
-        if self._scores.numel():
-            self._scores[to] = self._scores[source]
-
-    def swap(self, moves: RowMoves) -> None:
-        """Swap scores to host memory and back with their rows; drop those discarded."""
-        for place in moves.discarded:
-            self._parked.pop(place, None)  # not there if the step that parked it failed
-        if self._scores.numel():
-            for task in moves.outs:
-                if task.place != NO_PLACE:
-                    self._parked[task.place] = self._scores[task.row].cpu()
-        for task in moves.ins:
-            scores = self._parked.pop(task.place, None)
-            if scores is not None and self._scores.numel():
-                # Meanwhile other policies may have widened the tensor.
-                places = slice(scores.shape[-1])
-                self._scores[task.row, ..., places] = to_device(scores, self._device, scores.dtype)

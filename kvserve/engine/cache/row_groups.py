@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.row_schema import RowArrays
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.messages.event import Events
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of a group's tables ``[LG, rows, R, M]``, in its order."""

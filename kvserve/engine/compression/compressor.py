@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.remainders import KeptScores, Remainders
+from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.event_parts import EventParts
 from kvserve.engine.compression.forwards import QueryRecomputer
 from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
@@ -70,7 +71,7 @@ class Compressor:
             sinks=model.sinks_of_full_layers,
             centres=Made(lambda: _load_statistics(file).centres(model)),
         )
-        return cls(cache, observer, batch.kept_scores, parts.group, batch.remainders)
+        return cls(cache, observer, batch.kept_scores(), parts.group, batch.remainders)
 
     def run(
         self,

@@ -17,9 +17,6 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.scheduler.messages.event import Events
 
-SCRATCH_BYTES = 512 * 1024 * 1024
-"""What scoring takes at once, unless a single window needs more."""
-
 
 @dataclass(frozen=True)
 class EventParts:

@@ -3,6 +3,7 @@ stands in for the cache."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,11 +67,35 @@ class QueryRecomputer:
         """
         recorder = _QueryRecorder(self._cache, heads)
         input_ids = to_device(token_ids, self._batch.device).view(-1)
-        batch = self._batch.build_recompute(rows, positions, entries)
+        batch = recompute(self._batch, rows, positions, entries)
         nobody = input_ids[:0]
         self._model(input_ids, batch, recorder, self._attention.plan(batch), nobody)
         by_layer = torch.stack(recorder.queries).unflatten(1, positions.shape)
         return by_layer.permute(1, 0, 3, 2, 4)
+
+
+def recompute(
+    batch: InputBatch, rows: IntArray, positions: IntArray, entries: IntArray
+) -> ForwardBatch:
+    """A forward over tokens that are stored already; each sees its row up to its own entry.
+
+    rows: [P]; positions (logical), entries (physical): [P, Q].
+    """
+    last, count = to_device(entries, batch.device).view(-1), positions.shape[1]
+    lengths = batch.prompt_lens[to_device(rows, batch.device)]
+    return ForwardBatch(
+        positions=to_device(positions, batch.device).view(-1),
+        prompt_lens=lengths.repeat_interleave(count),
+        slots=last.new_empty(0),
+        query_slots=None,
+        last=last.expand(batch.layout.layer_groups, batch.layout.rows, -1),
+        tables=batch.block_tables,
+        rows=rows,
+        starts=np.arange(len(rows) + 1) * count,
+        columns=entries.max(axis=1) // batch.layout.block_size + 1,
+        causal=bool((np.diff(entries) == 1).all()),
+        remainders=batch.remainders,
+    )
 
 
 class _QueryRecorder(StandIn):

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvserve.engine.cache.kv_cache import KVCache
+from kvserve.engine.cache.kv_cache import SCRATCH_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.compression.event_parts import SCRATCH_BYTES
 from kvserve.engine.compression.forwards import QueryRecomputer
 from kvserve.engine.compression.moves import lanes_of
 from kvserve.engine.device.distributed import ALONE, RankGroup

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch, LayerCache
+from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.device_events import UnevenEvents
 from kvserve.engine.compression.event_parts import EventParts
@@ -48,7 +49,7 @@ class PrunedEvents(UnevenEvents):
         assert task.token_ids is not None
         model, cache, attention = self._parts.model, self._parts.cache, self._parts.attention
         layout = cache.layout
-        whole = self._batch.build_full_prompt(task, logs_queries)
+        whole = _whole_prompt(self._batch, task, logs_queries)
         tokens = to_device(task.token_ids[0], self._batch.device)
         hidden, added = model.embed(tokens), None
         rope = model.rotary.at(whole.positions, whole.prompt_lens)
@@ -68,6 +69,31 @@ class PrunedEvents(UnevenEvents):
             hidden, added = layer(hidden, added, angles, batch, seen, planned, index)
         assert added is not None
         return model.finish(hidden[-1:], added[-1:]), held
+
+
+def _whole_prompt(batch: InputBatch, task: Events, logs_queries: bool) -> ForwardBatch:
+    """A forward over the prompt of ``task``'s only row; sets the row's lengths after it."""
+    writes = any(group.writes for group in batch.groups)
+    assert not writes, "layers that drop tokens write nothing of them"
+    rows, count = to_device(task.rows, batch.device), int(task.old_lens.max())
+    batch.num_computed[rows] = count
+    batch.after_compaction(task)
+    positions = torch.arange(count, device=batch.device)
+    at, layout = rows.expand(count), batch.layout
+    entries = positions.expand(layout.layer_groups, layout.rows, -1)
+    return ForwardBatch(
+        positions=positions,
+        prompt_lens=batch.prompt_lens[at],
+        slots=batch.where.slots(at, entries),
+        query_slots=batch.where.query_slots(at, positions) if logs_queries else None,
+        last=entries,
+        tables=batch.block_tables,
+        rows=task.rows,
+        starts=np.array([0, count]),
+        columns=-(-task.old_lens.max(axis=(0, 2)) // layout.block_size),
+        recent=batch.where.recent(at, positions) if logs_queries else None,
+        remainders=batch.remainders,
+    )
 
 
 class _Seen(StandIn):

@@ -30,6 +30,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.scheduler.step.settings import SchedulerSettings
 
+_ranks = Late("engine.runner.ranks:Ranks")
 _start_up_table = Late("engine.core.start_up_table:start_up_table")
 
 
@@ -69,7 +70,8 @@ def build_engine(
     check_length(plan.max_len, plan.spec.head_dim, config.scheduler.max_num_seqs, free)
     attention = plan.attention(config.attention_backend)
     with ExitStack() as on_failure:
-        executor = on_failure.enter_context(closing(Executor(plan, ranks, attention.name)))
+        executor: Executor = Executor() if ranks == 1 else _ranks(plan, ranks, attention.name)
+        on_failure.enter_context(closing(executor))
         group = executor.join()
         if model is None:
             weights = plan.directory, config.model, plan.spec, plan.dtype, plan.device

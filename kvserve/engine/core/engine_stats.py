@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvserve.engine.compression.event_parts import SCRATCH_BYTES
+from kvserve.engine.cache.kv_cache import SCRATCH_BYTES
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.outputs import Compaction
 from kvserve.scheduler.messages.continuation import MISSES
@@ -60,6 +60,7 @@ class EngineCounts:
         by_kind = scheduler.blocks.held_by_kind(running)
         capacity, free = scheduler.pool.capacity, scheduler.pool.num_free
         cached = scheduler.blocks.num_cached
+        kept = self._runner.batch.kept_scores.made
         further: dict[str, Any] = dict(scheduler.blocks.counts(running))
         if scheduler.settings.continuations:
             store = scheduler.saved.store
@@ -81,7 +82,7 @@ class EngineCounts:
             window_bytes=by_kind["windows"] * self._block_bytes,
             tokens_logical=sum(request.logical_tokens for request in requests),
             tokens_held=sum(request.held_tokens for request in requests),
-            scoring_workspace_bytes=SCRATCH_BYTES + self._runner.batch.kept_scores.nbytes,
+            scoring_workspace_bytes=SCRATCH_BYTES + (0 if kept is None else kept.nbytes),
             compaction_counts=tuple(
                 CompactionCounts(*key, self._events[key], released)
                 for key, released in self._released.items()

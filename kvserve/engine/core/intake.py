@@ -11,14 +11,12 @@ import numpy as np
 from kvserve.engine.core.build import BuiltEngine
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.late import Late, Made
 from kvserve.log import RequestError, too_long
 from kvserve.scheduler.column_hash import salted_seed
 from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.sequence import Sequence
-from kvserve.scheduler.step.admission import first_event
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
 if TYPE_CHECKING:
@@ -28,6 +26,10 @@ if TYPE_CHECKING:
     from kvserve.engine.sampling.grammar_backends import Matcher
     from kvserve.engine.sampling.logit_rules import RowRules
 
+_check_exact = Late("engine.core.refusals:check_exact")
+_check_whole = Late("engine.core.refusals:check_whole")
+_speculation_refusal = Late("engine.core.refusals:speculation_refusal")
+_continuation_refusal = Late("engine.runner.policy_fit:continuation_refusal")
 _request_policies = Late("engine.core.request_policies:RequestPolicies")
 _rules_of = Late("engine.sampling.logit_rules:RowRules.of")
 _sequence_grammar = Late("engine.sampling.grammar:SequenceGrammar")
@@ -78,7 +80,7 @@ class Intake:
         trigger = policy.event_trigger
         prunes = trigger.prunes_prompt(prompt)
         if prunes:
-            self._check_whole(prompt, policy)
+            _check_whole(prompt, policy, self._config.scheduler.max_num_batched_tokens)
         if new.prompt_logprobs is not None:
             _check_exact(prompt, policy, prunes)
         max_len = limit if new.max_tokens is None else known + new.max_tokens
@@ -102,7 +104,7 @@ class Intake:
         )
         self._continue(sequence, new, policy)
         if self._scheduler.speculation is not None:
-            sequence.guesses.refused = speculation_refusal(new, policy)
+            sequence.guesses.refused = _speculation_refusal(new, policy)
             sequence.guesses.start = 0 if sequence.guesses.refused is None else NO_EVENT
         if new.prompt_logprobs is not None:
             # Tokens found in the prefix cache have no logits. A random first hash finds none.
@@ -115,7 +117,7 @@ class Intake:
             sequence.cache_seed = salted_seed(new.cache_salt)
         if self._config.cache.continuations == "off" or policy.name == "none":
             return
-        if new.prompt_logprobs is not None or continuation_refusal(policy, self._spec):
+        if new.prompt_logprobs is not None or _continuation_refusal(policy, self._spec):
             sequence.talk.refuses = UNSUPPORTED
             return
         sequence.talk.continues_as = policy
@@ -149,18 +151,6 @@ class Intake:
                 "--num-gpu-blocks-override",
                 param="prompt",
                 code="kv_cache_too_small",
-            )
-
-    def _check_whole(self, prompt: int, policy: Policy) -> None:
-        """Refuse a prompt longer than a step: chunks need layers that compute the same tokens."""
-        limit = self._config.scheduler.max_num_batched_tokens
-        if prompt > limit:
-            raise RequestError(
-                f"policy {policy.name} prunes a prompt between layers and cannot compute it in "
-                f"chunks: this one has {prompt} tokens and a step takes {limit}; raise "
-                "--max-num-batched-tokens or choose another policy",
-                param="prompt",
-                code="policy_not_allowed",
             )
 
     def _check_tokens(self, new: NewSequence) -> None:
@@ -208,38 +198,4 @@ class Intake:
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
             grammar=grammar,
-        )
-
-
-def speculation_refusal(new: NewSequence, policy: Policy) -> str | None:
-    """Why a sequence's next tokens may not be guessed, if so: what a token may be depends on the
-    one before it by more than its position, or its events are due by the engine's steps."""
-    if policy.event_trigger.counts_steps:
-        return "kv_policy"
-    for name, used in (
-        ("speculation", not new.speculation),
-        ("presence_penalty", new.presence_penalty != 0.0),
-        ("frequency_penalty", new.frequency_penalty != 0.0),
-        ("repetition_penalty", new.repetition_penalty != 1.0),
-        ("bad_words", bool(new.bad_words)),
-        ("thinking_token_budget", new.thinking_token_budget is not None),
-        ("" if new.structured_output is None else new.structured_output.field, True),
-    ):
-        if used and name:
-            return name
-    return None
-
-
-def _check_exact(num_prompt: int, policy: Policy, prunes: bool) -> None:
-    """Refuse prompt log-probabilities if an event comes before the prompt's end.
-
-    Each prompt token is scored with the whole prompt before it in the cache.
-    """
-    due, _ = first_event(num_prompt, policy.event_trigger)
-    if prunes or due < num_prompt:
-        raise RequestError(
-            f"log-probabilities of the prompt need all of it in the cache, and policy "
-            f'{policy.name} compresses this one before its end; send "kv_policy": "none"',
-            param="kv_policy",
-            code="policy_not_allowed",
         )

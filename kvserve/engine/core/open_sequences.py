@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.remainders import remainder_bytes, score_bytes
+from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
 from kvserve.engine.messages import FinishedSequence, NewSequence
 from kvserve.engine.runner.executor import Executor
 from kvserve.late import Made

@@ -8,7 +8,7 @@ from statistics import mean
 
 from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.entry_table import EntryTable
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.messages import Row
 from kvserve.engine.models.generation import GenerationDefaults
 from kvserve.engine.models.implementation import linear_layers_row, model_rows
@@ -23,8 +23,9 @@ from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import TILE, entry_format
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.scheduler.layout import Granularity
+from kvserve.scheduler.triggers.most_held import most_held
 from kvserve.scheduler.triggers.periodic import Periodic
-from kvserve.scheduler.triggers.trigger import Trigger, most_held
+from kvserve.scheduler.triggers.trigger import Trigger
 
 USUAL_LOG = "heads", "int4"
 """The form of a log that every policy of ours can use."""

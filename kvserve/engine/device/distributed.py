@@ -1,64 +1,26 @@
-"""The ranks that share one model, and how they communicate within a step.
-
-Only this file knows torch.distributed. A group is made from a store in the file system, so there is
-no global state: a process may hold several groups. All ranks are on one machine.
-"""
+"""The ranks that share one model, and how they communicate within a step."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-import torch
 from torch import Tensor
-
-_TIMEOUT = timedelta(seconds=120)
-"""A collective fails if a rank keeps the others waiting for longer."""
-_FACTOR = 0x5851F42D4C957F2D
 
 
 class RankGroup:
     """``size`` ranks, each with an equal part of the heads; this one is ``rank``, the first is 0.
 
-    All ranks make the same calls in the same order. A group of one rank does not communicate.
+    All ranks make the same calls in the same order. This is the group of one rank, which does not
+    communicate; ``SharedGroup`` is that of several.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, backend: Any = None) -> None:
-        self.rank = rank
-        self.size = size
-        self._backend = backend
-        self._noted: Tensor | None = None
-
-    @classmethod
-    def join(cls, rank: int, size: int, store: Path, device: str) -> RankGroup:
-        """Wait for the others: over NCCL, each on its own GPU, or over gloo on a CPU."""
-        import torch.distributed as distributed
-
-        dist: Any = distributed  # its options have no types
-        shared = dist.FileStore(str(store), size)
-        if device == "cuda":
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = _TIMEOUT
-            return cls(rank, size, dist.ProcessGroupNCCL(shared, rank, size, nccl))
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = _TIMEOUT
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return cls(rank, size, dist.ProcessGroupGloo(shared, rank, size, gloo))
+    rank, size = 0, 1
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``, in place."""
-        if self.size > 1:
-            self._backend.allreduce(x).wait()
         return x
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Every rank's ``x``, equal in shape, one after the other along ``dim``."""
-        if self.size == 1:
-            return x
-        parts = x.new_empty(self.size, *x.shape)
-        self._backend.allgather([list(parts.unbind())], [x.contiguous()]).wait()
-        return parts.movedim(0, dim).flatten(dim, dim + 1)
+        return x
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what ``gather`` returns."""
@@ -66,35 +28,14 @@ class RankGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's ``x``, in place."""
-        if self.size > 1:
-            self._backend.broadcast(x, 0).wait()
         return x
 
     def add_to_fingerprint(self, x: Tensor) -> None:
         """Add integers ``x``, which should be equal on all ranks, to what ``agree`` compares."""
-        if self.size == 1:
-            return
-        places = torch.arange(1, 2 * x.numel(), 2, device=x.device) * _FACTOR
-        digest = ((x.reshape(-1).long() + 1) * places).sum()
-        self._noted = digest if self._noted is None else self._noted * _FACTOR + digest
 
     def agree(self) -> Tensor | None:
         """Whether all ranks added the same since the last call: bool []; ``None`` if nothing."""
-        noted, self._noted = self._noted, None
-        if noted is None:
-            return None
-        import torch.distributed as dist
-
-        # One MAX finds the largest and, negated, the smallest digest. The shift keeps the negation
-        # from overflowing.
-        ends = torch.stack([noted >> 1, -(noted >> 1)])
-        self._backend.allreduce(ends, dist.ReduceOp.MAX).wait()
-        return ends.sum() == 0
-
-    def abort(self) -> None:
-        """Make every call that waits for another rank fail."""
-        if self._backend is not None:
-            self._backend.abort()
+        return None
 
 
 ALONE = RankGroup()

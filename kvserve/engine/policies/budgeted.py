@@ -13,7 +13,8 @@ from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.parts.arguments import argument, exact_ratio, require
 from kvserve.fields import number_wanted
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger, WhenOver
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd, WhenOver
 
 THRESHOLD = ("trigger threshold",)
 """When arguments count that say what is cut after the prompt."""

@@ -22,7 +22,8 @@ from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.selection import chunks_and_newest, stable_order
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.budget import WholeChunks
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from kvserve.engine.policies.base import Policy, argument
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
-from kvserve.scheduler.triggers.trigger import EveryStep, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import EveryStep
 
 
 @dataclass(frozen=True)

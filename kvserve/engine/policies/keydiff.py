@@ -16,7 +16,8 @@ from kvserve.engine.policies.base import argument, require
 from kvserve.engine.policies.budgeted import THRESHOLD, BudgetedPolicy
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.triggers.trigger import Bounded, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import Bounded
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 from kvserve.engine.policies.base import Policy, argument
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation, pool_scores
-from kvserve.scheduler.triggers.trigger import Bounded, Trigger, WhenOver
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import Bounded, WhenOver
 
 _IMPORTANT = ("mix_lambda above 0",)
 

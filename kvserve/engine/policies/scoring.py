@@ -12,7 +12,7 @@ from torch import Tensor
 from kvserve.kernels.checks import AGGREGATES, FUTURES, GQA_REDUCTIONS, GROUP_AGGREGATES
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.shares import Given, Seen
+from kvserve.kernels.scores.seen import Given, Seen
 from kvserve.late import Late
 
 if TYPE_CHECKING:

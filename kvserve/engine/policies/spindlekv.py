@@ -23,7 +23,8 @@ from kvserve.engine.policies.selection import uneven_best_and_newest
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.budget import Budget
 from kvserve.scheduler.triggers.periodic import QuantizeTrigger
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 _CODED, _EVICTS = ("codebook true",), ("ratio below 1",)
 

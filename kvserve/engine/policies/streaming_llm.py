@@ -16,7 +16,8 @@ from torch import Tensor
 from kvserve.engine.policies.base import Policy, argument, require
 from kvserve.engine.policies.parts import common
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.triggers.trigger import Trigger, WhenOver
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import WhenOver
 
 
 @dataclass(frozen=True)

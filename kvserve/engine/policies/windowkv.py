@@ -24,7 +24,8 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import uneven_chunks_and_newest
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 TASKS = ("localization", "aggregation")
 _WINDOWS = {"localization": 16, "aggregation": 32, "auto": 32}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,14 +14,13 @@ from torch import Tensor
 from kvserve.engine.attention.base import AttentionBackend
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.event_parts import EventParts
-from kvserve.engine.compression.event_runner import EventRunner
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
 from kvserve.engine.messages import PromptLogprobs
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
-from kvserve.engine.sampling.sampler import NO_TOKEN, PromptScoring, SampledTokens, with_logprobs
+from kvserve.engine.sampling.sampler import NO_TOKEN, SampledTokens
+from kvserve.late import Late, Made
 from kvserve.log import EngineDeadError, RequestError, SequenceError
 from kvserve.outputs import Logprob
 from kvserve.scheduler.arrays import IntArray
@@ -29,12 +28,16 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from kvserve.engine.compression.compressor import Compressor
+    from kvserve.engine.compression.event_runner import EventRunner
     from kvserve.engine.runner.cuda_graph import DecodeGraphs
     from kvserve.engine.runner.recorded_steps import RecordedSteps
     from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
+    from kvserve.engine.sampling.logprobs import ScoredChunk
 
-_SCORED_AT_ONCE = 256
-TokenLogprobs = dict[int, Logprob]
+_event_parts = Late("engine.compression.event_parts:EventParts")
+_event_runner = Late("engine.compression.event_runner:EventRunner")
+_read_logprobs = Late("engine.sampling.logprobs:read_logprobs")
+_score_prompts = Late("engine.sampling.logprobs:score_prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class ModelRunnerOutput:
     for."""
 
     token_ids: IntArray
-    logprobs: list[TokenLogprobs | None] | None
+    logprobs: list[dict[int, Logprob] | None] | None
     scores: list[IntArray]
     """The answer to each of ``ScheduledEvents.observations``."""
     prompt_logprobs: list[PromptLogprobs]
@@ -100,7 +103,9 @@ class LaunchedStep:
         logprobs = None
         if self.sampled is not None:
             found = [next(arrays) for _ in self.sampled.tensors]
-            token_ids, logprobs = found[0], _logprobs(found, self.wanted)
+            token_ids = found[0]
+            if len(found) > 1:
+                logprobs = _read_logprobs(found, self.wanted)
         prompts = [
             chunk.read([next(arrays) for _ in chunk.tokens.tensors]) for chunk in self.scored
         ]
@@ -113,22 +118,6 @@ class LaunchedStep:
         self.grammars = []  # those of sequences that have ended are freed before the next step
         self._output = ModelRunnerOutput(token_ids, logprobs, scores, prompts, seconds, failed)
         return self._output
-
-
-@dataclass(slots=True)
-class ScoredChunk:
-    """Log-probabilities of prompt tokens ``[start, start + n)``, still on the device."""
-
-    seq_id: int
-    start: int
-    tokens: SampledTokens
-    count: int
-
-    def read(self, found: list[np.ndarray[Any, Any]]) -> PromptLogprobs:
-        """The log-probabilities, from ``found``: what ``tokens`` are on the host."""
-        kinds = np.int32, np.float32, np.int32, np.int32, np.float32
-        arrays = (part.astype(kind).tobytes() for part, kind in zip(found, kinds, strict=True))
-        return PromptLogprobs(self.seq_id, self.start, self.count, *arrays)
 
 
 class ModelRunner:
@@ -162,8 +151,10 @@ class ModelRunner:
         self.attention = attention
         self.policies: dict[int, Policy] = {}
         """By ``Events.policy_id``."""
-        parts = EventParts(model, cache, batch, attention, group, statistics)
-        self._events = EventRunner(parts, self.policies, overlaps=overlaps)
+        parts = model, cache, batch, attention, group, statistics
+        self._events: Made[EventRunner] = Made(
+            lambda: _event_runner(_event_parts(*parts), self.policies, overlaps=overlaps)
+        )
         self._last: LaunchedStep | None = None
         self.force: Callable[[Tensor], Tensor] | None = None
         """Called with the positions ``[S]`` sampled for; its ids replace the sampler's."""
@@ -173,7 +164,7 @@ class ModelRunner:
 
     @property
     def compressor(self) -> Compressor:
-        return self._events.compressor
+        return self._events().compressor
 
     @torch.inference_mode()
     def rehearse(self, tokens: int) -> None:
@@ -190,7 +181,10 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Start one step. Its parts run in the order of the message's fields."""
         # They name rows and tables as the last step left them. What they free, the rest may use.
-        step = LaunchedStep(*self._events.run(output.events), self.group.agree())
+        answers, watch, events = list[Tensor](), None, output.events
+        if self._events.made is not None or events.compactions or events.observations:
+            answers, watch = self._events().run(events)
+        step = LaunchedStep(answers, watch, self.group.agree())
         if output.moves is not None:
             self.cache.swap(output.moves)
         try:
@@ -250,7 +244,10 @@ class ModelRunner:
         scores = self.batch.sampling.prompt_scoring(output.prefill.rows)
         wanted = np.arange(tokens) if scores else last[last < tokens]
         hidden = self._hidden(output, wanted)
-        step.scored = self._score_prompts(output, hidden, scores)
+        if scores:
+            firsts = decoded + np.cumsum(output.prefill.lengths) - output.prefill.lengths
+            asked = output.prefill, firsts, scores
+            step.scored = _score_prompts(self.model.logits, hidden, *asked, self.on_scored)
         places = np.concatenate([wanted, tokens + np.arange(len(output.pruned))])
         if len(last) < len(places):
             hidden = hidden[to_device(np.searchsorted(places, last), hidden.device)]
@@ -300,44 +297,5 @@ class ModelRunner:
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))
         for task in output.pruned:
-            hidden.append(self._events.compute_pruned(task, logs_queries=logs))
+            hidden.append(self._events().compute_pruned(task, logs_queries=logs))
         return torch.cat(hidden)
-
-    def _score_prompts(
-        self, output: SchedulerOutput, hidden: Tensor, wanted: list[tuple[int, PromptScoring]]
-    ) -> list[ScoredChunk]:
-        """Log-probabilities of the prompt tokens that follow those of the ``wanted`` chunks."""
-        prefill = output.prefill
-        firsts = output.num_decoding_tokens + np.cumsum(prefill.lengths) - prefill.lengths
-        scored = []
-        for i, prompt in wanted:
-            start, first = int(prefill.starts[i]) + 1, int(firsts[i])
-            targets = prompt.token_ids[start : start + int(prefill.lengths[i])]
-            # In pieces: the logits of a whole chunk may take more memory than the model.
-            for at in range(0, len(targets), _SCORED_AT_ONCE):
-                ids = to_device(targets[at : at + _SCORED_AT_ONCE], hidden.device)
-                logits = self.model.logits(hidden[first + at : first + at + len(ids)])
-                if self.on_scored is not None:
-                    self.on_scored(prompt.seq_id, start + at, logits)
-                tokens = with_logprobs(logits, ids, prompt.count)
-                scored.append(ScoredChunk(prompt.seq_id, start + at, tokens, prompt.count))
-        return scored
-
-
-def _logprobs(
-    found: list[np.ndarray[Any, Any]], wanted: IntArray
-) -> list[TokenLogprobs | None] | None:
-    """Log-probabilities by row, from ``SampledTokens.tensors`` on the host; ``None`` if none."""
-    if len(found) == 1:
-        return None
-    rows = zip(*(part.tolist() for part in found), wanted, strict=True)
-    out: list[TokenLogprobs | None] = []
-    for token, logprob, rank, top_ids, top_logprobs, count in rows:
-        if count < 0:
-            out.append(None)
-            continue
-        top = zip(top_ids[:count], top_logprobs[:count], range(1, count + 1), strict=True)
-        entry = {token: Logprob(logprob, rank)}
-        entry |= {i: Logprob(p, r) for i, p, r in top if i != token}
-        out.append(entry)
-    return out

@@ -10,31 +10,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from kvserve.config import EngineConfig, ModelConfig, SchedulerConfig, read_speculation
+from kvserve.config import EngineConfig, ModelConfig, SchedulerConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.entry_store import block_bytes
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import LogForm, choose_log
 from kvserve.engine.cache.row_groups import wanted_groups
-from kvserve.engine.models.hub import find_model
+from kvserve.engine.models.hub import QUERY_STATISTICS, find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
-from kvserve.engine.runner.log_form import choose_log
-from kvserve.engine.runner.policy_fit import check_policy, choose_granularity, statistics_of
 from kvserve.entry_format import TILE, EntryFormat, entry_format
-from kvserve.late import Late
+from kvserve.late import Late, LateModule
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec
-from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.speculation.settings import MOST_ROWS, NgramSettings
+from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.triggers.trigger import EventKind
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.speculation.speculation import NgramSettings
 
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
+policy_fit = LateModule("engine.runner.policy_fit")
+_read_speculation = Late("engine.runner.speculative_config:read_speculation")
 _with_states = Late("engine.runner.state_plan:with_states")
 _CPU_PREFILL = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,10 +119,8 @@ class EnginePlan:
     @property
     def speculation(self) -> NgramSettings | None:
         """How next tokens are guessed, if they are."""
-        wanted = read_speculation(self.config.scheduler.speculative_config)
-        if wanted is None:
-            return None
-        return NgramSettings(*wanted, MOST_ROWS["cpu" if self.device == "cpu" else "cuda"])
+        wanted = self.config.scheduler.speculative_config
+        return _read_speculation(wanted, self.device) if wanted else None
 
     @property
     def overlaps(self) -> bool:
@@ -219,16 +220,20 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
-    check_policy(policy, spec, form, max_len, continues=config.cache.continuations == "on")
-    statistics = statistics_of(policy, spec, directory)
-    policy = policy.with_statistics(None)  # read once, for requests too
+    beside: Path = (directory if directory.is_dir() else directory.parent) / QUERY_STATISTICS
+    statistics = beside if beside.is_file() else None  # read when a request's policy asks
+    granularity, kv_layout = Granularity.MODEL, config.cache.kv_layout
+    if policy.name != "none":
+        continues = config.cache.continuations == "on"
+        policy_fit.check_policy(policy, spec, form, max_len, continues=continues)
+        if policy.demands.uses_centres:
+            statistics = policy_fit.statistics_of(policy, spec, directory, beside)
+            policy = policy.with_statistics(None)  # read once, for requests too
+    if policy.name != "none" or kv_layout != "auto":
+        granularity = policy_fit.choose_granularity(policy, kv_layout, ranks)
+    held, dim = bool(layers.full), spec.head_dim
     layout = KVLayout(
-        num_layers,
-        part.num_kv_heads,
-        spec.head_dim,
-        block_size,
-        choose_granularity(policy, config.cache.kv_layout, ranks),
-        holds_entries=bool(layers.full),
+        num_layers, part.num_kv_heads, dim, block_size, granularity, holds_entries=held
     )
     groups = wanted_groups(layout, block_bytes(layout, form))
     chunk = config.scheduler.max_num_batched_tokens

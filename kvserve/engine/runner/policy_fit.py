@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.entry_format import EntryFormat
@@ -69,14 +68,11 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
     return None
 
 
-def statistics_of(policy: Policy, spec: ModelSpec, directory: Path) -> Path | None:
-    """The query statistics that the policy's ``stats`` name, or that lie beside the model; ``None``
-    if there are none and the policy does without."""
+def statistics_of(policy: Policy, spec: ModelSpec, directory: Path, beside: Path) -> Path:
+    """The query statistics that the ``stats`` of a policy name, or those ``beside`` the model in
+    ``directory``, where it scores by them."""
     named = policy.demands.statistics_file
-    folder = directory if directory.is_dir() else directory.parent
-    path = folder / QUERY_STATISTICS if named is None else Path(named)
-    if not policy.demands.uses_centres:  # read when a request's policy asks
-        return path if path.is_file() else None
+    path = beside if named is None else Path(named)
     from kvserve.engine.compression.query_statistics import refusal
 
     if (reason := refusal(spec)) is not None:

@@ -26,7 +26,6 @@ from kvserve.late import Late
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
-from kvserve.scheduler.speculation.settings import NgramSettings
 
 if TYPE_CHECKING:
     from kvserve.engine.runner.cuda_graph import DecodeGraphs
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 
 _decode_graphs = Late("engine.runner.cuda_graph:DecodeGraphs")
 _recorded_steps = Late("engine.runner.recorded_steps:RecordedSteps")
-JOINING = "joining"
-"""A rank's first answer: it has started, and waits for the other ranks."""
-FORGET_SCORES = "forget scores"
-"""A message to a rank: no sequence needs the kept scores any more."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +99,7 @@ def build_runner(
         rows,
         kv_shape,
         log_shape,
-        cache.query_log.block_tokens,
+        plan.log_block_tokens,
         spec.vocab_size,
         plan.device,
         groups,
@@ -112,13 +107,14 @@ def build_runner(
         select_decode_inputs() if plan.device == "cpu" else decode_inputs,
     )
     sizes, _ = plan.graph_sizes(attention)
-    guesses = plan.speculation or NgramSettings(0, 1, 1)
+    guesses = plan.speculation
+    most_guesses, most_rows = (0, 1) if guesses is None else (guesses.num_tokens, guesses.most_rows)
     parts = model, cache, batch, attention.backend
-    steps, longest = StepParts(*parts), 1 + guesses.num_tokens
+    steps, longest = StepParts(*parts), 1 + most_guesses
     graphs: DecodeGraphs | RecordedSteps | None = None
     alone = config.parallel.tensor_parallel_size == 1 and not config.enforce_eager
     if sizes:
-        graphs = _decode_graphs(steps, sizes, longest, guesses.most_rows)
+        graphs = _decode_graphs(steps, sizes, longest, most_rows)
     elif alone and attention.name == "cpu" and not spec.borrowed:
         # Without a policy that logs, queries are logged only if a request brings one.
         kinds = BOTH_KINDS if plan.policy.demands.query_reduction else BOTH_KINDS[:1]
@@ -129,7 +125,7 @@ def build_runner(
         graphs,
         overlaps=plan.overlaps,
         statistics=plan.statistics,
-        most_guesses=guesses.num_tokens,
+        most_guesses=most_guesses,
     )
 
 

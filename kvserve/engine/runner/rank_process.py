@@ -21,14 +21,19 @@ from typing import Any
 
 import torch
 
-from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.shared_group import SharedGroup
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.engine.runner.rank import FORGET_SCORES, JOINING, measure, ready_runner
+from kvserve.engine.runner.rank import measure, ready_runner
 from kvserve.log import ConfigError, configure_logging, logger
 from kvserve.scheduler.messages.output import SchedulerOutput
+
+JOINING = "joining"
+"""A rank's first answer: it has started, and waits for the other ranks."""
+FORGET_SCORES = "forget scores"
+"""A message to a rank: no sequence needs the kept scores any more."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def main() -> None:
             if isinstance(message, SchedulerOutput):
                 runner.launch(message)
             elif message == FORGET_SCORES:
-                runner.batch.kept_scores.forget()
+                runner.batch.kept_scores().forget()
             else:
                 policy_id, policy = message
                 runner.policies[policy_id] = policy
@@ -91,7 +96,7 @@ def _build(start: RankStart, connection: Connection, inbox: SimpleQueue[Any]) ->
         torch.set_num_threads(start.threads)
     attention = plan.attention(start.attention)
     connection.send(JOINING)
-    group = RankGroup.join(start.rank, start.size, start.store, plan.device)
+    group = SharedGroup.join(start.rank, start.size, start.store, plan.device)
     weights = plan.directory, plan.config.model, plan.spec, plan.dtype, plan.device
     model = load_model(*weights, group)
     connection.send(measure(plan, model, attention, group).left)

@@ -94,7 +94,7 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
     if runner.batch.remainders is not None:
         runner.batch.remainders.used = False  # nothing was dropped
     if policy.demands.kept_scores:
-        runner.batch.kept_scores.first(policy.demands.kept_scores).zero_()
+        runner.batch.kept_scores().first(policy.demands.kept_scores).zero_()
 
 
 def _store_rotated(runner: ModelRunner) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 """What the host gets in place of a token whose logits are no numbers."""
 _argmax = Late("kernels.elementwise:argmax")
+_with_logprobs = Late("engine.sampling.logprobs:with_logprobs")
 _logit_rules = Late("engine.sampling.logit_rules:LogitRules")
 sample_tokens = Late("kernels.sampling.sample_tokens:sample_tokens")
 
@@ -179,7 +180,7 @@ class SamplingRows:
         if host[:, 4].any():
             self._rules().observe(tokens, at)
         wanted = int(host[:, 3].max(initial=-1))
-        return with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
+        return _with_logprobs(raw, tokens, wanted) if wanted >= 0 else SampledTokens(tokens)
 
     def wants_logprobs(self, at: IntArray) -> IntArray:
         """How many alternatives each of the rows asked for, -1 for none."""
@@ -225,12 +226,3 @@ class SamplingRows:
             self._stop_ids = torch.nn.functional.pad(self._stop_ids, (0, missing), value=-1)
         self._stop_ids[row] = -1
         self._stop_ids[row, : len(stop_ids)] = to_device(stop_ids, self._stop_ids.device)
-
-
-def with_logprobs(logits: Tensor, tokens: Tensor, count: int) -> SampledTokens:
-    """``tokens`` [S] under logits [S, V], each beside its ``count`` likeliest alternatives."""
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top: Any = logprobs.topk(count, dim=-1)
-    return SampledTokens(tokens, chosen[:, 0], ranks, top.indices, top.values)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import AnyEntries, Entries
 from kvserve.kernels.coded_entries import Codes, read_codes
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder, capped
-from kvserve.kernels.shares import Shares
 
 if TYPE_CHECKING:
     from kvserve.kernels.few_bits import FewHeads
@@ -40,9 +39,9 @@ class Rest(NamedTuple):
     chunks: QuerySegments
 
 
-def check_newest(newest: Newest | None, shares: Shares | None) -> None:
+def check_newest(newest: Newest, shares: Shares | None) -> None:
     """``ValueError`` if shares are asked for that ``newest`` entries say nothing of."""
-    if newest is not None and shares is not None and newest.recent is None:
+    if shares is not None and newest.recent is None:
         raise ValueError("paged attention: shares need recent of the newest entries, too")
 
 

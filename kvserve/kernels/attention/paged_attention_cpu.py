@@ -13,9 +13,8 @@ from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import AnyEntries, Entries, check_attention
 from kvserve.kernels.cpu.build import defines_of
 from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.shares import Shares
 from kvserve.late import Late
 
 if TYPE_CHECKING:
@@ -73,7 +72,8 @@ def paged_attention_cpu(
     vector that is not there; no sequence holds block 0.
     """
     attend, begun = partial(_attend, q, scale=scale, soft_cap=soft_cap), None
-    _check_newest(newest, shares)
+    if newest is not None:
+        _check_newest(newest, shares)
     for more in (newest, rest):
         if more is None:
             continue

@@ -22,9 +22,8 @@ from kvserve.kernels.coded_entries import Codes
 from kvserve.kernels.dispatch import Tile, interprets, num_processors, tile_of
 from kvserve.kernels.few_bits import FewVectors
 from kvserve.kernels.held_arguments import told_of
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.query_segments import QuerySegments, Shares
 from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.shares import Shares
 
 _MAX_SPLITS = 64
 _MAX_LONG_SPLITS = 4  # most of these parts have no entries
@@ -68,7 +67,8 @@ def paged_attention_triton(
     """
     problem = None if q.shape[2] in HEAD_DIMS else f"head_dim is not one of {HEAD_DIMS}"
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
-    check_newest(newest, shares)
+    if newest is not None:
+        check_newest(newest, shares)
     packed = chunks.max_chunk * (q.shape[1] // (tables.shape[1] * keys.shape[2]))
     tile = _tile_of(q, keys, chunks, packed, codes is not None)
     least = 1

@@ -12,8 +12,8 @@ from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.scores.causal_scores import Queries, five_dims, logits_of
+from kvserve.kernels.scores.seen import Given
 from kvserve.kernels.scores.window_scores import takes
-from kvserve.kernels.shares import Given
 from kvserve.late import Late
 
 COMPILED = Compiled("fitted_remainder")

@@ -12,7 +12,7 @@ from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.int4_log import Int4Queries
 from kvserve.kernels.quantized_entries import LevelKeys
 from kvserve.kernels.scores.causal_scores import Queries, five_dims, logits_of, over_group
-from kvserve.kernels.shares import Given, Seen
+from kvserve.kernels.scores.seen import Given, Seen
 from kvserve.late import Late
 
 COMPILED = Compiled("window_scores")

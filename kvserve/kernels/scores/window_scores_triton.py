@@ -14,7 +14,7 @@ from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel, Tile, tile_of
 from kvserve.kernels.int4_log import Int4Queries, widened
 from kvserve.kernels.scores.causal_scores import Queries, five_dims
-from kvserve.kernels.shares import Given, Seen
+from kvserve.kernels.scores.seen import Given, Seen
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -12,20 +12,32 @@ than 6 w rows nobody guesses: more than six sevenths would have to be right.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.messages.output import Confirmed, Drafts, SchedulerOutput
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.settings import NgramSettings
 
 _FACTORS = np.random.default_rng(0).integers(2**20, 2**30, 64) * 2 + 1
 _SMALL: list[int] = _FACTORS.tolist()
 _BULK = 16
 """From so many new tokens on, numpy adds them faster than one by one."""
+
+
+@dataclass(frozen=True)
+class NgramSettings:
+    """At most ``num_tokens`` are guessed from what followed the newest ``longest`` to ``shortest``
+    tokens before, while at most ``most_rows`` decode."""
+
+    num_tokens: int
+    shortest: int
+    longest: int
+    most_rows: int = 4
 
 
 class NgramIndex:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import NO_CHUNKS, NO_ROWS, NewRequest, NewRows, PrefillBatch
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.departures import Departures
@@ -16,6 +15,7 @@ from kvserve.scheduler.step.settings import Parts, SchedulerSettings
 from kvserve.scheduler.triggers.trigger import RowState, Trigger
 
 if TYPE_CHECKING:
+    from kvserve.scheduler.messages.event import Events
     from kvserve.scheduler.step.continued_rows import ContinuedRows, NextTurn
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
-from kvserve.scheduler.speculation.settings import NgramSettings
 from kvserve.scheduler.step.saved_rows import SavedRows
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.speculation.speculation import NgramSettings
 
 
 @dataclass(frozen=True, kw_only=True)

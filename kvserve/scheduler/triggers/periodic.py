@@ -16,9 +16,8 @@ from kvserve.scheduler.triggers.trigger import (
     RowState,
     Trigger,
     last_queries,
-    protected,
-    whole_row,
 )
+from kvserve.scheduler.triggers.whole_row import protected, whole_row
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.triggers.trigger import (
-    EventKind,
-    EvictionSpec,
-    RowState,
-    Trigger,
-    whole_row,
-)
+from kvserve.scheduler.triggers.trigger import EventKind, EvictionSpec, RowState, Trigger
+from kvserve.scheduler.triggers.whole_row import whole_row
 
 
 @dataclass(frozen=True)

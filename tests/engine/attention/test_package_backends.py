@@ -21,6 +21,7 @@ from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.engine.attention.xformers import XformersAttention
 from kvserve.engine.cache.input_batch import InputBatch
+from kvserve.engine.compression.forwards import recompute
 from kvserve.folders import install
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
@@ -249,5 +250,5 @@ def test_an_observation_pass_says_whether_its_chunks_are_causal() -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4)
     batch = InputBatch(layout, 2, (1, 2, 1, 8), (1, 2, 1, 8), 4, 10, "cpu")
     rows, entries = np.array([0, 1]), np.array([[3, 4, 5, 6], [0, 1, 2, 3]])
-    assert batch.build_recompute(rows, entries, entries).causal
-    assert not batch.build_recompute(rows, entries[:, ::2], entries[:, ::2]).causal
+    assert recompute(batch, rows, entries, entries).causal
+    assert not recompute(batch, rows, entries[:, ::2], entries[:, ::2]).causal

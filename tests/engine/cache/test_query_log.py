@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvserve import SamplingParams
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.core.start_up_table import log_row
 from kvserve.entry_format import entry_format
 from kvserve.scheduler.layout import KVLayout

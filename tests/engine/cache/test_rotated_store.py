@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.runner import plan
 from kvserve.entry_format import entry_format
 from kvserve.kernels.storage import TORCH

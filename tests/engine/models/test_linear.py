@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvserve.config import ModelConfig
-from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.shared_group import SharedGroup
 from kvserve.engine.models import linear as module
 from kvserve.engine.models.linear import linear, packed, select_product, take_rows
 from kvserve.engine.models.loader import load_model
@@ -141,7 +141,7 @@ def test_a_tied_model_looks_up_what_its_table_holds(
         assert torch.equal(torch.stack(parts).sum(0), expected)
 
 
-class Apart(RankGroup):
+class Apart(SharedGroup):
     """One of several ranks that are not there."""
 
     def sum(self, x: Tensor) -> Tensor:

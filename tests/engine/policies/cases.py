@@ -16,7 +16,8 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.selection import best_and_newest
 from kvserve.scheduler.triggers.budget import Budget
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, Trigger
+from kvserve.scheduler.triggers.trigger import Trigger
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 PROMPT, TOKENS = 37, 50
 SEEN = PROMPT + TOKENS - 1

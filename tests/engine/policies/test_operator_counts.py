@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.engine.cache.kept_scores import KeptScores
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.query_log import LogForm
-from kvserve.engine.cache.remainders import KeptScores
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.compression.compressor import Compressor
 from kvserve.engine.compression.observer import Observer
 from kvserve.engine.policies.base import Policy

@@ -16,7 +16,7 @@ from kvserve.engine.policies.base import PolicyError, argument
 from kvserve.engine.policies.budgeted import BudgetedPolicy
 from kvserve.engine.policies.registry import describe_policies, make_policy
 from kvserve.engine.policies.scoring import Observation
-from kvserve.scheduler.triggers.trigger import AtPrefillEnd, WhenOver
+from kvserve.scheduler.triggers.whole_row import AtPrefillEnd, WhenOver
 from tests.checkpoints import write_checkpoint
 from tests.engine.policies.one_row import choose, observe, plug_ins
 

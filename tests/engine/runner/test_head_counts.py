@@ -19,7 +19,7 @@ from kvserve.benchmarks.setup.checkpoint import random_statistics
 from kvserve.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.compression.query_statistics import FILE
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.policies.registry import make_policy, policy_names

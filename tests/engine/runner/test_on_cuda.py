@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.log_form import BLOCK_SIZES, LogForm
 from kvserve.engine.device.transfer import HostCopy, Stopwatch, to_device
-from kvserve.engine.runner.log_form import BLOCK_SIZES
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint

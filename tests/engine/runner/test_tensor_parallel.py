@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from torch import Tensor
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.compression.moves import MovePlan
-from kvserve.engine.device.distributed import RankGroup
+from kvserve.engine.device.shared_group import SharedGroup
 from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.runner.ranks import Ranks
 from kvserve.kernels.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
@@ -126,9 +128,16 @@ def test_ranks_that_hold_different_entries_end_the_engine(llama_dir: Path) -> No
             generate(llm)
 
 
+def process_of_rank_1(llm: LLM) -> Popen[bytes]:
+    ranks = llm.engine.core.executor
+    assert isinstance(ranks, Ranks)
+    (process,) = ranks._processes
+    return process
+
+
 def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
     with started(llama_dir, 2) as llm:
-        (process,) = llm.engine.core.executor._processes
+        process = process_of_rank_1(llm)
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         llm.engine.add_request("a", PROMPTS[0], params)
         llm.engine.step()
@@ -143,7 +152,7 @@ def test_a_dead_rank_ends_the_engine(llama_dir: Path) -> None:
 def test_an_interrupted_step_ends_the_engine(llama_dir: Path) -> None:
     """The other rank is in the middle of a step that this one will never finish."""
     with started(llama_dir, 2) as llm:
-        (process,) = llm.engine.core.executor._processes
+        process = process_of_rank_1(llm)
 
         def interrupt(output: SchedulerOutput) -> None:
             raise KeyboardInterrupt
@@ -169,7 +178,7 @@ def test_a_rank_that_cannot_load_its_part_says_why(llama_dir: Path, tmp_path: Pa
 
 
 def load(directory: Path, rank: int, size: int) -> Transformer:
-    spec, group = read_spec(directory), RankGroup(rank, size)
+    spec, group = read_spec(directory), SharedGroup(rank, size)
     return load_model(directory, ModelConfig(), spec, torch.float32, "cpu", group)
 
 

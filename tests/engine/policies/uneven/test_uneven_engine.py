@@ -234,7 +234,7 @@ def test_ever_new_policies_do_not_pile_up(llama_dir: Path, monkeypatch: pytest.M
     half = len(expected) // 2
     assert expected[:half] == expected[half:]
     assert len(core.runner.policies) == 4 + 1  # the server's own stays
-    assert core.runner.batch.kept_scores.nbytes == 0
+    assert core.runner.batch.kept_scores().nbytes == 0
 
 
 def test_a_finer_policy_than_the_layout_is_refused(llama_dir: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 
-from kvserve.engine.cache.query_log import LogForm
+from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
-from kvserve.entry_format import TILE, EntryFormat
+from kvserve.entry_format import ALIGNED, TILE, EntryFormat, int4_bytes
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
 
@@ -15,6 +18,38 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Entries of a block; on a GPU a multiple of attention's tiles, which then read one block."""
 LARGEST = 64
 """Of few bits, where smaller blocks would waste their ends (``_size_of``)."""
+
+
+@dataclass(frozen=True)
+class LogForm:
+    """What a token logs: ``heads`` vectors, Hkv (means over GQA groups) or Hq.
+
+    ``dtype``: ``model`` (the cache's), ``fp8`` (e4m3, a byte a number), or ``int4`` (4 bits a
+    number; each vector has its scale and the share of its attention that newest entries got).
+    """
+
+    heads: int
+    dtype: str = "model"
+    reduction: str = "heads"
+    """``heads``, or ``group_mean``: which of the two ``heads`` counts."""
+
+    def block_tokens(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
+        """Tokens whose queries one block holds, ``itemsize`` bytes a number as it is computed.
+
+        What is left of a block is not used; 0 if a block is too small for one token's.
+        """
+        layer = block_bytes(layout, form) // layout.layers_per_block // ALIGNED * ALIGNED
+        return layer * layout.rows // self._token_bytes(layout.head_dim, itemsize)
+
+    def least_block(self, layout: KVLayout, form: EntryFormat, itemsize: int) -> int:
+        """The block size from which on a block of such entries holds a token's queries."""
+        entry = layout.num_kv_heads * form.mean_bytes(layout.head_dim, layout.layers_per_block)
+        return math.ceil(self._token_bytes(layout.head_dim, itemsize) / entry)
+
+    def _token_bytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of a token's queries in one layer."""
+        vector = {"model": dim * itemsize, "fp8": dim, "int4": int4_bytes(dim)}[self.dtype]
+        return self.heads * vector
 
 
 def choose_log(
