@@ -91,7 +91,7 @@ def test_a_long_prompt_fits_the_scratch(
     runner = llm.engine.core.runner
     layout, tables = runner.cache.layout, (runner.batch.block_tables, runner.batch.log_tables)
     prepared = make_policy(policy).for_model(layout.num_layers, layout.block_size)
-    task = first_event(prepared, layout, 1, prompt)
+    task = first_event(prepared, layout, 1, prompt, longest=2**20)
     assert task is not None
     with torch.inference_mode(), PeakBytes() as peak:
         if prepared.granularity is Granularity.MODEL:
@@ -194,7 +194,7 @@ def test_the_events_of_a_step_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> 
     )
     runner, kernels = llm.engine.core.runner, list[str]()
     policy = make_policy({"name": "kara"})
-    task = first_event(policy, runner.cache.layout, 4, prompt=256)
+    task = first_event(policy, runner.cache.layout, 4, 256, longest=2**20)
     assert task is not None and (task.plan.num_scored_queries == 512).all()
     tables = runner.batch.block_tables, runner.batch.log_tables
     note = lambda kernel, *_, **__: kernels.append(kernel.source.__name__)  # noqa: E731
