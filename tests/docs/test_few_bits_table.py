@@ -10,7 +10,7 @@ from tests.docs.pages import ROOT
 
 RESULTS = ROOT / "bench/results"
 PARTS = [
-    ("2026-11-28-fidelity-few-bits.json", {"2.5bit": "none"}),
+    ("2026-11-28-fidelity-2.5bit-*.json", {"2.5bit": "none"}),
     ("2026-11-28-fidelity-few-bits-others.json", {"k4v4": "none", "2bit": "none"}),
     ("2026-11-28-fidelity-rest-*.json", {"3bit": "none", "a rest": "keydiff"}),
 ]
