@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _load_borrowed = Late("engine.models.borrowed:load_borrowed")
 fill_randomly = Late("engine.models.random_weights:fill_randomly")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
+_delta_transformer = Late("engine.models.delta_layers:DeltaTransformer")
 _hold_levels = Late("engine.models.held:hold_levels")
 _storage_of = Late("engine.models.held:storage_of")
 
@@ -66,13 +67,14 @@ def load_model(
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
+    kind = Transformer if spec.delta is None else _delta_transformer
     stored: dict[str, Storage] = {}
     if checkpoint is not None:
         with torch.device("meta"):  # before matrices of any size are made
-            trial = Transformer(spec, dtype, "meta", group, Holding())
+            trial = kind(spec, dtype, "meta", group, Holding())
         stored = _match(trial, checkpoint)
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, dtype, device, group, holding)
+        model = cast(Transformer, kind(spec, dtype, device, group, holding))
     if checkpoint is None:
         fill_randomly(model, config.seed + group.rank)
     else:
