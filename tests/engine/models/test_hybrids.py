@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
+from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
 from kvserve.log import ConfigError
@@ -33,7 +34,10 @@ PROMPTS = random_prompts([5, 60, 1, 33, 130, 64, 7, 90])
 TOKENS = 64
 DELTA = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 """Their gated norms divide by what is nearly nothing in a random model."""
-QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
+OURS = {"qwen3_5_text"}
+"""Those that run on layers of our own; behind the name here: on transformers' all the same."""
+THEIRS = "-theirs"
+QUICK = ["qwen3_5_text", "qwen3_5_text-theirs", "falcon_h1", "lfm2"]
 """One of each kind of state: the delta rule, Mamba 2 beside attention, a convolution alone."""
 TWO_FORMS = "nemotron_h"
 """Its time step has a least value in calls of many tokens, and none in those of one."""
@@ -44,7 +48,12 @@ every_family = pytest.mark.parametrize(
 
 
 def within(kind: str) -> float:
-    return 2e-3 if kind in DELTA else 1e-4
+    return 2e-3 if kind.removesuffix(THEIRS) in DELTA else 1e-4
+
+
+def engine_of(kind: str) -> dict[str, Any]:
+    """Settings of an engine of a family."""
+    return {"model_impl": "transformers" if kind.endswith(THEIRS) else "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +65,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def directory(
     kind: str, written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
+    kind = kind.removesuffix(THEIRS)
     if kind not in written:
         written[kind] = write_hybrid(kind, tmp_path_factory.mktemp(kind))
     return written[kind]
@@ -66,8 +76,10 @@ def test_a_crowd_of_unequal_rows(kind: str, directory: Path) -> None:
     # The one token of a prompt is a call of many there, and here a step.
     prompts = [ids for ids in PROMPTS if len(ids) > 1 or kind != TWO_FORMS]
     wanted = expected(directory, prompts, TOKENS)
-    llm = check_parity(directory, prompts, wanted, within(kind), max_num_seqs=8)
-    assert isinstance(llm.engine.core.runner.model, Recurrent)
+    settings = {"max_num_seqs": 8, **engine_of(kind)}
+    llm = check_parity(directory, prompts, wanted, within(kind), **settings)
+    runs_on = DeltaTransformer if kind in OURS else Recurrent
+    assert isinstance(llm.engine.core.runner.model, runs_on)
     assert llm.stats().steps_total < 80, "they decode together"
 
 
@@ -77,7 +89,7 @@ def test_chunks(kind: str, chunk: int, directory: Path) -> None:
     """Each alone, so that its chunks are those of the reference."""
     prompts = [PROMPTS[at] for at in (1, 4)]
     wanted = expected(directory, prompts, 16, chunk)
-    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 1, **engine_of(kind)}
     check_parity(directory, prompts, wanted, within(kind), **settings)
 
 
@@ -85,7 +97,8 @@ def test_chunks(kind: str, chunk: int, directory: Path) -> None:
 def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None:
     """Chunks beside decodes, aborts, and rows that are preempted and computed again."""
     wanted = expected(directory, PROMPTS[:5], 32)
-    llm = make(directory, max_num_batched_tokens=48, max_num_seqs=6, async_scheduling=True)
+    settings = {"max_num_batched_tokens": 48, "max_num_seqs": 6, **engine_of(kind)}
+    llm = make(directory, async_scheduling=True, **settings)
     core = llm.engine.core
     if kind != TWO_FORMS:
         preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.1)
@@ -126,7 +139,7 @@ def test_a_small_pool_gives_what_a_request_gives_alone(
     ]
 
     def run(preempted: float, **settings: Any) -> tuple[LLM, list[list[list[int]]]]:
-        llm = make(directory, block_size=8, **settings)
+        llm = make(directory, block_size=8, **settings, **engine_of(kind))
         preempt_now_and_then(llm.engine.core.scheduler, rng, preempted)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return llm, [[list(one.token_ids) for one in each.outputs] for each in outputs]
