@@ -1,8 +1,8 @@
 """A decoder of our own some of whose layers keep states: Qwen 3.5.
 
-The gated delta rule and the convolution before it take the chunks of all rows in one call, and write
-the rows' states (``engine/cache/state_rows.py``) in place. The other layers attend as all others do;
-a gate then decides how much of each number counts.
+The gated delta rule and the convolution before it take the chunks of all rows in one call, and
+write the rows' states (``engine/cache/state_rows.py``) in place. The other layers attend as all
+others do; a gate then decides how much of each number counts.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class GatedLayer(Layer):
         both = norm(q, self.q_norm, eps), norm(k, self.k_norm, eps)
         q = self.store(both, v, rope, batch, cache, index)
         attended = attend(index, q, batch, cache, attention, None).flatten(1)
-        return _second_half(self, hidden, self.kernels.sigmoid_gate(attended, gate.flatten(1)), wanted)
+        return _second_half(
+            self, hidden, self.kernels.sigmoid_gate(attended, gate.flatten(1)), wanted
+        )
 
 
 class DeltaLayer(nn.Module):

@@ -1,13 +1,11 @@
-"""What config.json says of a decoder with layers of the gated delta rule (Qwen 3.5), and why our own
-layers do not run it, if so. Its other layers are those of Qwen 3, with gates."""
+"""What config.json says of a decoder with layers of the gated delta rule (Qwen 3.5), and why our
+own layers do not run it, if so. Its other layers are those of Qwen 3, with gates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.families import Fields

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import (
     ALL_EXPERTS,
-    Target,
     has_own_head,
     is_unused,
     weight_targets,
@@ -29,14 +28,13 @@ from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
-if TYPE_CHECKING:
-    from kvserve.engine.models.storage import StoredLevels
-
 _load_borrowed = Late("engine.models.borrowed:load_borrowed")
 fill_randomly = Late("engine.models.random_weights:fill_randomly")
+_named = Late("engine.models.mismatch:named")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
 _delta_transformer = Late("engine.models.delta_layers:DeltaTransformer")
 _hold_levels = Late("engine.models.held:hold_levels")
+_read_levels = Late("engine.models.held:read_levels")
 _storage_of = Late("engine.models.held:storage_of")
 
 
@@ -114,24 +112,6 @@ def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
     return stored
 
 
-def _named(spec: ModelSpec, shape: Sequence[int], wanted: Sequence[int]) -> str:
-    """Which fields of config.json give the first size that differs, if it is plain."""
-    experts = spec.experts
-    sizes = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads * head_dim": spec.num_heads * spec.head_dim,
-        "num_key_value_heads * head_dim": spec.num_kv_heads * spec.head_dim,
-        "head_dim": spec.head_dim,
-        "num_experts": 0 if experts is None else experts.count,
-        "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
-    }
-    differs = [b for a, b in zip(shape, wanted, strict=False) if a != b]
-    named = [name for name, size in sizes.items() if differs and size == differs[0]]
-    return f" ({' or '.join(named)})" if named else ""
-
-
 def _read_weights(
     model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage], name: str
 ) -> None:
@@ -141,34 +121,16 @@ def _read_weights(
     for weight, target in bar:
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         if not isinstance(target.tensor, Tensor):
-            _read_levels(cast("StoredLevels", storage), checkpoint, weight, target)
+            _read_levels(storage, checkpoint, weight, target)
             continue
         for place, values in storage.pieces(checkpoint, weight, target.region):
             values = values.to(target.tensor.dtype)
-            _check_finite(values, weight, file)
+            check_finite(values, weight, file)
             target.write(place, values)
 
 
-def _read_levels(
-    storage: StoredLevels, checkpoint: Checkpoint, weight: str, target: Target
-) -> None:
-    assert not isinstance(target.tensor, Tensor)
-    form, file = target.tensor.form, checkpoint.file(storage.parts(weight)[0])
-    rows, columns = target.region
-    groups = storage.groups(checkpoint, weight)[columns]
-    for piece in storage.levels(checkpoint, weight, rows, columns):
-        if piece.scales.dtype is not form.scales and form.scales is not torch.float32:
-            raise ConfigError(
-                f"--model: scales of {weight} in {file} are {str(piece.scales.dtype)[6:]}, others "
-                f"of its matrix {str(form.scales)[6:]}"
-            )
-        for values in (piece.scales, piece.offsets, piece.levels if form.e4m3 else None):
-            if values is not None:
-                _check_finite(values.to(form.scales), weight, file)
-        target.write_levels(piece, groups)
-
-
-def _check_finite(values: Tensor, weight: str, file: Path) -> None:
+def check_finite(values: Tensor, weight: str, file: Path) -> None:
+    """``ConfigError`` if some of a weight's numbers are none."""
     if not all(bound.isfinite() for bound in values.float().aminmax()):
         raise ConfigError(
             f"--model: {weight} in {file} holds NaN or infinite values as "

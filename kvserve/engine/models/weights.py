@@ -273,5 +273,6 @@ def is_unused(name: str, model: Transformer) -> bool:
     if quantization is not None and quantization.is_unused(name):
         return True
     heads = (f"{_LLAMA['head']}.weight", f"{_INTERNLM2['head']}.weight")
-    known = name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.") and model.spec.delta
-    return bool(known) or (model.spec.tied_embeddings and name in heads)
+    if model.spec.delta is not None and name.startswith("mtp."):  # it guesses further tokens
+        return True
+    return name.endswith("rotary_emb.inv_freq") or (model.spec.tied_embeddings and name in heads)

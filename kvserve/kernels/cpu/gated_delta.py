@@ -45,13 +45,16 @@ def gated_delta_rule(
     rows, heads, key_dim, value_dim = states.shape
     tokens, width = qkv.shape
     key_heads = (width - heads * value_dim) // (2 * key_dim)
-    fits = width == 2 * key_heads * key_dim + heads * value_dim and key_heads > 0
-    fits = fits and heads % key_heads == 0 and max(key_dim, value_dim) <= MAX_DIM and a.stride() == b.stride()
-    fits = fits and a.shape == b.shape == (tokens, heads) and decay.shape == (2, heads)
-    fits = fits and qkv.stride(1) == a.stride(1) == 1 and a.dtype is b.dtype is qkv.dtype
-    fits = fits and decay.dtype is states.dtype is torch.float32
-    fits = fits and decay.is_contiguous() and states.is_contiguous()
-    _check("gated_delta_rule", qkv, fits)
+    fits = [
+        width == 2 * key_heads * key_dim + heads * value_dim,
+        key_heads > 0 and heads % key_heads == 0,
+        max(key_dim, value_dim) <= MAX_DIM and decay.shape == (2, heads),
+        a.shape == b.shape == (tokens, heads) and a.stride() == b.stride(),
+        qkv.stride(1) == a.stride(1) == 1 and a.dtype is b.dtype is qkv.dtype,
+        decay.dtype is states.dtype is torch.float32,
+        decay.is_contiguous() and states.is_contiguous(),
+    ]
+    _check("gated_delta_rule", qkv, all(fits))
     out = torch.empty(tokens, heads, value_dim, dtype=qkv.dtype)
     numbers = tokens * heads * key_dim * value_dim
     sizes = key_heads, heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
@@ -65,7 +68,7 @@ def gated_delta_rule(
 
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     """x: [T, H, D], dense, weight: [D], gate: [T, H D] with dense rows."""
-    tokens, heads, width = x.shape
+    _, heads, width = x.shape
     _check("gated_norm", x, weight.shape == (width,) and x.is_contiguous(), weight)
     return _gated(x, gate, weight, heads, eps)
 
