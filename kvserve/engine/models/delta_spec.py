@@ -9,7 +9,7 @@ from typing import Any
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.families import Fields
-from kvserve.engine.models.spec import ModelSpec, parse_spec
+from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.gated_delta import DTYPES, MAX_DIM, MAX_TAPS
 from kvserve.log import ConfigError, shown
@@ -61,7 +61,7 @@ def native_spec(
     if why is None:
         return _spec_of(config, delta)
     if model.model_impl == "native":
-        raise ConfigError(f"--model-impl native: {raw['architectures'][0]} {why}")
+        raise ConfigError(f"--model-impl native: {architecture_of(raw)} {why}")
     return None
 
 
@@ -80,7 +80,7 @@ def _delta_of(config: Fields) -> DeltaSpec:
 
 def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
     """Why our own layers do not run it here."""
-    delta, rope = _delta_of(config), _rope_of(config)
+    delta, rope, raw = _delta_of(config), _rope_of(config), config.raw
     if device != "cpu":
         return "has layers whose kernels are for CPUs alone; leave it out"
     if model.dtype not in _DTYPES:
@@ -91,10 +91,12 @@ def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
         return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return "rotates parts of heads by scaled RoPE, which is not built"
-    if config.raw.get("quantization_config") or config.raw.get("stored_as"):
-        return "is read from plain safetensors alone"
-    if config.raw.get("attn_output_gate") is False:
-        return "has attention without gates, which is not built"
+    if raw.get("quantization_config"):
+        return "is read from weights alone that are not quantised"
+    if raw.get("attn_output_gate") is False or raw.get("attention_bias"):
+        return "has attention without gates or with biases, which is not built"
+    if (raw.get("hidden_act") or "silu") != "silu":
+        return f"has {raw['hidden_act']} for its activation, which is not built"
     return None
 
 
@@ -121,7 +123,7 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
         raise config.error("has no layer with keys and values, which kvserve needs")
     return replace(
         spec,
-        architecture=raw["architectures"][0],
+        architecture=architecture_of(raw),
         num_layers=spec.num_layers - len(states),
         norms_from_one=True,
         rope=replace(spec.rope, parameters={"partial_rotary_factor": share}),

@@ -25,7 +25,7 @@ from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
-from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
+from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 from tests.waiting import WAIT
@@ -34,9 +34,8 @@ PROMPTS = random_prompts([5, 60, 1, 33, 130, 64, 7, 90])
 TOKENS = 64
 DELTA = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 """Their gated norms divide by what is nearly nothing in a random model."""
-OURS = {"qwen3_5_text"}
-"""Those that run on layers of our own; behind the name here: on transformers' all the same."""
 THEIRS = "-theirs"
+"""Behind the name of a family that has layers of our own: on transformers' modules instead."""
 QUICK = ["qwen3_5_text", "qwen3_5_text-theirs", "falcon_h1", "lfm2"]
 """One of each kind of state: the delta rule, Mamba 2 beside attention, a convolution alone."""
 TWO_FORMS = "nemotron_h"
@@ -224,6 +223,83 @@ def test_memory_for_the_cache_counts_states(
     assert blocks(2**33, kv_cache_memory=mib) == wanted // block_bytes * block_bytes
     wanted = (4 * mib - 100 * row_bytes) // 4
     assert blocks(4 * mib) == wanted // block_bytes * block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", *slow("3bit")])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "kara", "window": 12, "buffer": 4, "ratio": 0.3, "period": 1},
+        *slow(
+            {"name": "snapkv", "budget": 32, "window": 8},
+            {"name": "chunkkv", "budget": 32, "window": 8},
+        ),
+    ],
+    ids=lambda policy: policy["name"],
+)
+def test_events_beside_others_on_our_own_layers(
+    policy: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    """Entries in levels, and compacted: in a crowd, in chunks and after preemptions every request
+    gets the tokens that it gets alone."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+    settings = {"policy": policy, "kv_cache_dtype": dtype, "block_size": 32}
+    wanted = [tokens(make(directory, max_num_seqs=1, **settings), [ids], 32) for ids in PROMPTS[:5]]
+    llm = make(directory, max_num_seqs=5, max_num_batched_tokens=40, **settings)
+    assert isinstance(llm.engine.core.runner.model, DeltaTransformer)
+    preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
+    assert tokens(llm, PROMPTS[:5], 32) == [one for (one,) in wanted]
+    stats = llm.stats()
+    assert stats.compactions_total and stats.preemptions_total
+
+
+def test_what_our_own_layers_do_not_run_goes_to_transformers(tmp_path: Path) -> None:
+    """Named if ours were asked for."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+
+    def chosen(device: str = "cpu", **settings: Any) -> Any:
+        return choose_spec(directory, ModelConfig(model=str(directory), **settings), device)
+
+    assert not chosen().borrowed and not chosen(dtype="bfloat16").borrowed
+    for device, settings, why in (
+        ("cuda", {}, "kernels are for CPUs alone"),
+        ("cpu", {"dtype": "float16"}, "kernels take float32 and bfloat16, not float16"),
+    ):
+        assert chosen(device, **settings).borrowed
+        with pytest.raises(ConfigError, match=f"--model-impl native: Qwen3_5ForCausalLM .*{why}"):
+            chosen(device, model_impl="native", **settings)
+    with pytest.raises(ConfigError, match="size: Qwen3_5ForCausalLM has layers with states"):
+        make(directory, tensor_parallel_size=2)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    edit_config(directory, rope_parameters=scaled)
+    assert chosen().borrowed
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}
+    edit_config(directory, rope_parameters=plain)
+    with pytest.raises(ConfigError, match=r"rotates 4\.8 of 16 dimensions of a head"):
+        chosen()
+    plain["partial_rotary_factor"] = 0.5
+    edit_config(directory, rope_parameters=plain, layer_types=["linear_attention"] * 4)
+    with pytest.raises(ConfigError, match="has no layer with keys and values"):
+        chosen()
+    edit_config(directory, layer_types=["linear_attention"] * 3)
+    with pytest.raises(ConfigError, match=r"has layer_types .* for 4 layers"):
+        chosen()
+
+
+def test_rates_stay_as_exact_as_the_file_has_them(tmp_path: Path) -> None:
+    """In bfloat16 too; and what guesses further tokens is not read. The head is the embedding, and
+    config.json names no architecture."""
+    directory = write_hybrid("qwen3_5_text", tmp_path, tie_word_embeddings=True)
+    edit_config(directory, architectures=None)
+    with edited_tensors(directory) as stored:
+        stored["mtp.fc.weight"] = torch.zeros(2, 2)
+        names = [f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias")]
+        wanted = torch.stack([stored[name].float() for name in names])
+    llm = make(directory, dtype="bfloat16")
+    layer: Any = llm.engine.core.runner.model.layers[0]
+    assert torch.equal(layer.decay, wanted) and layer.scale.dtype is torch.bfloat16
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    assert len(tokens(llm, PROMPTS[:2], 8)[0]) == 8
 
 
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
