@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.transfer import to_device
+from kvserve.engine.models.experts import Experts
+from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.feed_forward import Mlp, NewMatrix, empty
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.operators import Operators
@@ -48,11 +50,33 @@ def select_kernels(dtype: torch.dtype, device: str) -> DeltaKernels:
     )
 
 
+class Mixture(nn.Module):
+    """Experts, and the gate of an MLP beside them that all tokens go to."""
+
+    def __init__(
+        self, hidden: int, experts: ExpertSpec, operators: Operators, matrix: NewMatrix
+    ) -> None:
+        super().__init__()
+        self.experts = Experts(hidden, experts, operators, matrix)
+        self.gate = empty(1, hidden)
+
+    @classmethod
+    def of(cls, spec: ModelSpec, operators: Operators, matrix: NewMatrix) -> Mixture | None:
+        """``None`` if a layer has none."""
+        experts = spec.delta.experts
+        return None if experts is None else cls(spec.hidden_size, experts, operators, matrix)
+
+    def forward(self, x: Tensor, answer: Tensor) -> Tensor:
+        """x: [T, hidden], and what the MLP makes of it -> [T, hidden]."""
+        return self.experts(x) + linear(x, self.gate).sigmoid() * answer
+
+
 class GatedLayer(Layer):
     """Attention with a gate of each number: ``qkv`` is q, gates, k and v. Of what is rotated, pairs
     lie half a head apart, as everywhere; the others are rotated by nothing."""
 
     kernels: DeltaKernels
+    mixture: Mixture | None
 
     def forward(
         self,
@@ -97,6 +121,7 @@ class DeltaLayer(nn.Module):
         self.scale = empty(delta.value_dim)
         self.out = matrix("out", spec.hidden_size, delta.values)
         self.mlp = Mlp(spec.hidden_size, spec.intermediate_size, operators, matrix)
+        self.mixture = Mixture.of(spec, operators, matrix)
 
     def forward(
         self,
@@ -126,7 +151,8 @@ def _second_half(
     eps = layer.spec.rms_norm_eps
     added = linear(mixed, layer.out)
     hidden, x = layer.operators.add_and_norm(hidden, added, layer.post_norm, eps)
-    return hidden, layer.mlp(x)
+    answer = layer.mlp(x)
+    return hidden, answer if layer.mixture is None else layer.mixture(x, answer)
 
 
 class DeltaTransformer(Transformer):
@@ -143,7 +169,7 @@ class DeltaTransformer(Transformer):
         if index in {state.layer for state in spec.states}:
             return DeltaLayer(spec, self.operators, self._kernels, matrix)
         layer = GatedLayer(spec, index, self.operators, self.group, matrix)
-        layer.kernels = self._kernels
+        layer.kernels, layer.mixture = self._kernels, Mixture.of(spec, self.operators, matrix)
         return layer
 
     def forward(

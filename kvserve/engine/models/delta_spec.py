@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvserve.config import ModelConfig
-from kvserve.engine.models.families import Fields
+from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.families import ExpertSpec, Fields
 from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
 from kvserve.kernels.cpu.build import why_missing
 from kvserve.kernels.cpu.gated_delta import DTYPES, MAX_DIM, MAX_TAPS
@@ -19,16 +20,22 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 _DTYPES = {"auto", *(str(dtype)[6:] for dtype in DTYPES)}
 
 
+_MOE = "Qwen3_5MoeForCausalLM"
+
+
 @dataclass(frozen=True)
 class DeltaSpec:
     """Heads of the rule, ``heads`` of values for ``key_heads`` of keys and queries, and how many
-    ``taps`` the convolution before it has."""
+    ``taps`` the convolution before it has. With ``experts`` every layer has these beside an MLP of
+    all tokens, whose gate it has too; the file may have all of them in one tensor (``stacked``)."""
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
     taps: int
+    experts: ExpertSpec | None = None
+    stacked: bool = False
 
     @property
     def channels(self) -> int:
@@ -75,7 +82,23 @@ def _delta_of(config: Fields) -> DeltaSpec:
     )
     if found.heads % found.key_heads:
         raise config.error(f"has {found.heads} value heads for {found.key_heads} key heads")
-    return found
+    if architecture_of(config.raw) != _MOE:
+        return found
+    experts = ExpertSpec(
+        config.count("num_experts", 256),
+        config.count("num_experts_per_tok", 8),
+        config.count("moe_intermediate_size", 512),
+        normalised=True,
+    )
+    if experts.per_token > experts.count:
+        raise config.error(f"sends a token to {experts.per_token} of {experts.count} experts")
+    return replace(found, experts=experts)
+
+
+def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """The spec of a checkpoint that has experts in one tensor each, or one by one."""
+    first = "model.layers.0.mlp.experts.gate_up_proj"
+    return replace(spec, delta=replace(spec.delta, stacked=first in checkpoint.names))
 
 
 def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
@@ -114,6 +137,8 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
     plain = {name: value for name, value in raw.items() if name not in special}
     plain["rope_parameters"] = {n: x for n, x in rope.items() if n != "partial_rotary_factor"}
     plain |= {"architectures": ["Qwen3ForCausalLM"], "head_dim": config.count("head_dim", 256)}
+    if delta.experts is not None:  # of the MLP that all tokens go to
+        plain["intermediate_size"] = config.count("shared_expert_intermediate_size", 512)
     spec = parse_spec(plain, config.where)
     rotated = spec.head_dim * share
     if rotated != int(rotated) or rotated % 2 or not 0 < rotated <= spec.head_dim:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
+from kvserve.engine.models.delta_spec import DeltaSpec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.weights import Target
 from kvserve.kernels.weight_levels import Levels
@@ -27,11 +29,28 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
         if index in with_rule:
             projected = [f"linear_attn.{part}" for part in _PROJECTED]
             parts = {"projected": projected, "out": ["linear_attn.out_proj"]}
-        parts |= {"mlp.gate_up": ["mlp.gate_proj", "mlp.up_proj"], "mlp.down": ["mlp.down_proj"]}
+        mlp = "mlp" if spec.delta.experts is None else "mlp.shared_expert"
+        parts["mlp.gate_up"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        parts["mlp.down"] = [f"{mlp}.down_proj"]
+        parts |= _of_experts(spec.delta)
         for matrix, names in parts.items():
-            whole = [f"model.layers.{index}.{name}.weight" for name in names]
+            kind = "" if matrix.startswith("mixture.") and spec.delta.stacked else ".weight"
+            whole = [f"model.layers.{index}.{name}{kind}" for name in names]
             sources[f"layers.{index}.{matrix}"] = whole
     return sources
+
+
+def _of_experts(delta: DeltaSpec) -> dict[str, list[str]]:
+    """Sources of a layer's experts, in one tensor or one by one."""
+    if delta.experts is None:
+        return {}
+    every, halves = "mlp.experts", ("gate_proj", "up_proj")
+    each = [f"{every}.{expert}" for expert in range(delta.experts.count)]
+    gate_up, down = [f"{every}.gate_up_proj"], [f"{every}.down_proj"]
+    if not delta.stacked:
+        gate_up = [f"{expert}.{half}" for expert in each for half in halves]
+        down = [f"{expert}.down_proj" for expert in each]
+    return {"mixture.experts.gate_up": gate_up, "mixture.experts.down": down}
 
 
 def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
@@ -40,12 +59,19 @@ def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
     held = dict(model.named_modules()) | dict(model.named_parameters())
     order = rotated_order(spec)
     for matrix, names in matrix_sources(spec).items():
-        for name, part in zip(names, _parts(model, matrix, held[matrix]), strict=True):
-            targets[name] = part
+        stacked = len(names) == 1 and len(held[matrix].shape) == 3
+        experts = [held[matrix]] if stacked or len(held[matrix].shape) == 2 else held[matrix]
+        parts = [part for one in experts for part in _parts(model, matrix, one, stacked=stacked)]
+        targets |= zip(names, parts, strict=True)
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
         for own, name in _NORMS.items():
             targets[f"{prefix}{name}.weight"] = Target.whole(getattr(layer, own))
+        mixture: Any = layer.mixture
+        if mixture is not None:
+            router, gate = Target.whole(mixture.experts.router), Target.whole(mixture.gate)
+            targets[f"{prefix}mlp.gate.weight"] = router
+            targets[f"{prefix}mlp.shared_expert_gate.weight"] = gate
         if isinstance(layer, DeltaLayer):
             others = {
                 "conv1d.weight": layer.taps.t()[:, None],
@@ -75,9 +101,13 @@ def rotated_order(spec: ModelSpec) -> Tensor:
     return torch.cat(taken)
 
 
-def _parts(model: DeltaTransformer, matrix: str, tensor: Tensor | Levels) -> list[Target]:
-    """Where each weight of the checkpoint goes in a matrix."""
+def _parts(
+    model: DeltaTransformer, matrix: str, tensor: Tensor | Levels, *, stacked: bool
+) -> list[Target]:
+    """Where each weight of the checkpoint goes in a matrix, or in an expert's."""
     spec, name = model.part, matrix.rpartition(".")[2]
+    if stacked:
+        return [Target.whole(tensor)]
     if name in ("embedding", "head"):
         return [Target.shared(tensor, model.group, total=spec.vocab_size)]
     if name == "projected":

@@ -32,6 +32,7 @@ _load_borrowed = Late("engine.models.borrowed:load_borrowed")
 fill_randomly = Late("engine.models.random_weights:fill_randomly")
 _named = Late("engine.models.mismatch:named")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
+_as_stored = Late("engine.models.delta_spec:as_stored")
 _delta_transformer = Late("engine.models.delta_layers:DeltaTransformer")
 _hold_levels = Late("engine.models.held:hold_levels")
 _read_levels = Late("engine.models.held:read_levels")
@@ -62,6 +63,8 @@ def load_model(
         checkpoint = cast(Checkpoint, _open_text_part(directory, spec.wrapper))
     if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
         spec = replace(spec, tied_embeddings=False)
+    if checkpoint is not None and spec.delta is not None:
+        spec = cast(ModelSpec, _as_stored(spec, checkpoint))
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
@@ -88,7 +91,7 @@ def _has_levels(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:
 
 def _plain_storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     """How a weight is stored that is no levels."""
-    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
+    return Transposed() if weight.endswith(ALL_EXPERTS) and spec.delta is None else Plain()
 
 
 def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:

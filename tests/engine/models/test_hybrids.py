@@ -36,13 +36,14 @@ DELTA = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 """Their gated norms divide by what is nearly nothing in a random model."""
 THEIRS = "-theirs"
 """Behind the name of a family that has layers of our own: on transformers' modules instead."""
-QUICK = ["qwen3_5_text", "qwen3_5_text-theirs", "falcon_h1", "lfm2"]
+QUICK = ["qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "lfm2"]
 """One of each kind of state: the delta rule, Mamba 2 beside attention, a convolution alone."""
+OTHERS = [*FAMILIES, *(kind + THEIRS for kind in sorted(OURS))]
 TWO_FORMS = "nemotron_h"
 """Its time step has a least value in calls of many tokens, and none in those of one."""
 
 every_family = pytest.mark.parametrize(
-    "kind", [*QUICK, *slow(*(kind for kind in FAMILIES if kind not in QUICK))]
+    "kind", [*QUICK, *slow(*(kind for kind in OTHERS if kind not in QUICK))]
 )
 
 
@@ -300,6 +301,22 @@ def test_rates_stay_as_exact_as_the_file_has_them(tmp_path: Path) -> None:
     assert torch.equal(layer.decay, wanted) and layer.scale.dtype is torch.bfloat16
     assert not torch.equal(wanted, wanted.bfloat16().float())
     assert len(tokens(llm, PROMPTS[:2], 8)[0]) == 8
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As they are published; transformers writes them one by one."""
+    directory = write_hybrid("qwen3_5_moe_text", tmp_path)
+    wanted = tokens(make(directory), PROMPTS[:2], 8)
+    with edited_tensors(directory) as stored:
+        for layer in range(4):
+            every = f"model.layers.{layer}.mlp.experts."
+            gate, up, down = (
+                torch.stack([stored.pop(f"{every}{n}.{part}_proj.weight") for n in range(4)])
+                for part in ("gate", "up", "down")
+            )
+            stored[f"{every}gate_up_proj"] = torch.cat([gate, up], dim=1)
+            stored[f"{every}down_proj"] = down
+    assert tokens(make(directory), PROMPTS[:2], 8) == wanted
 
 
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
