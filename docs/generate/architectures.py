@@ -8,7 +8,7 @@ from docs.generate.markdown import table
 from kvserve.engine.models.families import UNDIVIDED, VARIANTS
 from tests.checkpoints import architecture_of
 from tests.engine.models import test_borrowed, test_models
-from tests.engine.models.hybrids import FAMILIES
+from tests.engine.models.hybrids import FAMILIES, OURS
 
 _INTRO = """\
 # Architectures
@@ -39,5 +39,6 @@ def page() -> str:
         rows.append([f"`{name}`", "transformers", "one", "tokens"])
     for kind in sorted(FAMILIES):
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-        rows.append([f"`{name}`", "transformers, with states", "one", "logits and tokens"])
+        form = "native on CPUs" if kind in OURS else "transformers"
+        rows.append([f"`{name}`", f"{form}, with states", "one", "logits and tokens"])
     return _INTRO + "\n" + table(["architecture", "form", "ranks", "compared"], rows)

@@ -230,7 +230,7 @@ class Arithmetic:
             spec = parse_spec(LARGE_SHAPES[name], name)
         else:
             directory = find_model(args.model, weights=False)
-            spec = choose_spec(directory, ModelConfig())
+            spec = choose_spec(directory, ModelConfig(), "cuda")
         if spec.policy_refusal is not None:
             args.fail(f"--model: {spec.policy_refusal}")
         if any(make_policy(each.as_dict).rest_bits for each in policies):

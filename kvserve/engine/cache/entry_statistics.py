@@ -46,6 +46,8 @@ def refusal(model: Transformer) -> str | None:
     """Why nothing can be measured of a model, if so."""
     if model.spec.borrowed:
         return "its modules are transformers' own"
+    if model.spec.states:
+        return "it has layers with states"
     if model.spec.rope.kind == "dynamic":
         return "dynamic RoPE rotates by other frequencies as a sequence grows"
     return None

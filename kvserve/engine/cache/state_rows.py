@@ -7,13 +7,14 @@ Decoding rows are the first ones, so that a step's layer reads and writes a view
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup, Shapes
-from kvserve.engine.models.recurrent import LayerStates, Recurrent
+from kvserve.engine.models.recurrent import LayerStates
 from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.blocks.state_group import StateSpec
 
@@ -38,8 +39,8 @@ class StateRows(RowGroup):
         for each, tail, state in zip(self.spec.layers, tails, recurrent, strict=True):
             assert tail is not None
             self.layers[each.layer] = LayerStates(tail, state)
-        assert isinstance(model, Recurrent)
-        model.states[cache] = self.layers
+        of_caches: Any = model.states
+        of_caches[cache] = self.layers
 
     def begin(self, rows: Tensor) -> None:
         for array in self._arrays:

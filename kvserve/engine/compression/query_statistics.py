@@ -105,6 +105,8 @@ def refusal(spec: ModelSpec) -> str | None:
     """Why nobody can say where the queries of a model point, if so."""
     if spec.borrowed:
         return "queries before RoPE are known of native models alone, and this is transformers' own"
+    if spec.states:
+        return "it has layers with states, over which nobody has looked at queries before RoPE"
     if spec.rope.kind == "dynamic":
         return "dynamic RoPE rotates by other frequencies as a sequence grows"
     return None

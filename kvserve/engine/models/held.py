@@ -19,6 +19,7 @@ from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.fp4 import Fp4
 from kvserve.engine.models.level_products import can_multiply_fp8, select_level_product
 from kvserve.engine.models.linear import Hold, Holding
+from kvserve.engine.models.loader import check_finite
 from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import (
@@ -26,8 +27,9 @@ from kvserve.engine.models.storage import (
     GgufLevels,
     StoredLevels,
 )
-from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, matrix_sources
+from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, Target, matrix_sources
 from kvserve.kernels.weight_levels import BLOCK, LevelForm
+from kvserve.log import ConfigError
 
 _LEAST = 4
 """Inputs that a group has at least, and a multiple of it: kernels take so many at once."""
@@ -104,6 +106,24 @@ def _hold(
         return "its parts have their inputs in several orders"
     firsts = [parts[0] for parts in of_experts]
     return _arranged(form, firsts, of_experts=experts is not None, table=matrix == "embedding")
+
+
+def read_levels(storage: StoredLevels, checkpoint: Checkpoint, weight: str, target: Target) -> None:
+    """Read a weight's levels to where they belong."""
+    assert not isinstance(target.tensor, Tensor)
+    form, file = target.tensor.form, checkpoint.file(storage.parts(weight)[0])
+    rows, columns = target.region
+    groups = storage.groups(checkpoint, weight)[columns]
+    for piece in storage.levels(checkpoint, weight, rows, columns):
+        if piece.scales.dtype is not form.scales and form.scales is not torch.float32:
+            raise ConfigError(
+                f"--model: scales of {weight} in {file} are {str(piece.scales.dtype)[6:]}, others "
+                f"of its matrix {str(form.scales)[6:]}"
+            )
+        for values in (piece.scales, piece.offsets, piece.levels if form.e4m3 else None):
+            if values is not None:
+                check_finite(values.to(form.scales), weight, file)
+        target.write_levels(piece, groups)
 
 
 def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:

@@ -18,7 +18,9 @@ from kvserve.log import ConfigError
 
 _borrowed_spec = Late("engine.models.borrowed:borrowed_spec")
 _knows = Late("engine.models.borrowed:knows")
+_native_spec = Late("engine.models.delta_spec:native_spec")
 _text_part = Late("engine.models.wrapper:text_part")
+_WITH_STATES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _LAYERS = {
     False: ("native", "kvserve's own; --model-impl transformers runs transformers'"),
     True: ("transformers", "its modules on kvserve's cache; slower than native ones"),
@@ -26,21 +28,25 @@ _LAYERS = {
 """What runs them, by ``ModelSpec.borrowed``."""
 
 
-def choose_spec(directory: Path, config: ModelConfig) -> ModelSpec:
-    """The spec of the form that ``config`` asks for, by default ours if there is one.
+def choose_spec(directory: Path, config: ModelConfig, device: str = "cpu") -> ModelSpec:
+    """The spec of the form that ``config`` asks for, by default ours if ``device`` has one.
 
     ``ConfigError`` says what keeps the model from running.
     """
     has_weights = config.load_format != "dummy"
     raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
     architecture, wrapper, text = architecture_of(raw), "", None
-    if architecture not in VARIANTS and directory.is_dir():
+    if architecture not in (*VARIANTS, *_WITH_STATES) and directory.is_dir():
         text = _text_part(raw, where, architecture)
     if text is not None:
         whole = "architectures", "model_type", "text_config", "vision_config"
         of_text = {n: value for n, value in config.hf_overrides.items() if n not in whole}
         raw, wrapper = {**text, **of_text}, architecture
         architecture = architecture_of(raw)
+    if architecture in _WITH_STATES and config.model_impl != "transformers":
+        native = cast("ModelSpec | None", _native_spec(raw, where, config, device))
+        if native is not None:
+            return native
     ours = architecture in VARIANTS or has_alibi(raw) or not _knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import (
     ALL_EXPERTS,
-    Target,
     has_own_head,
     is_unused,
     weight_targets,
@@ -29,13 +28,14 @@ from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.progress import progress
 
-if TYPE_CHECKING:
-    from kvserve.engine.models.storage import StoredLevels
-
 _load_borrowed = Late("engine.models.borrowed:load_borrowed")
 fill_randomly = Late("engine.models.random_weights:fill_randomly")
+_named = Late("engine.models.mismatch:named")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
+_as_stored = Late("engine.models.delta_spec:as_stored")
+_delta_transformer = Late("engine.models.delta_layers:DeltaTransformer")
 _hold_levels = Late("engine.models.held:hold_levels")
+_read_levels = Late("engine.models.held:read_levels")
 _storage_of = Late("engine.models.held:storage_of")
 
 
@@ -63,16 +63,19 @@ def load_model(
         checkpoint = cast(Checkpoint, _open_text_part(directory, spec.wrapper))
     if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
         spec = replace(spec, tied_embeddings=False)
+    if checkpoint is not None and spec.delta is not None:
+        spec = cast(ModelSpec, _as_stored(spec, checkpoint))
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
+    kind = Transformer if spec.delta is None else _delta_transformer
     stored: dict[str, Storage] = {}
     if checkpoint is not None:
         with torch.device("meta"):  # before matrices of any size are made
-            trial = Transformer(spec, dtype, "meta", group, Holding())
+            trial = kind(spec, dtype, "meta", group, Holding())
         stored = _match(trial, checkpoint)
     with _default_dtype(dtype), torch.device(device):
-        model = Transformer(spec, dtype, device, group, holding)
+        model = cast(Transformer, kind(spec, dtype, device, group, holding))
     if checkpoint is None:
         fill_randomly(model, config.seed + group.rank)
     else:
@@ -88,7 +91,7 @@ def _has_levels(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:
 
 def _plain_storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     """How a weight is stored that is no levels."""
-    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
+    return Transposed() if weight.endswith(ALL_EXPERTS) and spec.delta is None else Plain()
 
 
 def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
@@ -112,24 +115,6 @@ def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
     return stored
 
 
-def _named(spec: ModelSpec, shape: Sequence[int], wanted: Sequence[int]) -> str:
-    """Which fields of config.json give the first size that differs, if it is plain."""
-    experts = spec.experts
-    sizes = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads * head_dim": spec.num_heads * spec.head_dim,
-        "num_key_value_heads * head_dim": spec.num_kv_heads * spec.head_dim,
-        "head_dim": spec.head_dim,
-        "num_experts": 0 if experts is None else experts.count,
-        "moe_intermediate_size": 0 if experts is None else experts.intermediate_size,
-    }
-    differs = [b for a, b in zip(shape, wanted, strict=False) if a != b]
-    named = [name for name, size in sizes.items() if differs and size == differs[0]]
-    return f" ({' or '.join(named)})" if named else ""
-
-
 def _read_weights(
     model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage], name: str
 ) -> None:
@@ -139,34 +124,16 @@ def _read_weights(
     for weight, target in bar:
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         if not isinstance(target.tensor, Tensor):
-            _read_levels(cast("StoredLevels", storage), checkpoint, weight, target)
+            _read_levels(storage, checkpoint, weight, target)
             continue
         for place, values in storage.pieces(checkpoint, weight, target.region):
             values = values.to(target.tensor.dtype)
-            _check_finite(values, weight, file)
+            check_finite(values, weight, file)
             target.write(place, values)
 
 
-def _read_levels(
-    storage: StoredLevels, checkpoint: Checkpoint, weight: str, target: Target
-) -> None:
-    assert not isinstance(target.tensor, Tensor)
-    form, file = target.tensor.form, checkpoint.file(storage.parts(weight)[0])
-    rows, columns = target.region
-    groups = storage.groups(checkpoint, weight)[columns]
-    for piece in storage.levels(checkpoint, weight, rows, columns):
-        if piece.scales.dtype is not form.scales and form.scales is not torch.float32:
-            raise ConfigError(
-                f"--model: scales of {weight} in {file} are {str(piece.scales.dtype)[6:]}, others "
-                f"of its matrix {str(form.scales)[6:]}"
-            )
-        for values in (piece.scales, piece.offsets, piece.levels if form.e4m3 else None):
-            if values is not None:
-                _check_finite(values.to(form.scales), weight, file)
-        target.write_levels(piece, groups)
-
-
-def _check_finite(values: Tensor, weight: str, file: Path) -> None:
+def check_finite(values: Tensor, weight: str, file: Path) -> None:
+    """``ConfigError`` if some of a weight's numbers are none."""
     if not all(bound.isfinite() for bound in values.float().aminmax()):
         raise ConfigError(
             f"--model: {weight} in {file} holds NaN or infinite values as "

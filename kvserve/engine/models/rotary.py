@@ -74,7 +74,10 @@ def _exponents(dim: int) -> Tensor:
 
 def inverse_frequencies(rope: RopeSpec, dim: int) -> Tensor:
     """float32 [D/2]; under dynamic NTK, those up to the original context."""
-    inv_freq = 1.0 / rope.theta ** _exponents(dim)
+    rotated = int(dim * rope.parameters.get("partial_rotary_factor", 1.0))
+    inv_freq = 1.0 / rope.theta ** _exponents(rotated)
+    if rotated < dim:  # the other pairs are not rotated
+        return torch.cat([inv_freq, inv_freq.new_zeros((dim - rotated) // 2)])
     if rope.kind == "linear":
         return inv_freq / rope.parameters["factor"]
     if rope.kind == "llama3":

@@ -85,7 +85,9 @@ class ModelSpec(Flags):
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
     states: tuple[Any, ...] = ()
-    """What layers keep beside entries (``recurrent.py``): ``LayerState`` each."""
+    """What layers keep beside entries: ``LayerState`` each. ``num_layers`` counts the others."""
+    delta: Any = None
+    """Of our own layers with states: ``DeltaSpec``. Attention has gates then."""
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """The experts of one layer; ``None`` if it has an MLP for all tokens."""

@@ -47,7 +47,8 @@ class Layer(nn.Module):
         super().__init__()
         self.spec, self.operators, self.group = spec, operators, group
         self.rotates = index not in spec.without_rope
-        width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        gates = spec.num_heads * (spec.delta is not None)
+        width = (spec.num_heads + gates + 2 * spec.num_kv_heads) * spec.head_dim
         self.input_norm, self.post_norm = new_norm(spec), new_norm(spec)
         both = spec.norms == "both"
         self.after_attention = new_norm(spec) if both else None
@@ -182,10 +183,9 @@ class Transformer(nn.Module):
         self.rows = rows = panels if panels * (group.size - 1) < spec.vocab_size else rows
         new = self.holding.matrix
         self.embedding = new("embedding", rows, spec.hidden_size)
-        self.layers = nn.ModuleList(
-            Layer(self.part, index, self.operators, group, partial(new, layer=index))
-            for index in range(spec.num_layers)
-        )
+        count = spec.num_layers + len(spec.states)
+        layers = (self.new_layer(index, partial(new, layer=index)) for index in range(count))
+        self.layers = nn.ModuleList(layers)
         self.norm = new_norm(spec)
         tied = spec.tied_embeddings
         self.head = self.embedding if tied else new("head", rows, spec.hidden_size)
@@ -198,9 +198,12 @@ class Transformer(nn.Module):
         self.embedding_scale = float(scale)  # transformers rounds it, too
         self.scale = spec.head_dim**-0.5
 
+    def new_layer(self, index: int, matrix: NewMatrix) -> nn.Module:
+        return Layer(self.part, index, self.operators, self.group, matrix)
+
     @property
     def decoder_layers(self) -> list[Layer]:
-        """The layers with their type."""
+        """The layers that attend, with their type."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     @property
@@ -214,17 +217,13 @@ class Transformer(nn.Module):
     def pack(self, product: str) -> None:
         """Lay all matrices out for ``product``. Rows are looked up in a tied head as it lies then,
         or, of oneDNN's, which cannot be looked into, in a table of its own."""
-        for part in [part for layer in self.decoder_layers for part in (layer, layer.mlp)]:
-            for name in ("qkv", "out", "router", "gate_up", "down"):
+        for part in list(self.layers.modules()):
+            for name in ("qkv", "projected", "out", "router", "gate_up", "down"):
                 if hasattr(part, name):
                     setattr(part, name, packed(getattr(part, name), product))
         if self.spec.norms_from_one:
             for name, parameter in self.named_parameters():
-                if (
-                    parameter.dtype is torch.float32
-                    and parameter.dim() == 1
-                    and "sinks" not in name
-                ):
+                if name.endswith(("norm", "after_attention", "after_mlp")):
                     parameter.data += 1.0
         tied, head = self.head is self.embedding, packed(self.head, product)
         if tied and not (isinstance(head, Tensor) and head.is_mkldnn):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from kvserve.engine.models.feed_forward import Mlp
 from kvserve.engine.models.plain_storage import Region, rows_per_piece
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.late import Late
 
 if TYPE_CHECKING:
     from kvserve.engine.models.storage import LevelPiece
     from kvserve.kernels.weight_levels import Levels
 
+_delta_sources = Late("engine.models.delta_weights:matrix_sources")
+_delta_targets = Late("engine.models.delta_weights:weight_targets")
 _LLAMA = {
     "embedding": "model.embed_tokens",
     "head": "lm_head",
@@ -150,6 +153,8 @@ class Target:
 def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
     """The checkpoint's weights that each matrix of the decoder is made of, in the order of its
     rows, and of its experts."""
+    if spec.delta is not None:
+        return cast(dict[str, list[str]], _delta_sources(spec))
     names = _NAMES.get(spec.architecture, _LLAMA)
     sources = {"embedding": [f"{names['embedding']}.weight"]}
     if not spec.tied_embeddings:
@@ -176,6 +181,8 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
 
 def weight_targets(model: Transformer) -> dict[str, Target]:
     """Every tensor that the checkpoint must have, by its name there."""
+    if model.spec.delta is not None:
+        return cast(dict[str, Target], _delta_targets(model))
     targets = {"model.norm.weight": Target.whole(model.norm)}
     held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
     for matrix, sources in matrix_sources(model.spec).items():
@@ -266,4 +273,6 @@ def is_unused(name: str, model: Transformer) -> bool:
     if quantization is not None and quantization.is_unused(name):
         return True
     heads = (f"{_LLAMA['head']}.weight", f"{_INTERNLM2['head']}.weight")
+    if model.spec.delta is not None and name.startswith("mtp."):  # it guesses further tokens
+        return True
     return name.endswith("rotary_emb.inv_freq") or (model.spec.tied_embeddings and name in heads)

@@ -204,7 +204,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         weights=config.model.load_format != "dummy",
         code=config.model.trust_remote_code,
     )
-    spec = choose_spec(directory, config.model)
+    spec = choose_spec(directory, config.model, device)
     layers, part = spec.layers, spec.part(ranks)
     num_layers = len(layers.full) or spec.num_layers
     dtype = _dtype_of(config.model, spec, device)

@@ -66,6 +66,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 64},
 }
 
+OURS = {"qwen3_5_moe_text", "qwen3_5_text"}
+"""Those that run on layers of our own."""
+
 
 def write_hybrid(kind: str, directory: Path, **changes: Any) -> Path:
     """A checkpoint of one of ``FAMILIES``."""

@@ -18,13 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
+from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
-from tests.engine.models.hybrids import FAMILIES, expected, write_hybrid
+from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 from tests.waiting import WAIT
@@ -33,18 +34,26 @@ PROMPTS = random_prompts([5, 60, 1, 33, 130, 64, 7, 90])
 TOKENS = 64
 DELTA = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 """Their gated norms divide by what is nearly nothing in a random model."""
-QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
+THEIRS = "-theirs"
+"""Behind the name of a family that has layers of our own: on transformers' modules instead."""
+QUICK = ["qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "lfm2"]
 """One of each kind of state: the delta rule, Mamba 2 beside attention, a convolution alone."""
+OTHERS = [*FAMILIES, *(kind + THEIRS for kind in sorted(OURS))]
 TWO_FORMS = "nemotron_h"
 """Its time step has a least value in calls of many tokens, and none in those of one."""
 
 every_family = pytest.mark.parametrize(
-    "kind", [*QUICK, *slow(*(kind for kind in FAMILIES if kind not in QUICK))]
+    "kind", [*QUICK, *slow(*(kind for kind in OTHERS if kind not in QUICK))]
 )
 
 
 def within(kind: str) -> float:
-    return 2e-3 if kind in DELTA else 1e-4
+    return 2e-3 if kind.removesuffix(THEIRS) in DELTA else 1e-4
+
+
+def engine_of(kind: str) -> dict[str, Any]:
+    """Settings of an engine of a family."""
+    return {"model_impl": "transformers" if kind.endswith(THEIRS) else "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +65,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def directory(
     kind: str, written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
+    kind = kind.removesuffix(THEIRS)
     if kind not in written:
         written[kind] = write_hybrid(kind, tmp_path_factory.mktemp(kind))
     return written[kind]
@@ -66,8 +76,10 @@ def test_a_crowd_of_unequal_rows(kind: str, directory: Path) -> None:
     # The one token of a prompt is a call of many there, and here a step.
     prompts = [ids for ids in PROMPTS if len(ids) > 1 or kind != TWO_FORMS]
     wanted = expected(directory, prompts, TOKENS)
-    llm = check_parity(directory, prompts, wanted, within(kind), max_num_seqs=8)
-    assert isinstance(llm.engine.core.runner.model, Recurrent)
+    settings = {"max_num_seqs": 8, **engine_of(kind)}
+    llm = check_parity(directory, prompts, wanted, within(kind), **settings)
+    runs_on = DeltaTransformer if kind in OURS else Recurrent
+    assert isinstance(llm.engine.core.runner.model, runs_on)
     assert llm.stats().steps_total < 80, "they decode together"
 
 
@@ -77,7 +89,7 @@ def test_chunks(kind: str, chunk: int, directory: Path) -> None:
     """Each alone, so that its chunks are those of the reference."""
     prompts = [PROMPTS[at] for at in (1, 4)]
     wanted = expected(directory, prompts, 16, chunk)
-    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 1, **engine_of(kind)}
     check_parity(directory, prompts, wanted, within(kind), **settings)
 
 
@@ -85,7 +97,8 @@ def test_chunks(kind: str, chunk: int, directory: Path) -> None:
 def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None:
     """Chunks beside decodes, aborts, and rows that are preempted and computed again."""
     wanted = expected(directory, PROMPTS[:5], 32)
-    llm = make(directory, max_num_batched_tokens=48, max_num_seqs=6, async_scheduling=True)
+    settings = {"max_num_batched_tokens": 48, "max_num_seqs": 6, **engine_of(kind)}
+    llm = make(directory, async_scheduling=True, **settings)
     core = llm.engine.core
     if kind != TWO_FORMS:
         preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.1)
@@ -126,7 +139,7 @@ def test_a_small_pool_gives_what_a_request_gives_alone(
     ]
 
     def run(preempted: float, **settings: Any) -> tuple[LLM, list[list[list[int]]]]:
-        llm = make(directory, block_size=8, **settings)
+        llm = make(directory, block_size=8, **settings, **engine_of(kind))
         preempt_now_and_then(llm.engine.core.scheduler, rng, preempted)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return llm, [[list(one.token_ids) for one in each.outputs] for each in outputs]
@@ -211,6 +224,99 @@ def test_memory_for_the_cache_counts_states(
     assert blocks(2**33, kv_cache_memory=mib) == wanted // block_bytes * block_bytes
     wanted = (4 * mib - 100 * row_bytes) // 4
     assert blocks(4 * mib) == wanted // block_bytes * block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["int8", *slow("3bit")])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"name": "kara", "window": 12, "buffer": 4, "ratio": 0.3, "period": 1},
+        *slow(
+            {"name": "snapkv", "budget": 32, "window": 8},
+            {"name": "chunkkv", "budget": 32, "window": 8},
+        ),
+    ],
+    ids=lambda policy: policy["name"],
+)
+def test_events_beside_others_on_our_own_layers(
+    policy: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    """Entries in levels, and compacted: in a crowd, in chunks and after preemptions every request
+    gets the tokens that it gets alone."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+    settings = {"policy": policy, "kv_cache_dtype": dtype, "block_size": 32}
+    wanted = [tokens(make(directory, max_num_seqs=1, **settings), [ids], 32) for ids in PROMPTS[:5]]
+    llm = make(directory, max_num_seqs=5, max_num_batched_tokens=40, **settings)
+    assert isinstance(llm.engine.core.runner.model, DeltaTransformer)
+    preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
+    assert tokens(llm, PROMPTS[:5], 32) == [one for (one,) in wanted]
+    stats = llm.stats()
+    assert stats.compactions_total and stats.preemptions_total
+
+
+def test_what_our_own_layers_do_not_run_goes_to_transformers(tmp_path: Path) -> None:
+    """Named if ours were asked for."""
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+
+    def chosen(device: str = "cpu", **settings: Any) -> Any:
+        return choose_spec(directory, ModelConfig(model=str(directory), **settings), device)
+
+    assert not chosen().borrowed and not chosen(dtype="bfloat16").borrowed
+    for device, settings, why in (
+        ("cuda", {}, "kernels are for CPUs alone"),
+        ("cpu", {"dtype": "float16"}, "kernels take float32 and bfloat16, not float16"),
+    ):
+        assert chosen(device, **settings).borrowed
+        with pytest.raises(ConfigError, match=f"--model-impl native: Qwen3_5ForCausalLM .*{why}"):
+            chosen(device, model_impl="native", **settings)
+    with pytest.raises(ConfigError, match="size: Qwen3_5ForCausalLM has layers with states"):
+        make(directory, tensor_parallel_size=2)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    edit_config(directory, rope_parameters=scaled)
+    assert chosen().borrowed
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}
+    edit_config(directory, rope_parameters=plain)
+    with pytest.raises(ConfigError, match=r"rotates 4\.8 of 16 dimensions of a head"):
+        chosen()
+    plain["partial_rotary_factor"] = 0.5
+    edit_config(directory, rope_parameters=plain, layer_types=["linear_attention"] * 4)
+    with pytest.raises(ConfigError, match="has no layer with keys and values"):
+        chosen()
+    edit_config(directory, layer_types=["linear_attention"] * 3)
+    with pytest.raises(ConfigError, match=r"has layer_types .* for 4 layers"):
+        chosen()
+
+
+def test_rates_stay_as_exact_as_the_file_has_them(tmp_path: Path) -> None:
+    """In bfloat16 too; and what guesses further tokens is not read. The head is the embedding, and
+    config.json names no architecture."""
+    directory = write_hybrid("qwen3_5_text", tmp_path, tie_word_embeddings=True)
+    edit_config(directory, architectures=None)
+    with edited_tensors(directory) as stored:
+        stored["mtp.fc.weight"] = torch.zeros(2, 2)
+        names = [f"model.layers.0.linear_attn.{name}" for name in ("A_log", "dt_bias")]
+        wanted = torch.stack([stored[name].float() for name in names])
+    llm = make(directory, dtype="bfloat16")
+    layer: Any = llm.engine.core.runner.model.layers[0]
+    assert torch.equal(layer.decay, wanted) and layer.scale.dtype is torch.bfloat16
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    assert len(tokens(llm, PROMPTS[:2], 8)[0]) == 8
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As they are published; transformers writes them one by one."""
+    directory = write_hybrid("qwen3_5_moe_text", tmp_path)
+    wanted = tokens(make(directory), PROMPTS[:2], 8)
+    with edited_tensors(directory) as stored:
+        for layer in range(4):
+            every = f"model.layers.{layer}.mlp.experts."
+            gate, up, down = (
+                torch.stack([stored.pop(f"{every}{n}.{part}_proj.weight") for n in range(4)])
+                for part in ("gate", "up", "down")
+            )
+            stored[f"{every}gate_up_proj"] = torch.cat([gate, up], dim=1)
+            stored[f"{every}down_proj"] = down
+    assert tokens(make(directory), PROMPTS[:2], 8) == wanted
 
 
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:

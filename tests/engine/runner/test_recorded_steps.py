@@ -67,9 +67,13 @@ def test_logits_are_equal_bit_for_bit(llama_dir: Path, dtype: str) -> None:
     assert seen[0] == seen[1]
 
 
-@thinned({"name": ["gemma2", "gemma3", "granite", "olmo2"], "dtype": ["float32", "bfloat16"]})
+OTHERS = ["gemma2", "gemma3", "granite", "olmo2", "qwen3_5"]
+
+
+@thinned({"name": OTHERS, "dtype": ["float32", "bfloat16"]})
 def test_other_families(name: str, dtype: str, tmp_path: Path) -> None:
-    """Norms in float32, GELU, norms behind and scaled residuals: the same tokens as without."""
+    """Norms in float32, GELU, norms behind, scaled residuals and states: the same tokens as
+    without."""
     write_checkpoint(name, tmp_path)
     llm = make_llm(tmp_path, "none", dtype=dtype)
     eager = make_llm(tmp_path, "none", dtype=dtype, enforce_eager=True)

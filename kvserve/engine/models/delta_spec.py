@@ -1,0 +1,168 @@
+"""What config.json says of a decoder with layers of the gated delta rule (Qwen 3.5), and why our
+own layers do not run it, if so. Its other layers are those of Qwen 3, with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvserve.config import ModelConfig
+from kvserve.engine.models.checkpoint import Checkpoint
+from kvserve.engine.models.families import ExpertSpec, Fields
+from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
+from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.cpu.gated_delta import DTYPES, MAX_DIM, MAX_TAPS
+from kvserve.log import ConfigError, shown
+from kvserve.scheduler.blocks.state_group import LayerState
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_DTYPES = {"auto", *(str(dtype)[6:] for dtype in DTYPES)}
+
+
+_MOE = "Qwen3_5MoeForCausalLM"
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Heads of the rule, ``heads`` of values for ``key_heads`` of keys and queries, and how many
+    ``taps`` the convolution before it has. With ``experts`` every layer has these beside an MLP of
+    all tokens, whose gate it has too; the file may have all of them in one tensor (``stacked``)."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    experts: ExpertSpec | None = None
+    stacked: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.value_dim
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of what a layer computes of a token first: queries, keys and values; gates; the rule's
+        strengths, and its time steps."""
+        return [self.channels, self.values, self.heads, self.heads]
+
+    def state(self, layer: int) -> LayerState:
+        """What a layer keeps of a row."""
+        recurrent = self.heads, self.key_dim, self.value_dim
+        return LayerState(layer, (self.channels, self.taps - 1), recurrent)
+
+
+def native_spec(
+    raw: Mapping[str, Any], where: str, model: ModelConfig, device: str
+) -> ModelSpec | None:
+    """The spec for our own layers; ``None`` where ``--model-impl auto`` has transformers' modules
+    run it. ``ConfigError`` for a config that is damaged, or where these were asked for."""
+    config = Fields(raw, where)
+    delta, why = _delta_of(config), _refusal(config, model, device)
+    if why is None:
+        return _spec_of(config, delta)
+    if model.model_impl == "native":
+        raise ConfigError(f"--model-impl native: {architecture_of(raw)} {why}")
+    return None
+
+
+def _delta_of(config: Fields) -> DeltaSpec:
+    found = DeltaSpec(
+        config.count("linear_num_key_heads", 16),
+        config.count("linear_num_value_heads", 32),
+        config.count("linear_key_head_dim", 128),
+        config.count("linear_value_head_dim", 128),
+        config.count("linear_conv_kernel_dim", 4),
+    )
+    if found.heads % found.key_heads:
+        raise config.error(f"has {found.heads} value heads for {found.key_heads} key heads")
+    if architecture_of(config.raw) != _MOE:
+        return found
+    experts = ExpertSpec(
+        config.count("num_experts", 256),
+        config.count("num_experts_per_tok", 8),
+        config.count("moe_intermediate_size", 512),
+        normalised=True,
+    )
+    if experts.per_token > experts.count:
+        raise config.error(f"sends a token to {experts.per_token} of {experts.count} experts")
+    return replace(found, experts=experts)
+
+
+def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+    """The spec of a checkpoint that has experts in one tensor each, or one by one."""
+    first = "model.layers.0.mlp.experts.gate_up_proj"
+    return replace(spec, delta=replace(spec.delta, stacked=first in checkpoint.names))
+
+
+def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
+    """Why our own layers do not run it here."""
+    delta, rope, raw = _delta_of(config), _rope_of(config), config.raw
+    if device != "cpu":
+        return "has layers whose kernels are for CPUs alone; leave it out"
+    if model.dtype not in _DTYPES:
+        return f"has layers whose kernels take float32 and bfloat16, not {model.dtype}"
+    if (missing := why_missing("gated_delta")) is not None:
+        return f"has layers whose kernels are not there: {missing}"
+    if max(delta.key_dim, delta.value_dim) > MAX_DIM or not 1 < delta.taps <= MAX_TAPS:
+        return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return "rotates parts of heads by scaled RoPE, which is not built"
+    if raw.get("quantization_config"):
+        return "is read from weights alone that are not quantised"
+    if raw.get("attn_output_gate") is False or raw.get("attention_bias"):
+        return "has attention without gates or with biases, which is not built"
+    if (raw.get("hidden_act") or "silu") != "silu":
+        return f"has {raw['hidden_act']} for its activation, which is not built"
+    return None
+
+
+def _rope_of(config: Fields) -> dict[str, Any]:
+    return config.part("rope_parameters") or config.part("rope_scaling")
+
+
+def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
+    """That of Qwen 3 with this config, and what is special."""
+    rope, raw = _rope_of(config), config.raw
+    share = Fields(rope, config.where).number("partial_rotary_factor", -1.0)
+    if share < 0:
+        share = config.number("partial_rotary_factor", 0.25)
+    special = "partial_rotary_factor", "layer_types", "rope_scaling", "rope_parameters"
+    plain = {name: value for name, value in raw.items() if name not in special}
+    plain["rope_parameters"] = {n: x for n, x in rope.items() if n != "partial_rotary_factor"}
+    plain |= {"architectures": ["Qwen3ForCausalLM"], "head_dim": config.count("head_dim", 256)}
+    if delta.experts is not None:  # of the MLP that all tokens go to
+        plain["intermediate_size"] = config.count("shared_expert_intermediate_size", 512)
+    spec = parse_spec(plain, config.where)
+    rotated = spec.head_dim * share
+    if rotated != int(rotated) or rotated % 2 or not 0 < rotated <= spec.head_dim:
+        raise config.error(f"rotates {rotated:g} of {spec.head_dim} dimensions of a head")
+    states = tuple(delta.state(n) for n, kind in enumerate(_kinds_of(config, spec)) if kind)
+    if len(states) == spec.num_layers:
+        raise config.error("has no layer with keys and values, which kvserve needs")
+    return replace(
+        spec,
+        architecture=architecture_of(raw),
+        num_layers=spec.num_layers - len(states),
+        norms_from_one=True,
+        rope=replace(spec.rope, parameters={"partial_rotary_factor": share}),
+        states=states,
+        delta=delta,
+    )
+
+
+def _kinds_of(config: Fields, spec: ModelSpec) -> list[bool]:
+    """Which layers have the rule."""
+    layers, kinds = spec.num_layers, config.listed("layer_types")
+    every = config.count("full_attention_interval", 4)
+    if kinds is None:
+        return [bool((layer + 1) % every) for layer in range(layers)]
+    if len(kinds) != layers or not {*kinds} <= {_LINEAR, _FULL}:
+        raise config.error(f"has layer_types {shown(kinds)} for {layers} layers")
+    return [kind == _LINEAR for kind in kinds]

@@ -1,0 +1,175 @@
+"""The gated delta rule, its convolution and its gates: compiled, beside a float64 reference."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvserve.kernels import gated_delta as reference
+from kvserve.kernels.cpu import gated_delta as compiled
+from kvserve.kernels.gated_delta import RowChunks
+
+pytestmark = pytest.mark.compiler
+ROWS = 9
+LENGTHS = [1, 5, 0, 37, 1]
+SHAPES = [(2, 4, 16, 16, 4), (1, 3, 24, 40, 4), (3, 3, 10, 12, 3), (1, 1, 128, 128, 2)]
+"""Heads of keys, heads, their dimensions, and taps."""
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
+)
+
+
+class Case(NamedTuple):
+    """What a layer projects of some tokens, as views of one matrix, and its weights and states."""
+
+    qkv: Tensor
+    gate: Tensor
+    b: Tensor
+    a: Tensor
+    taps: Tensor
+    decay: Tensor
+    scale: Tensor
+    tails: Tensor
+    states: Tensor
+    chunks: RowChunks
+
+
+def chunks_of(lengths: list[int]) -> RowChunks:
+    """Of rows in no order."""
+    rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: len(lengths)]
+    return RowChunks(rows, torch.tensor([0, *lengths]).cumsum(0))
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int]) -> Case:
+    key_heads, heads, key_dim, value_dim, taps = shape
+    channels, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    projected = draw(sum(lengths), channels + values + 2 * heads).to(dtype)
+    rates = torch.rand(heads, generator=generator) * 8 + 0.1
+    return Case(
+        *projected.split([channels, values, heads, heads], dim=1),
+        taps=draw(taps, channels).to(dtype),
+        decay=torch.stack([rates.log(), draw(heads)]),
+        scale=draw(value_dim).to(dtype),
+        tails=draw(ROWS, channels, taps - 1).to(dtype),
+        states=draw(ROWS, heads, key_dim, value_dim),
+        chunks=chunks_of(lengths),
+    )
+
+
+def run(kind: object, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer reads of its states, and these afterwards."""
+    functions: type[reference] = kind  # type: ignore[valid-type, assignment]
+    tails, states = case.tails.clone(), case.states.clone()
+    mixed = functions.causal_convolution(case.qkv, case.taps, tails, case.chunks)
+    read = functions.gated_delta_rule(mixed, case.b, case.a, case.decay, states, case.chunks)
+    return read, tails, states
+
+
+def doubled(case: Case) -> Case:
+    return Case(*(x.double() if isinstance(x, Tensor) else x for x in case))
+
+
+@dtypes
+@shapes
+def test_a_step_of_unequal_chunks(
+    shape: tuple[int, ...], dtype: torch.dtype, within: float
+) -> None:
+    """Rows that are not in it, and one without a token, keep their states bit for bit."""
+    case = make(shape, dtype, LENGTHS)
+    found, wanted = run(compiled, case), run(reference, doubled(case))
+    for own, its in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.double(), its, atol=within, rtol=within)
+    still = [row for row in range(ROWS) if row not in case.chunks.rows[[0, 1, 3, 4]].tolist()]
+    assert torch.equal(found[1][still], case.tails[still])
+    assert torch.equal(found[2][still], case.states[still])
+    assert not torch.equal(found[2][case.chunks.rows[0]], case.states[case.chunks.rows[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_neither_cuts_nor_other_rows_nor_threads_change_a_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(SHAPES[1], dtype, [50])
+    whole = run(compiled, case)
+    tails, states, parts = case.tails.clone(), case.states.clone(), []
+    for first, end in ((0, 1), (1, 18), (18, 50)):
+        tokens = slice(first, end)
+        cut = case.chunks._replace(starts=torch.tensor([0, end - first]))
+        given = [x[tokens] for x in case[:4]]
+        part = Case(*given, *case[4:])._replace(tails=tails, states=states, chunks=cut)
+        read, tails, states = run(compiled, part)
+        parts.append(read)
+    assert torch.equal(torch.cat(parts), whole[0])
+    assert torch.equal(tails, whole[1]) and torch.equal(states, whole[2])
+    both = make(SHAPES[1], dtype, [50, 3])
+    mates = [torch.cat([own, other[-3:]]) for own, other in zip(case[:4], both[:4], strict=True)]
+    beside = case._replace(**dict(zip(Case._fields, mates, strict=False)), chunks=both.chunks)
+    monkeypatch.setattr(compiled, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    read, tails, states = run(compiled, beside)
+    row = case.chunks.rows[0]
+    assert torch.equal(read[:50], whole[0])
+    assert torch.equal(tails[row], whole[1][row]) and torch.equal(states[row], whole[2][row])
+
+
+@dtypes
+@shapes
+def test_gates(shape: tuple[int, ...], dtype: torch.dtype, within: float) -> None:
+    case = make(shape, dtype, LENGTHS)
+    x = case.gate.flip(0).contiguous()
+    heads = x.unflatten(1, (shape[1], -1))
+    given = heads, case.scale, case.gate
+    found = compiled.gated_norm(*given, 1e-6)
+    wanted = reference.gated_norm(*(part.double() for part in given), 1e-6)
+    torch.testing.assert_close(found.double(), wanted, atol=within, rtol=within)
+    opened = compiled.sigmoid_gate(x, case.gate)
+    wanted = reference.sigmoid_gate(x.double(), case.gate.double())
+    torch.testing.assert_close(opened.double(), wanted, atol=within, rtol=within)
+
+
+def test_the_reference_is_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head of two dimensions, by hand: half of the state is kept, and a key of length one that
+    is read at once gives its own value, a strength of one half of the way there."""
+    monkeypatch.setattr(reference, "LEAST_LENGTH", 0.0)
+    states = torch.tensor([[[[2.0], [4.0]]]], dtype=torch.float64)
+    decay = torch.tensor([[0.0], [0.0]], dtype=torch.float64)  # the rate is 1
+    kept = torch.tensor(0.5).double().log()  # exp(-softplus(a)) = 1/2 for a = 0
+    assert float((-torch.nn.functional.softplus(torch.zeros(1).double()) - kept).abs()) < 1e-12
+    qkv = torch.tensor([[3.0, 0.0, 3.0, 0.0, 9.0]], dtype=torch.float64)
+    none = torch.zeros(1, 1, dtype=torch.float64)  # its sigmoid is 1/2
+    read = reference.gated_delta_rule(
+        qkv, none, none, decay, states, RowChunks(torch.tensor([0]), torch.tensor([0, 1]))
+    )
+    # Of 2 one is kept, and goes half of the way to 9; the other dimension of the state halves.
+    torch.testing.assert_close(states.flatten(), torch.tensor([5.0, 2.0]).double())
+    torch.testing.assert_close(read.flatten(), torch.tensor([5.0 * 2**-0.5]).double())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case = make(SHAPES[0], torch.float32, [3])
+    rule = case.qkv.contiguous(), case.b, case.a, case.decay, case.states
+    with pytest.raises(IndexError, match="chunk 0 is of row 9, which has no states"):
+        compiled.gated_delta_rule(*rule, case.chunks._replace(rows=torch.tensor([ROWS])))
+    starts = torch.tensor([0, 4])
+    with pytest.raises(IndexError, match="chunk 0 ends at token 4, which is not there"):
+        compiled.gated_delta_rule(*rule, case.chunks._replace(starts=starts))
+    with pytest.raises(IndexError, match="causal_convolution: chunk 0 ends at token 4"):
+        odd = case.chunks._replace(starts=starts)
+        compiled.causal_convolution(case.qkv, case.taps, case.tails, odd)
+    with pytest.raises(ValueError, match="dense int64 rows"):
+        compiled.gated_delta_rule(*rule, case.chunks._replace(rows=torch.tensor([0, 1])))
+    with pytest.raises(ValueError, match=r"gated_delta_rule: .* do not fit"):
+        compiled.gated_delta_rule(*rule[:3], case.decay.double(), case.states, case.chunks)
+    with pytest.raises(ValueError, match=r"causal_convolution: .* do not fit"):
+        compiled.causal_convolution(case.qkv.half(), case.taps, case.tails, case.chunks)
+    with pytest.raises(ValueError, match=r"gate: .* does not fit"):
+        compiled.sigmoid_gate(case.qkv.contiguous(), case.gate)
