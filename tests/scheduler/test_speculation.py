@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.output import Drafts, confirmed_of
+from kvserve.scheduler.messages.drafts import Drafts, confirmed_of
 from kvserve.scheduler.speculation.settings import NgramSettings
 from kvserve.scheduler.speculation.speculation import Drafter, NgramIndex, Speculation
 

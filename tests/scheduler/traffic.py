@@ -14,7 +14,8 @@ from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.blocks.code_group import CodeSpec
 from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec, WindowSpec
 from kvserve.scheduler.layout import Granularity, KVLayout
-from kvserve.scheduler.messages.output import Confirmed, SchedulerOutput
+from kvserve.scheduler.messages.drafts import Confirmed
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.speculation.settings import NgramSettings
 from kvserve.scheduler.step.scheduler import Scheduler

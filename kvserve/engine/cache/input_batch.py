@@ -8,7 +8,7 @@ known to the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,8 +30,11 @@ from kvserve.kernels.decode_inputs import (
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
-from kvserve.scheduler.messages.output import Drafts, NewRequest, SchedulerOutput
+from kvserve.scheduler.messages.output import NewRequest, SchedulerOutput
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.messages.drafts import Drafts
 
 
 class InputBatch(RowArrays):
@@ -87,6 +90,7 @@ class InputBatch(RowArrays):
         )
         self._decode_inputs = decode_inputs
         self.remainders = remainders
+        self._beside: list[RowGroup | Remainders] = [*groups, *filter(None, [remainders])]
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self.kept_scores = KeptScores(layout, max_rows, device)
@@ -99,19 +103,18 @@ class InputBatch(RowArrays):
         if moves is not None:
             self.kept_scores.swap(moves)
             # Before rows begin, since a new one may have the number of one that leaves.
-            if self.remainders is not None:
-                self.remainders.swap(moves.outs, back=False)
+            for each in self._beside:
+                each.swap(moves.outs, back=False)
         new = output.admitted
         if new.requests:
             rows = self._long([request.row for request in new.requests])
             self.begin_rows(rows, new, self._long)
-            for group in self.groups:
-                group.begin(rows)
-            if self.remainders is not None:
-                self.remainders.begin(rows)
+            for each in self._beside:
+                each.begin(rows)
             self.sampling.set_rows(new.requests)
-        if moves is not None and self.remainders is not None:
-            self.remainders.swap(moves.ins, back=True)
+        if moves is not None:
+            for each in self._beside:
+                each.swap(moves.ins, back=True)
         for table, update in zip(self._tables, output.table_updates, strict=True):
             if len(update.indices) and self.device == "cpu":  # torch takes longer for a few numbers
                 table.view(-1).numpy()[update.indices] = update.blocks
@@ -330,11 +333,9 @@ class InputBatch(RowArrays):
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         self.move_rows(to, source)
-        for group in self.groups:
-            group.move(to, source)
         self.kept_scores.move(to, source)
-        if self.remainders is not None:
-            self.remainders.move(to, source)
+        for each in self._beside:
+            each.move(to, source)
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.messages.output import Confirmed, Drafts, SchedulerOutput
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts
+from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.scheduler.speculation.settings import NgramSettings

@@ -22,13 +22,7 @@ from kvserve.scheduler.blocks.cache_group import make_groups
 from kvserve.scheduler.blocks.swap_memory import NoContinuations, SwapMemory, num_places
 from kvserve.scheduler.compression.compression_scheduler import CompressionScheduler
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.output import (
-    Confirmed,
-    Drafts,
-    ScheduledEvents,
-    SchedulerOutput,
-    confirmed_of,
-)
+from kvserve.scheduler.messages.output import ScheduledEvents, SchedulerOutput
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.rows.queue import WaitingQueue
 from kvserve.scheduler.rows.row_table import RowTable
@@ -41,10 +35,13 @@ from kvserve.stats import EngineStats
 
 if TYPE_CHECKING:
     from kvserve.scheduler.blocks.continuations import Continuations
+    from kvserve.scheduler.messages.drafts import Confirmed, Drafts
     from kvserve.scheduler.speculation.speculation import Speculation
 
+_confirmed_of = Late("scheduler.messages.drafts:confirmed_of")
 _continuations = Late("scheduler.blocks.continuations:Continuations")
 _continued_rows = Late("scheduler.step.continued_rows:ContinuedRows")
+_state_admission = Late("scheduler.step.state_admission:StateAdmission")
 _speculation = Late("scheduler.speculation.speculation:Speculation")
 
 
@@ -87,7 +84,9 @@ class Scheduler:
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts, self.totals)
-        self._admission = Admission(parts, self.departures, settings)
+        keeps = caching and any(group.kind == "states" for group in groups)
+        admission = _state_admission if keeps else Admission
+        self._admission: Admission = admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
             budget = settings.max_num_batched_tokens
@@ -240,7 +239,8 @@ class Scheduler:
         """What sequences get of the sampled tokens, if the step had drafts."""
         if output.drafts is None:
             return None
-        return confirmed_of(output.drafts, token_ids, self.rows.stop_ids[: output.num_decoding])
+        stops = self.rows.stop_ids[: output.num_decoding]
+        return cast("Confirmed", _confirmed_of(output.drafts, token_ids, stops))
 
     def update(
         self,
