@@ -103,7 +103,9 @@ class CacheConfig:
         most=1,
     )
     enable_prefix_caching: bool = setting(
-        True, "keep computed prompt blocks and reuse them for prompts that begin alike"
+        True,
+        "keep computed prompt blocks, and of hybrids states (half as many as --max-num-seqs), for "
+        "prompts that begin alike",
     )
     swap_space: float | None = setting(
         None,

@@ -152,6 +152,7 @@ class EngineStats:
         "kv_codebook_entries", "Codebook vectors that stand for their keys and values"
     )
     state_bytes: int = _gauge("kv_state_bytes", "Bytes of the states of running requests")
+    kept_state_bytes: int = _gauge("kv_kept_state_bytes", "Bytes of states kept for later prompts")
     compaction_counts: tuple[CompactionCounts, ...] = ()
     continuations: int = _gauge(
         "kv_continuations", "Rows kept for conversations that go on", shown="continuations.count"

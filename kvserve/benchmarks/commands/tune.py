@@ -244,7 +244,11 @@ class Arithmetic:
         memory, self._bandwidth = CARDS[args.device]
         self._states = sum(state.row_bytes(2) for state in spec.states)
         """Bytes of a request, whatever its length."""
-        beside = self._weights + args.max_num_seqs * self._states
+        beside, rows = self._weights, args.max_num_seqs
+        if self._states:
+            from kvserve.engine.runner.state_plan import num_kept
+
+            beside += (rows + num_kept(rows)) * self._states
         self._pool = (args.gpu_memory_utilization * memory - _STEP) * GIB - beside
         self._rows: list[dict[str, Any]] = []
 

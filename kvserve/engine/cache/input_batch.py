@@ -94,6 +94,7 @@ class InputBatch(RowArrays):
         )
         self._decode_inputs = decode_inputs
         self.remainders = remainders
+        self._beside: list[RowGroup | Remainders] = [*groups, *filter(None, [remainders])]
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self.kept_scores: Made[KeptScores] = Made(lambda: _kept_scores(layout, max_rows, device))
@@ -107,19 +108,18 @@ class InputBatch(RowArrays):
             if self.kept_scores.made is not None:
                 self.kept_scores.made.swap(moves)
             # Before rows begin, since a new one may have the number of one that leaves.
-            if self.remainders is not None:
-                self.remainders.swap(moves.outs, back=False)
+            for each in self._beside:
+                each.swap(moves.outs, back=False)
         new = output.admitted
         if new.requests:
             rows = self._long([request.row for request in new.requests])
             self.begin_rows(rows, new, self._long)
-            for group in self.groups:
-                group.begin(rows)
-            if self.remainders is not None:
-                self.remainders.begin(rows)
+            for each in self._beside:
+                each.begin(rows)
             self.sampling.set_rows(new.requests)
-        if moves is not None and self.remainders is not None:
-            self.remainders.swap(moves.ins, back=True)
+        if moves is not None:
+            for each in self._beside:
+                each.swap(moves.ins, back=True)
         for table, update in zip(self._tables, output.table_updates, strict=True):
             if len(update.indices) and self.device == "cpu":  # torch takes longer for a few numbers
                 table.view(-1).numpy()[update.indices] = update.blocks
@@ -293,12 +293,10 @@ class InputBatch(RowArrays):
         moved = np.flatnonzero(order != np.arange(len(order)))
         to, source = self._long(moved), self._long(order[moved])
         self.move_rows(to, source)
-        for group in self.groups:
-            group.move(to, source)
         if self.kept_scores.made is not None:
             self.kept_scores.made.move(to, source)
-        if self.remainders is not None:
-            self.remainders.move(to, source)
+        for each in self._beside:
+            each.move(to, source)
         self.sampling.move_rows(moved, order[moved])
 
     def _long(self, array: IntArray | list[int]) -> Tensor:

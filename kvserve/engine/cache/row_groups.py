@@ -6,6 +6,7 @@ A new kind of entry is a ``GroupSpec`` for the scheduler (``scheduler/blocks/cac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +25,7 @@ from kvserve.scheduler.row_schema import RowArrays
 
 if TYPE_CHECKING:
     from kvserve.scheduler.messages.event import Events
+    from kvserve.scheduler.messages.output import RowMove
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of a group's tables ``[LG, rows, R, M]``, in its order."""
@@ -59,6 +61,9 @@ class RowGroup(RowArrays):
         for table in self.tables:
             table[:, to] = table[:, source]
         self.move_rows(to, source)
+
+    def swap(self, moves: Iterable[RowMove], *, back: bool) -> None:
+        """Copy what rows have beside tables to where they wait, or ``back``."""
 
     def after_compaction(self, task: Events, rows: Tensor) -> None:
         """Set what ``task`` leaves of ``rows``."""

@@ -132,11 +132,8 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     caching = "on" if config.cache.enable_prefix_caching else "off"
     because = "--enable-prefix-caching"
     if spec.states:
-        because = "a prefix's blocks have no states of the layers that keep one"
-        count = config.scheduler.max_num_seqs
-        each = sum(state.row_bytes(plan.dtype.itemsize) for state in spec.states) / 2**20
-        state = f"{len(spec.states)} layers, {each:.3f} MiB a sequence, {count * each:.1f} MiB"
-        rows.append(("states", state, f"beside the pool, for {count}: --max-num-seqs"))
+        state_row, because = _state_rows(plan)
+        rows.append(state_row)
     rows.append(("prefix caching", caching, because))
     kept, why = config.cache.continuations, None
     if kept == "on":
@@ -151,6 +148,24 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     name, state, why = log_row(plan.log, plan.device)
     weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
     return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
+
+
+def _state_rows(plan: EnginePlan) -> tuple[Row, str]:
+    """What states take, and what prefix caching does with them."""
+    from kvserve.scheduler.blocks.state_group import BOUNDARY, StateSpec
+
+    group = next(group for group in plan.groups if isinstance(group, StateSpec))
+    rows, kept, each = group.max_rows, group.num_kept, group.row_bytes / 2**20
+    state = f"{len(group.layers)} layers, {each:.3f} MiB a sequence, {rows * each:.1f} MiB"
+    why = f"beside the pool, for {rows}: --max-num-seqs"
+    if not kept:
+        return ("states", state, why), "--enable-prefix-caching, with memory for kept states"
+    because = (
+        f"prompts begin where a state is kept: at the last {BOUNDARY} tokens of a prompt, where "
+        f"prompts part, and every {group.every} tokens; --enable-prefix-caching"
+    )
+    state += f" and {kept * each:.1f} MiB kept for later prompts"
+    return ("states", state, why), because
 
 
 def _rest_tokens(plan: EnginePlan) -> int:
@@ -234,8 +249,6 @@ def _scheduling_rows(plan: EnginePlan, num_host_blocks: int) -> list[Row]:
         )
     swap = f"swap to {num_host_blocks} host blocks" if num_host_blocks else "recompute"
     recomputed = "what was never compressed, or does not fit, is recomputed"
-    if plan.spec.states:
-        swap, recomputed = "recompute", "states stay on the device"
     return [
         (
             "scheduling",

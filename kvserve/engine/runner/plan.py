@@ -264,7 +264,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             )
         groups += (CodeSpec(check_codes(spec, max_len, block_bytes(layout, form))),)
     if spec.states:
-        config, of_states = _with_states(config, spec, dtype, device)
+        sizes = layout, block_bytes(layout, form), max_len
+        config, of_states = _with_states(config, spec, dtype, device, *sizes)
         groups += (of_states,)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return EnginePlan(*shared, max_len, policy, statistics)

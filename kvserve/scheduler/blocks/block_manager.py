@@ -73,7 +73,7 @@ class BlockManager:
         self._cached = [group for group in groups if group.cached_with_prefixes]
         self._column_ends = np.cumsum([group.tables[0].num_lanes for group in self._cached])
         tokens = math.lcm(layout.block_size, *(group.prefix_tokens for group in groups))
-        self._prefix_columns = tokens // layout.block_size
+        self.prefix_columns = tokens // layout.block_size
         self.num_lanes = sum(table.num_lanes for group in groups for table in group.tables)
         """Tables of a row, of all groups."""
 
@@ -158,7 +158,7 @@ class BlockManager:
         columns = columns.reshape(len(columns), self._column_ends[-1])
         most = -1
         while len(columns) != most:  # what one group shortens, another may have to shorten again
-            most = len(columns) // self._prefix_columns * self._prefix_columns
+            most = len(columns) // self.prefix_columns * self.prefix_columns
             columns = columns[:most]
             for group, part in self._by_group(columns):
                 columns = columns[: len(group.usable(part[: len(columns)]))]

@@ -211,8 +211,7 @@ class Admission:
             # Not cached: the last token (we need its logits), and tokens whose queries are logged.
             limit = min(target - 1, log_from, seq.num_shareable)
             wanted = self._blocks.blocks_alone(target, log_from, seq.trigger.log_stride)
-        hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
-        columns = self._blocks.match(hashes[: max(limit, 0) // self._size])
+        columns = self._match(seq, limit)
         if parked:
             columns = self._saved.cached_blocks(columns)
         elif not self._chunk_length(seq, len(columns) * self._size, target, budget):
@@ -232,6 +231,11 @@ class Admission:
             self._admitted.append(seq)
         pool.release(shared)
         return seq.status is SequenceStatus.RUNNING
+
+    def _match(self, seq: Sequence, limit: int) -> IntArray:
+        """Cached columns ``[n, .]`` of at most ``limit`` tokens that ``seq`` can begin with."""
+        hashes = self._rows.hashes(seq, seq.token_ids, seq.column_hashes)
+        return self._blocks.match(hashes[: max(limit, 0) // self._size])
 
     def _go_on(self, seq: Sequence, turn: NextTurn, budget: StepBudget) -> bool:
         """Give ``seq`` a row that resumes a continuation as planned in ``turn``, if it fits."""

@@ -18,7 +18,7 @@ class Departures:
     """
 
     def __init__(self, parts: Parts, totals: EngineStats) -> None:
-        self._totals = totals
+        self.totals = totals
         self._rows, self._blocks, self._waiting = parts.rows, parts.blocks, parts.waiting
         self._saved = parts.saved
         # Sequences that ended since the last step; those that exhausted the pool, which the next
@@ -102,14 +102,14 @@ class Departures:
             group.can_leave(seq.row) for group in self._blocks.groups
         )
         if leaves and self._saved.park(seq):
-            self._totals.swaps_total += 1
+            self.totals.swaps_total += 1
         seq.replay_until = max(seq.replay_until, int(self._rows.num_computed[seq.row]))
         seq.awaits_token = bool(self._rows.num_unknown[seq.row])
         self._empty_row(seq)
         self._rows.drop(seq)
         seq.status = SequenceStatus.WAITING
         self._waiting.put_back(seq)
-        self._totals.preemptions_total += 1
+        self.totals.preemptions_total += 1
 
     def _empty_row(self, seq: Sequence) -> None:
         """Write a row's tokens and counts to its sequence and free its blocks."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _confirmed_of = Late("scheduler.messages.drafts:confirmed_of")
 _continuations = Late("scheduler.blocks.continuations:Continuations")
 _continued_rows = Late("scheduler.step.continued_rows:ContinuedRows")
+_state_admission = Late("scheduler.step.state_admission:StateAdmission")
 _speculation = Late("scheduler.speculation.speculation:Speculation")
 
 
@@ -83,7 +84,9 @@ class Scheduler:
         self.waiting = WaitingQueue(settings.max_num_seqs_per_client)
         parts = Parts(rows, self.blocks, self.events, self.waiting, self.saved)
         self.departures = Departures(parts, self.totals)
-        self._admission = Admission(parts, self.departures, settings)
+        keeps = caching and any(group.kind == "states" for group in groups)
+        admission = _state_admission if keeps else Admission
+        self._admission: Admission = admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
             budget = settings.max_num_batched_tokens

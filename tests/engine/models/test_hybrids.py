@@ -26,6 +26,7 @@ from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
+from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import slow
 from tests.waiting import WAIT
@@ -155,6 +156,106 @@ def test_a_small_pool_gives_what_a_request_gives_alone(
     assert scheduler.blocks.headroom == scheduler.pool.capacity
 
 
+HISTORY = random_prompts([200], seed=3)[0]
+"""Keeps the state of its first 192 tokens."""
+
+
+@every_family
+def test_a_crowd_that_begins_with_kept_states(kind: str, directory: Path) -> None:
+    """Later turns, one of them of two tokens, beside rows that begin anew."""
+    turns = [HISTORY[:192] + more for more in random_prompts([2, 8, 50, 64, 130], seed=4)]
+    prompts = [*turns, *PROMPTS[3:5]]
+    wanted = expected(directory, prompts, 24)
+    llm = make(directory, max_num_seqs=8)
+    tokens(llm, [HISTORY], 4)
+    recorder = Recorder(llm)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [each.num_cached_tokens for each in found] == [192] * 5 + [0, 0]
+    for i, (output, one) in enumerate(zip(found, wanted, strict=True)):
+        assert list(output.outputs[0].token_ids) == one.token_ids
+        logits = torch.stack(recorder.logits[1 + i])
+        torch.testing.assert_close(logits, one.logits, atol=within(kind), rtol=0.0)
+
+
+def leave_now_and_then(llm: LLM, rng: np.random.Generator, probability: float) -> None:
+    """As ``preempt_now_and_then``, and half of those that leave are held to be compressed, so that
+    they go to host memory."""
+    scheduler = llm.engine.core.scheduler
+    preempt, rows = scheduler.departures.preempt, scheduler.rows
+
+    def with_blocks() -> None:
+        rows.compactions[: rows.num_rows] = rng.integers(2)
+        preempt()
+
+    scheduler.departures.preempt = with_blocks  # type: ignore[method-assign]
+    preempt_now_and_then(scheduler, rng, probability)
+
+
+@every_family
+def test_rows_that_were_away(kind: str, directory: Path) -> None:
+    """In host memory, as they decode: they come back bit for bit."""
+    prompts = PROMPTS[3:7]
+    wanted = expected(directory, prompts, 40)
+    llm = make(directory, max_num_seqs=4)
+    recorder, scheduler = Recorder(llm), llm.engine.core.scheduler
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for at, prompt in enumerate(prompts):
+        llm.engine.add_request(str(at), prompt, params)
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+        if scheduler.totals.steps_total % 7 == 3 and scheduler.rows.num_rows > 1:
+            scheduler.rows.compactions[: scheduler.rows.num_rows] = 1
+            scheduler.departures.preempt()
+        scheduler.check_integrity()
+    assert llm.stats().swaps_total == llm.stats().preemptions_total > 3
+    for i, one in enumerate(wanted):
+        logits = torch.stack(recorder.logits[i])
+        torch.testing.assert_close(logits, one.logits, atol=within(kind), rtol=0.0)
+
+
+@pytest.mark.parametrize("count", [24, *slow(300)])
+@pytest.mark.parametrize("kind", QUICK)
+def test_shared_prefixes_on_a_small_pool(kind: str, count: int, directory: Path) -> None:
+    """Turns of conversations, aborts, and rows that leave: answers are those of each alone, and of
+    no prefix cache."""
+    rng = np.random.default_rng(5)
+    roots = random_prompts([70, 130, 200], seed=6)
+    prompts = list[list[int]]()
+    for more in random_prompts(rng.integers(1, 50, count).tolist(), seed=7):
+        known = [*roots, *(each for each in prompts[-6:] if len(each) < 300)]
+        prompts.append(known[int(rng.integers(len(known)))] + more)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+    def run(llm: LLM, aborts: bool) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for at, prompt in enumerate(prompts):
+            llm.engine.add_request(str(at), prompt, params)
+            for _ in range(2):
+                for output in llm.engine.step():
+                    if output.finished:
+                        found[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if aborts and at % 9 == 8:
+                llm.engine.abort_request(str(at - 1))
+        while llm.engine.has_unfinished_requests:
+            for output in llm.engine.step():
+                if output.finished:
+                    found[int(output.request_id)] = list(output.outputs[0].token_ids)
+        llm.engine.core.scheduler.check_integrity()
+        return found
+
+    wanted = run(make(directory, max_num_seqs=1, enable_prefix_caching=False), aborts=False)
+    small = make(directory, max_num_seqs=6, max_num_batched_tokens=96, num_gpu_blocks_override=70)
+    leave_now_and_then(small, rng, 0.05)
+    found = run(small, aborts=True)
+    stats = small.stats()
+    assert stats.swaps_total and stats.preemptions_total > stats.swaps_total
+    assert stats.kept_state_bytes > 0 and len(found) > count * 0.8
+    assert [found[at] for at in sorted(found)] == [wanted[at] for at in sorted(found)]
+    scheduler = small.engine.core.scheduler
+    assert scheduler.blocks.headroom == scheduler.pool.capacity
+
+
 def test_usage_and_metrics_count_states(tmp_path: Path) -> None:
     """Two layers of [128, 3] and [4, 16, 16] numbers in float32, and one that has a cache."""
     kinds = ["linear_attention", "full_attention", "linear_attention"]
@@ -174,19 +275,25 @@ def test_usage_and_metrics_count_states(tmp_path: Path) -> None:
         tokens_read = 2 * (len(output.prompt_token_ids) + 8)
         assert output.kv_cache_details.held_entries == tokens_read * 2  # KV heads of one layer
     assert llm.stats().state_bytes == 0
-    assert f"{4 * row_bytes / 2**20:.1f} MiB" in row_of(llm, "states")[1]
+    assert llm.stats().kept_state_bytes == 0, "no prompt has 64 tokens"
+    tokens(llm, [PROMPTS[4]], 2)
+    assert llm.stats().kept_state_bytes == row_bytes
+    ours, kept = 4 * row_bytes / 2**20, 16 * row_bytes / 2**20
+    said = f"{ours:.1f} MiB and {kept:.1f} MiB kept for later prompts"
+    assert row_of(llm, "states")[1].endswith(said)
 
 
 def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = write_hybrid("lfm2", tmp_path)
     with caplog.at_level(logging.INFO, "kvserve"):
         llm = make(directory)
-    assert any("prefix caching is off: the layers with states" in line for line in caplog.messages)
-    assert row_of(llm, "prefix caching")[1:] == (
-        "off",
-        "a prefix's blocks have no states of the layers that keep one",
-    )
-    assert row_of(llm, "preemption")[1] == "recompute"
+        assert not any("prefix caching is off" in line for line in caplog.messages)
+        without = make(directory, kv_cache_memory=6000, max_num_seqs=1, block_size=4)
+    assert any("prefix caching is off: a quarter" in line for line in caplog.messages)
+    state, why = row_of(llm, "prefix caching")[1:]
+    assert state == "on" and "at the last 64 tokens of a prompt" in why
+    assert row_of(without, "prefix caching")[1] == "off"
+    assert row_of(llm, "preemption")[1].startswith("swap to ")
     guesses = {"method": "ngram", "num_speculative_tokens": 2}
     recompute = {"name": "kara", "query_source": "recompute"}
     for settings, message in (
@@ -209,7 +316,8 @@ def test_what_states_rule_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_memory_for_the_cache_counts_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked for, and what an engine takes by itself: a quarter of what is left."""
+    """Of 100 rows, and 50 that are kept; what is asked for, and what an engine takes by itself: a
+    quarter of what is left."""
     directory, mib = write_hybrid("lfm2", tmp_path), 2**20
     row_bytes = 3 * 64 * 2 * 4
 
@@ -220,9 +328,9 @@ def test_memory_for_the_cache_counts_states(
         return (core.scheduler.pool.capacity + 1) * core.runner.cache.kv[0].nbytes
 
     block_bytes = 2 * 2 * 16 * 4 * 16  # keys and values of 16 tokens
-    wanted = mib - 100 * row_bytes
+    wanted = mib - 150 * row_bytes
     assert blocks(2**33, kv_cache_memory=mib) == wanted // block_bytes * block_bytes
-    wanted = (4 * mib - 100 * row_bytes) // 4
+    wanted = (4 * mib - 150 * row_bytes) // 4
     assert blocks(4 * mib) == wanted // block_bytes * block_bytes
 
 
@@ -357,4 +465,4 @@ def test_nothing_of_states_is_loaded_for_a_model_without(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
     loaded = {name.rpartition(".")[2] for name in done.stdout.split()}
     assert "borrowed" in loaded
-    assert not loaded & {"recurrent", "state_group", "state_plan", "state_rows"}
+    assert not {name for name in loaded if name.startswith(("recurrent", "state_", "kept_states"))}
