@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 WAIT = 240.0
 """Seconds. The one bound of all waits, far above what any takes on a busy machine."""
@@ -30,3 +31,11 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | N
         assert not ended or condition(), f"the process ended with {process and process.returncode}"
         assert time.monotonic() < deadline, f"not so after {WAIT:g} s"
         time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """A process that nobody has waited for is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

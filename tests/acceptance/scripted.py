@@ -110,12 +110,6 @@ def _model(size: int, successors: dict[int, int], end: int) -> LlamaForCausalLM:
     return model
 
 
-def hermes_call(name: str, **arguments: Any) -> str:
-    """A call as Hermes' models write it."""
-    text = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{text}\n</tool_call>"
-
-
 def xml_call(name: str, **arguments: Any) -> str:
     """A call as Qwen3-Coder writes it."""
     written = (v if isinstance(v, str) else json.dumps(v) for v in arguments.values())

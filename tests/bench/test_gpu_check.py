@@ -17,7 +17,7 @@ from bench.gpu_runs import parts as gpu_parts
 from bench.gpu_runs.parts import PARTS, Findings
 from bench.machine import Ended, run_apart, write_json
 from kvserve.engine.models.transformer import Transformer
-from tests.waiting import WAIT, wait_until
+from tests.waiting import WAIT, alive, wait_until
 
 RIGHT = Ended(1.0, {"rows": [{"case": "a", "right": True}], "left_out": []}, None)
 WRONG = Ended(1.0, {"rows": [{"case": "a", "right": False}], "left_out": []}, None)
@@ -95,14 +95,6 @@ def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert cut.error is not None and "took longer than 3 s" in cut.error and cut.found == [1]
     wait_until(lambda: not alive(int(begun.read_text())))
     assert run_apart(["-c", "pass"], result, WAIT).found == {}, "of another run"
-
-
-def alive(pid: int) -> bool:
-    """A process that nobody has waited for is a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_results_are_there_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,8 +54,12 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int]) -> Case
 
     projected = draw(sum(lengths), channels + values + 2 * heads).to(dtype)
     rates = torch.rand(heads, generator=generator) * 8 + 0.1
+    qkv, gate, b, a = projected.split([channels, values, heads, heads], dim=1)
     return Case(
-        *projected.split([channels, values, heads, heads], dim=1),
+        qkv,
+        gate,
+        b,
+        a,
         taps=draw(taps, channels).to(dtype),
         decay=torch.stack([rates.log(), draw(heads)]),
         scale=draw(value_dim).to(dtype),
@@ -65,9 +69,8 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int]) -> Case
     )
 
 
-def run(kind: object, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def run(functions: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """What a layer reads of its states, and these afterwards."""
-    functions: type[reference] = kind  # type: ignore[valid-type, assignment]
     tails, states = case.tails.clone(), case.states.clone()
     mixed = functions.causal_convolution(case.qkv, case.taps, tails, case.chunks)
     read = functions.gated_delta_rule(mixed, case.b, case.a, case.decay, states, case.chunks)
@@ -75,7 +78,8 @@ def run(kind: object, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def doubled(case: Case) -> Case:
-    return Case(*(x.double() if isinstance(x, Tensor) else x for x in case))
+    tensors = {name: x for name, x in case._asdict().items() if isinstance(x, Tensor)}
+    return case._replace(**{name: x.double() for name, x in tensors.items()})
 
 
 @dtypes
@@ -104,8 +108,8 @@ def test_neither_cuts_nor_other_rows_nor_threads_change_a_bit(
     for first, end in ((0, 1), (1, 18), (18, 50)):
         tokens = slice(first, end)
         cut = case.chunks._replace(starts=torch.tensor([0, end - first]))
-        given = [x[tokens] for x in case[:4]]
-        part = Case(*given, *case[4:])._replace(tails=tails, states=states, chunks=cut)
+        given = {name: getattr(case, name)[tokens] for name in Case._fields[:4]}
+        part = case._replace(**given, tails=tails, states=states, chunks=cut)
         read, tails, states = run(compiled, part)
         parts.append(read)
     assert torch.equal(torch.cat(parts), whole[0])
@@ -127,9 +131,9 @@ def test_gates(shape: tuple[int, ...], dtype: torch.dtype, within: float) -> Non
     case = make(shape, dtype, LENGTHS)
     x = case.gate.flip(0).contiguous()
     heads = x.unflatten(1, (shape[1], -1))
-    given = heads, case.scale, case.gate
-    found = compiled.gated_norm(*given, 1e-6)
-    wanted = reference.gated_norm(*(part.double() for part in given), 1e-6)
+    found = compiled.gated_norm(heads, case.scale, case.gate, 1e-6)
+    given = heads.double(), case.scale.double(), case.gate.double()
+    wanted = reference.gated_norm(given[0], given[1], given[2], 1e-6)
     torch.testing.assert_close(found.double(), wanted, atol=within, rtol=within)
     opened = compiled.sigmoid_gate(x, case.gate)
     wanted = reference.sigmoid_gate(x.double(), case.gate.double())

@@ -165,6 +165,7 @@ def serving_core(config: EngineConfig, tell: Callable[[str], None]) -> EngineCor
         from kvserve.engine.runner.warm_up import rehearse_event
 
         rehearse_event(runner, policy, core.info.max_model_len, events=1)
+        core.scheduler.events.of_steps().handler(policy.demands.event_kind)
     return core
 
 

@@ -36,7 +36,8 @@ def choose_spec(directory: Path, config: ModelConfig, device: str = "cpu") -> Mo
     has_weights = config.load_format != "dummy"
     raw, where = read_config(directory, config.hf_overrides, weights=has_weights)
     architecture, wrapper, text = architecture_of(raw), "", None
-    if architecture not in (*VARIANTS, *_WITH_STATES) and directory.is_dir():
+    known = VARIANTS if "text_config" in raw else (*VARIANTS, *_WITH_STATES)
+    if architecture not in known and directory.is_dir():
         text = _text_part(raw, where, architecture)
     if text is not None:
         whole = "architectures", "model_type", "text_config", "vision_config"

@@ -15,7 +15,7 @@ from kvserve.kernels.cpu.build import levels_of_this_cpu, levels_of_this_machine
 TESTS = [
     *("test_paged_attention.py", "test_storage.py", "test_elementwise.py", "test_int4_log.py"),
     *("cpu/test_cpu_events.py", "cpu/test_cpu_linear_levels.py"),
-    *("test_coded_attention.py", "test_remainder.py"),
+    *("test_coded_attention.py", "test_remainder.py", "test_gated_delta.py"),
     "../engine/models/test_linear.py",
 ]
 KERNELS = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.server.real_server import Server
-from tests.waiting import WAIT, wait_until
+from tests.waiting import WAIT, alive, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,14 +28,6 @@ def child(pid: int, of: str) -> int:
     pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (found,) = (int(p) for p in pids if of in Path(f"/proc/{p}/cmdline").read_text())
     return found
-
-
-def alive(pid: int) -> bool:
-    """A process that has ended and is not waited for is a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Ranks:
