@@ -78,8 +78,8 @@ def run(functions: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def doubled(case: Case) -> Case:
-    tensors = {name: x for name, x in case._asdict().items() if isinstance(x, Tensor)}
-    return case._replace(**{name: x.double() for name, x in tensors.items()})
+    numbers: dict[str, Any] = case._asdict()
+    return Case(**{n: x.double() if isinstance(x, Tensor) else x for n, x in numbers.items()})
 
 
 @dtypes
