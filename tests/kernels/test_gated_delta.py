@@ -78,8 +78,10 @@ def run(functions: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def doubled(case: Case) -> Case:
-    numbers: dict[str, Any] = case._asdict()
-    return Case(**{n: x.double() if isinstance(x, Tensor) else x for n, x in numbers.items()})
+    numbers: dict[str, Any] = {
+        name: x.double() if isinstance(x, Tensor) else x for name, x in case._asdict().items()
+    }
+    return Case(**numbers)
 
 
 @dtypes
