@@ -37,7 +37,8 @@ def read_speculation(given: Mapping[str, Any], device: str) -> NgramSettings:
     longest = _number(given, "prompt_lookup_max", default or least, _MOST_LOOKUP)
     if shortest > longest:
         raise _wrong("prompt_lookup_min", f"{shortest} exceeds prompt_lookup_max, {longest}")
-    return NgramSettings(tokens, shortest, longest, _MOST_ROWS[device])
+    rows = _MOST_ROWS["cpu" if device == "cpu" else "cuda"]
+    return NgramSettings(tokens, shortest, longest, rows)
 
 
 def _number(given: Mapping[str, Any], key: str, default: int | None, most: int) -> int:
