@@ -19,8 +19,7 @@ from kvserve.engine.models.families import ExpertSpec
 from kvserve.engine.models.fp4 import Fp4
 from kvserve.engine.models.level_products import can_multiply_fp8, select_level_product
 from kvserve.engine.models.linear import Hold, Holding
-from kvserve.engine.models.loader import check_finite
-from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
+from kvserve.engine.models.plain_storage import Plain, Storage, Transposed, check_finite
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.storage import (
     GGUF_FORMS,

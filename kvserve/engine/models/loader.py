@@ -15,7 +15,7 @@ from kvserve.config import ModelConfig
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint, open_checkpoint
 from kvserve.engine.models.linear import Holding, select_product
-from kvserve.engine.models.plain_storage import Plain, Storage, Transposed
+from kvserve.engine.models.plain_storage import Plain, Storage, Transposed, check_finite
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.models.weights import (
@@ -130,15 +130,6 @@ def _read_weights(
             values = values.to(target.tensor.dtype)
             check_finite(values, weight, file)
             target.write(place, values)
-
-
-def check_finite(values: Tensor, weight: str, file: Path) -> None:
-    """``ConfigError`` if some of a weight's numbers are none."""
-    if not all(bound.isfinite() for bound in values.float().aminmax()):
-        raise ConfigError(
-            f"--model: {weight} in {file} holds NaN or infinite values as "
-            f"{str(values.dtype)[6:]}; fetch it again, or choose another --dtype"
-        )
 
 
 def _check_names(model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -67,3 +68,12 @@ class Transposed(Storage):
 def rows_per_piece(row_shape: tuple[int, ...]) -> int:
     """How many rows of such a shape fit the buffer as float32."""
     return max(1, _PIECE_BYTES // (4 * prod(row_shape)))
+
+
+def check_finite(values: Tensor, weight: str, file: Path) -> None:
+    """``ConfigError`` if some of a weight's numbers are none."""
+    if not all(bound.isfinite() for bound in values.float().aminmax()):
+        raise ConfigError(
+            f"--model: {weight} in {file} holds NaN or infinite values as "
+            f"{str(values.dtype)[6:]}; fetch it again, or choose another --dtype"
+        )
