@@ -113,7 +113,8 @@ def test_the_sums_of_a_model_whose_layers_keep_states(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Qwen 3.5 of 9B's shape: every fourth of 32 layers holds entries, the others a state of
-    32 heads [128, 128] in float32 and 3 inputs of 8,192 channels, for each of 64 requests."""
+    32 heads [128, 128] in float32 and 3 inputs of 8,192 channels, for each of 64 requests and of 32
+    that later prompts begin with."""
     config = AutoConfig.for_model("qwen3_5_text")
     config.architectures = ["Qwen3_5ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -124,7 +125,7 @@ def test_the_sums_of_a_model_whose_layers_keep_states(
         model = AutoModelForCausalLM.from_config(config)
     weights = 2 * sum(parameter.numel() for parameter in model.parameters())
     state = 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192)
-    pool = (0.9 * 79.6 - 1.5) * 2**30 - weights - 64 * state
+    pool = (0.9 * 79.6 - 1.5) * 2**30 - weights - (64 + 32) * state
     token = 2 * 8 * config.num_key_value_heads * config.head_dim * 2
     none = saved["rows"][0]
     assert none["pool_entries"] == pytest.approx(pool / token)

@@ -298,7 +298,7 @@ class Arithmetic:
             mib = self._states / 2**20
             about.append(
                 f"and less the states of {args.max_num_seqs} requests, {mib:.1f} MiB each whatever "
-                "their length (--max-num-seqs)"
+                "their length (--max-num-seqs), and of half as many that later prompts begin with"
             )
         kept = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
         device = {"type": "arithmetic", "name": cards}
