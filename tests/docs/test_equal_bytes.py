@@ -101,12 +101,11 @@ def test_graded_chains_in_fewer_bits() -> None:
         assert ratio == [round(speed[0] / seen["none", False, "auto"][1][0], 2)]
         assert megabytes == [round(row["mean_held_bytes"] / 1e6, 2)]
     assert seen.keys() == rows.keys()
-    full, default, tenth = (f"{seen[key][3][0]:.2f}".removeprefix("0") for key in (
-        ("none", False, "k8v4"), ("kara", False, "k8v4"), ("kara", True, "k8v4")))  # fmt: skip
+    full, default = (f"{seen[key][3][0]:.2f}".removeprefix("0") for key in (
+        ("none", False, "k8v4"), ("kara", False, "k8v4")))  # fmt: skip
     assert full == default, "or Kara's default saves bytes: say so"
-    said = f"saves no byte there ({default} MB a sequence, as the full cache in `k8v4`"
-    page = (ROOT / "docs/choose-a-policy.md").read_text()
-    assert said in page and f"`ratio` .1 a fifth ({tenth})" in page
+    said = f"weighs what it drops: {default} MB a sequence with and without it"
+    assert said in (ROOT / "docs/choose-a-policy.md").read_text()
 
 
 def test_where_each_wins() -> None:
