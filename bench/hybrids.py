@@ -21,6 +21,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.weight_forms import add_turns
 from kvserve import LLM, SamplingParams
 from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
 from kvserve.benchmarks.setup.options import add_report_arguments, at_least
@@ -136,20 +137,13 @@ def _generate_of(folder: str) -> Answers:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_report_arguments(parser)
-    count, words = at_least(1), "sequences at once (default: 1 16)"
-    parser.add_argument(
-        "--batches", nargs="+", type=count, default=[1, 16], metavar="N", help=words
-    )
     for name, usual, words in (
         ("layers", 4, "every fourth attends"),
         ("hidden", 512, "numbers of a hidden state, a multiple of 64"),
-        ("input-len", 32, "tokens per prompt"),
-        ("output-len", 64, "tokens per output"),
-        ("repeat", 3, "turns"),
-        ("seed", 0, "of prompts and weights"),
     ):
         words = f"{words} (default: {usual})"
-        parser.add_argument(f"--{name}", type=at_least(0), default=usual, metavar="N", help=words)
+        parser.add_argument(f"--{name}", type=at_least(1), default=usual, metavar="N", help=words)
+    add_turns(parser, [1, 16])
     return parser
 
 

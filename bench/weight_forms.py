@@ -118,10 +118,15 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--gguf", type=Path, metavar="FILE", help="a GGUF file")
     model.add_argument("--shape", choices=SHAPES, help="a Llama of this size, random weights")
     parser.add_argument("--form", default="Q4_0", metavar="FORM", help="of --shape (Q4_0)")
-    count = at_least(1)
-    words = "sequences at once (default: 1 4 16 64)"
+    add_turns(parser, [1, 4, 16, 64])
+    return parser
+
+
+def add_turns(parser: argparse.ArgumentParser, batches: list[int]) -> None:
+    """What takes turns: how many sequences at once, of which lengths, and how often."""
+    words = f"sequences at once (default: {' '.join(map(str, batches))})"
     parser.add_argument(
-        "--batches", nargs="+", type=count, default=[1, 4, 16, 64], metavar="N", help=words
+        "--batches", nargs="+", type=at_least(1), default=batches, metavar="N", help=words
     )
     for name, usual, words in (
         ("input-len", 32, "tokens per prompt"),
@@ -131,7 +136,6 @@ def make_parser() -> argparse.ArgumentParser:
     ):
         words = f"{words} (default: {usual})"
         parser.add_argument(f"--{name}", type=at_least(0), default=usual, metavar="N", help=words)
-    return parser
 
 
 def main() -> int:

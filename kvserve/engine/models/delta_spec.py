@@ -18,23 +18,20 @@ from kvserve.scheduler.blocks.state_group import LayerState
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _DTYPES = {"auto", *(str(dtype)[6:] for dtype in DTYPES)}
-
-
 _MOE = "Qwen3_5MoeForCausalLM"
 
 
 @dataclass(frozen=True)
 class DeltaSpec:
     """Heads of the rule, ``heads`` of values for ``key_heads`` of keys and queries, and how many
-    ``taps`` the convolution before it has. With ``experts`` every layer has these beside an MLP of
-    all tokens, whose gate it has too; the file may have all of them in one tensor (``stacked``)."""
+    ``taps`` the convolution before it has. The file may have all experts of a layer in one tensor
+    (``stacked``)."""
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
     taps: int
-    experts: ExpertSpec | None = None
     stacked: bool = False
 
     @property
@@ -82,17 +79,23 @@ def _delta_of(config: Fields) -> DeltaSpec:
     )
     if found.heads % found.key_heads:
         raise config.error(f"has {found.heads} value heads for {found.key_heads} key heads")
+    return found
+
+
+def _experts_of(config: Fields) -> ExpertSpec | None:
+    """Those of every layer, beside an MLP of all tokens."""
     if architecture_of(config.raw) != _MOE:
-        return found
+        return None
     experts = ExpertSpec(
         config.count("num_experts", 256),
         config.count("num_experts_per_tok", 8),
         config.count("moe_intermediate_size", 512),
         normalised=True,
+        shared=True,
     )
     if experts.per_token > experts.count:
         raise config.error(f"sends a token to {experts.per_token} of {experts.count} experts")
-    return replace(found, experts=experts)
+    return experts
 
 
 def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
@@ -137,7 +140,8 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
     plain = {name: value for name, value in raw.items() if name not in special}
     plain["rope_parameters"] = {n: x for n, x in rope.items() if n != "partial_rotary_factor"}
     plain |= {"architectures": ["Qwen3ForCausalLM"], "head_dim": config.count("head_dim", 256)}
-    if delta.experts is not None:  # of the MLP that all tokens go to
+    experts = _experts_of(config)
+    if experts is not None:  # of the MLP that all tokens go to
         plain["intermediate_size"] = config.count("shared_expert_intermediate_size", 512)
     spec = parse_spec(plain, config.where)
     rotated = spec.head_dim * share
@@ -153,6 +157,7 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
         norms_from_one=True,
         rope=replace(spec.rope, parameters={"partial_rotary_factor": share}),
         states=states,
+        experts=experts,
         delta=delta,
     )
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
-from kvserve.engine.models.delta_spec import DeltaSpec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.weights import Target
 from kvserve.kernels.weight_levels import Levels
@@ -29,28 +28,28 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
         if index in with_rule:
             projected = [f"linear_attn.{part}" for part in _PROJECTED]
             parts = {"projected": projected, "out": ["linear_attn.out_proj"]}
-        mlp = "mlp" if spec.delta.experts is None else "mlp.shared_expert"
-        parts["mlp.gate_up"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-        parts["mlp.down"] = [f"{mlp}.down_proj"]
-        parts |= _of_experts(spec.delta)
+        own, mlp = ("mlp", "mlp") if spec.experts is None else ("mlp.shared", "mlp.shared_expert")
+        parts[f"{own}.gate_up"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        parts[f"{own}.down"] = [f"{mlp}.down_proj"]
+        parts |= _of_experts(spec)
         for matrix, names in parts.items():
-            kind = "" if matrix.startswith("mixture.") and spec.delta.stacked else ".weight"
+            kind = "" if matrix.startswith("mlp.experts.") and spec.delta.stacked else ".weight"
             whole = [f"model.layers.{index}.{name}{kind}" for name in names]
             sources[f"layers.{index}.{matrix}"] = whole
     return sources
 
 
-def _of_experts(delta: DeltaSpec) -> dict[str, list[str]]:
+def _of_experts(spec: ModelSpec) -> dict[str, list[str]]:
     """Sources of a layer's experts, in one tensor or one by one."""
-    if delta.experts is None:
+    if spec.experts is None:
         return {}
     every, halves = "mlp.experts", ("gate_proj", "up_proj")
-    each = [f"{every}.{expert}" for expert in range(delta.experts.count)]
+    each = [f"{every}.{expert}" for expert in range(spec.experts.count)]
     gate_up, down = [f"{every}.gate_up_proj"], [f"{every}.down_proj"]
-    if not delta.stacked:
+    if not spec.delta.stacked:
         gate_up = [f"{expert}.{half}" for expert in each for half in halves]
         down = [f"{expert}.down_proj" for expert in each]
-    return {"mixture.experts.gate_up": gate_up, "mixture.experts.down": down}
+    return {"mlp.experts.gate_up": gate_up, "mlp.experts.down": down}
 
 
 def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
@@ -67,9 +66,9 @@ def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
         prefix = f"model.layers.{index}."
         for own, name in _NORMS.items():
             targets[f"{prefix}{name}.weight"] = Target.whole(getattr(layer, own))
-        mixture: Any = layer.mixture
-        if mixture is not None:
-            router, gate = Target.whole(mixture.experts.router), Target.whole(mixture.gate)
+        mlp: Any = layer.mlp
+        if spec.experts is not None:
+            router, gate = Target.whole(mlp.experts.router), Target.whole(mlp.gate)
             targets[f"{prefix}mlp.gate.weight"] = router
             targets[f"{prefix}mlp.shared_expert_gate.weight"] = gate
         if isinstance(layer, DeltaLayer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvserve.engine.models.families import ExpertSpec
-from kvserve.engine.models.feed_forward import NewMatrix, empty
+from kvserve.engine.models.feed_forward import Mlp, NewMatrix, empty
 from kvserve.engine.models.linear import expert_linear, linear
 from kvserve.engine.models.operators import Operators
 from kvserve.late import Late
@@ -48,6 +48,22 @@ class Experts(nn.Module):
         if self.down_bias is not None:
             answers = answers + self.down_bias[routes.experts]
         return combine(answers, routes)
+
+
+class SharedAndExperts(nn.Module):
+    """Experts, and beside them an MLP of all tokens, whose answer a gate of each token weighs."""
+
+    def __init__(
+        self, hidden: int, width: int, spec: ExpertSpec, operators: Operators, matrix: NewMatrix
+    ) -> None:
+        super().__init__()
+        self.shared = Mlp(hidden, width, operators, matrix)
+        self.experts = Experts(hidden, spec, operators, matrix)
+        self.gate = empty(1, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.experts(x) + linear(x, self.gate).sigmoid() * self.shared(x)
 
 
 class Routes(NamedTuple):

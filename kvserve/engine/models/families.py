@@ -67,7 +67,8 @@ class Fields:
 class ExpertSpec:
     """A mixture of ``count`` experts in all layers but those in ``dense``: each token goes to
     ``per_token`` of them, whose weights add up to one if ``normalised``. With a ``limit`` their
-    activation is clamped there, and ``alpha`` is in its sigmoid."""
+    activation is clamped there, and ``alpha`` is in its sigmoid. ``shared``:
+    beside them is an MLP of all tokens, whose answer has a gate."""
 
     count: int
     per_token: int
@@ -76,6 +77,7 @@ class ExpertSpec:
     dense: frozenset[int] = frozenset()
     limit: float | None = None
     alpha: float = 1.0
+    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,18 @@ from kvserve.kernels.remainder import capped
 from kvserve.late import Late
 
 if TYPE_CHECKING:
-    from kvserve.engine.models.experts import Experts
+    from kvserve.engine.models.experts import Experts, SharedAndExperts
 
 _experts = Late("engine.models.experts:Experts")
+_shared_and_experts = Late("engine.models.experts:SharedAndExperts")
 _PANEL = 64  # outputs of a panel, or a multiple of them, on any CPU
 
 
-class Layer(nn.Module):
-    """One rank's heads and part of the MLP (``spec``); q, k and v are one matrix.
+class LayerBase(nn.Module):
+    """One rank's part (``spec``) of a layer, but for what mixes its tokens.
 
-    ``input_norm`` and ``post_norm`` are before attention and before the MLP; with ``norms``
-    ``after``, behind them. With ``both`` there are two more behind them.
+    ``input_norm`` and ``post_norm`` are before that and before the MLP; with ``norms`` ``after``,
+    behind them. With ``both`` there are two more behind them.
     """
 
     def __init__(
@@ -43,16 +44,66 @@ class Layer(nn.Module):
         operators: Operators,
         group: RankGroup,
         matrix: NewMatrix,
+        mixed: int,
     ) -> None:
+        """``mixed``: how many numbers of a token ``out`` reads."""
         super().__init__()
         self.spec, self.operators, self.group = spec, operators, group
-        self.rotates = index not in spec.without_rope
-        gates = spec.num_heads * (spec.delta is not None)
-        width = (spec.num_heads + gates + 2 * spec.num_kv_heads) * spec.head_dim
         self.input_norm, self.post_norm = new_norm(spec), new_norm(spec)
         both = spec.norms == "both"
         self.after_attention = new_norm(spec) if both else None
         self.after_mlp = new_norm(spec) if both else None
+        self.out = matrix("out", spec.hidden_size, mixed)
+        self.out_bias = empty(spec.hidden_size) if spec.out_bias else None
+        hidden, width, experts = spec.hidden_size, spec.intermediate_size, spec.experts_of(index)
+        self.mlp: Mlp | Experts | SharedAndExperts
+        if experts is None:
+            self.mlp = Mlp(hidden, width, operators, matrix, spec.activation)
+        elif experts.shared:
+            self.mlp = _shared_and_experts(hidden, width, experts, operators, matrix)
+        else:
+            self.mlp = _experts(hidden, experts, operators, matrix)
+
+    def second_half(
+        self, hidden: Tensor, mixed: Tensor, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: [T, hidden]; mixed: [T, .], what ``out`` reads -> as of ``Layer.forward``."""
+        spec, operators, eps = self.spec, self.operators, self.spec.rms_norm_eps
+        if wanted is not None:
+            hidden, mixed = hidden[wanted], mixed[wanted]
+            if not len(hidden):
+                return hidden, hidden
+        added = self.group.sum(linear(mixed, self.out))
+        if self.out_bias is not None:
+            added = added + self.out_bias
+        if spec.norms == "after":
+            hidden = operators.add(hidden, operators.norm(added, self.input_norm, eps))
+            return hidden, operators.norm(self.group.sum(self.mlp(hidden)), self.post_norm, eps)
+        if self.after_attention is not None:
+            added = operators.norm(added, self.after_attention, eps)
+        added = operators.scaled(added, spec.residual_scale)
+        hidden, x = operators.add_and_norm(hidden, added, self.post_norm, eps)
+        answer = self.group.sum(self.mlp(x))
+        if self.after_mlp is not None:
+            answer = operators.norm(answer, self.after_mlp, eps)
+        return hidden, operators.scaled(answer, spec.residual_scale)
+
+
+class Layer(LayerBase):
+    """A layer that attends: one rank's heads; q, k and v are one matrix."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        index: int,
+        operators: Operators,
+        group: RankGroup,
+        matrix: NewMatrix,
+    ) -> None:
+        super().__init__(spec, index, operators, group, matrix, spec.num_heads * spec.head_dim)
+        self.rotates = index not in spec.without_rope
+        gates = spec.num_heads * (spec.delta is not None)
+        width = (spec.num_heads + gates + 2 * spec.num_kv_heads) * spec.head_dim
         self.qkv = matrix("qkv", width, spec.hidden_size)
         self.qkv_bias = empty(width) if spec.qkv_bias else None
         normed = spec.num_heads, spec.num_kv_heads
@@ -62,15 +113,6 @@ class Layer(nn.Module):
             new_norm(spec, heads * spec.head_dim) if heads else None for heads in normed
         )
         self.sinks = empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
-        heads = spec.num_heads * spec.head_dim
-        self.out = matrix("out", spec.hidden_size, heads)
-        self.out_bias = empty(spec.hidden_size) if spec.out_bias else None
-        experts = spec.experts_of(index)
-        self.mlp: Mlp | Experts = (
-            Mlp(spec.hidden_size, spec.intermediate_size, operators, matrix, spec.activation)
-            if experts is None
-            else _experts(spec.hidden_size, experts, operators, matrix)
-        )
 
     def project(self, x: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """x: [T, hidden] -> q and k, not rotated yet, as one tensor [T, Hq + Hkv, D] or, with norms
@@ -132,26 +174,21 @@ class Layer(nn.Module):
             hidden = x = hidden if added is None else operators.add(hidden, added)
         else:
             hidden, x = operators.add_and_norm(hidden, added, self.input_norm, eps)
+        mixed = self.mix(x, rope, batch, cache, attention, index)
+        return self.second_half(hidden, mixed, wanted)
+
+    def mix(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        attention: BatchAttention,
+        index: int,
+    ) -> Tensor:
+        """Attention: x [T, hidden] -> [T, Hq D]."""
         q = self.store(*self.project(x), rope, batch, cache, index)
-        attended = attend(index, q, batch, cache, attention, self.sinks).flatten(1)
-        if wanted is not None:
-            hidden, attended = hidden[wanted], attended[wanted]
-            if not len(hidden):
-                return hidden, hidden
-        attended = self.group.sum(linear(attended, self.out))
-        if self.out_bias is not None:
-            attended = attended + self.out_bias
-        if spec.norms == "after":
-            hidden = operators.add(hidden, operators.norm(attended, self.input_norm, eps))
-            return hidden, operators.norm(self.group.sum(self.mlp(hidden)), self.post_norm, eps)
-        if self.after_attention is not None:
-            attended = operators.norm(attended, self.after_attention, eps)
-        attended = operators.scaled(attended, spec.residual_scale)
-        hidden, x = operators.add_and_norm(hidden, attended, self.post_norm, eps)
-        answer = self.group.sum(self.mlp(x))
-        if self.after_mlp is not None:
-            answer = operators.norm(answer, self.after_mlp, eps)
-        return hidden, operators.scaled(answer, spec.residual_scale)
+        return attend(index, q, batch, cache, attention, self.sinks).flatten(1)
 
 
 class Transformer(nn.Module):

@@ -196,7 +196,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
             targets |= zip(biases, parts, strict=True)
     names = _NAMES.get(model.spec.architecture, _LLAMA)
     for index, layer in enumerate(model.decoder_layers):
-        others = {
+        others: dict[str, Any] = {
             f"{names['input_norm']}.weight": layer.input_norm,
             f"{names['post_norm']}.weight": layer.post_norm,
             f"{names.get('after_attention')}.weight": layer.after_attention,

@@ -58,7 +58,7 @@ class KeptStates(PrefixCache):
     def load(self, digest: bytes, row: int) -> None:
         """Let ``row``, which begins in this step, begin with a kept state."""
         self._kept[digest] = place = self._kept.pop(digest)
-        self._memory.ins.append(StateMove(row=row, state=place))
+        self._memory.load(StateMove(row=row, state=place))
 
     def keep(self, digest: bytes, row: int) -> None:
         """Keep what this step leaves of ``row``, unless it is there."""
@@ -74,7 +74,7 @@ class KeptStates(PrefixCache):
         """A step is scheduled, and its moves are taken: what it computes moves in the next one."""
         for digest, (row, place) in self._coming.items():
             self._kept[digest] = place
-            self._memory.outs.append(StateMove(row=row, state=place))
+            self._memory.keep(StateMove(row=row, state=place))
         self._coming.clear()
         self._totals.kept_state_bytes = self._state_bytes * len(self._kept)
 

@@ -35,9 +35,9 @@ class SwapMemory:
         self._reserve, self._places = max_rows, places
         self._free = list(range(max_rows + places - 1, max_rows - 1, -1))
         self._discarded: list[int] = []
-        self.outs: list[RowMove] = []
+        self._outs: list[RowMove] = []
         self._copies: list[tuple[IntArray, IntArray]] = []
-        self.ins: list[RowMove] = []
+        self._ins: list[RowMove] = []
         self._read: list[IntArray] = []
         self._read_places: list[int] = []
 
@@ -46,14 +46,14 @@ class SwapMemory:
         of what policies keep of ``row``, if that leaves too."""
         host = self.pool.allocate(len(device))
         place = NO_PLACE if row == NO_PLACE else int(host[0])
-        self.outs.append(RowMove(device, host, row, place))
+        self._outs.append(RowMove(device, host, row, place))
         return host
 
     def move_in(self, host: IntArray, device: IntArray) -> None:
         """Copy host blocks to the blocks of a row that begins in this step."""
         self.pool.share(host)
         self._read.append(host)
-        self.ins.append(RowMove(device, host))
+        self._ins.append(RowMove(device, host))
 
     def copy(self, sources: IntArray, copies: IntArray) -> None:
         """Copy blocks of the pool, for a row that begins in this step."""
@@ -62,7 +62,7 @@ class SwapMemory:
     def bring_back(self, row: int, host: IntArray) -> None:
         """A row is back from ``host`` blocks, which are given back."""
         self._read.append(host)
-        self.ins.append(RowMove(row=row, place=int(host[0])))
+        self._ins.append(RowMove(row=row, place=int(host[0])))
 
     def discard(self, host: IntArray) -> None:
         """A row in these host blocks will not come back."""
@@ -80,43 +80,51 @@ class SwapMemory:
     def save_remainder(self, row: int) -> int:
         """Take a place, and move the remainder of ``row`` there, which is about to be freed."""
         place = self._free.pop()
-        self.outs.append(RowMove(row=row, remainder=place))
+        self._outs.append(RowMove(row=row, remainder=place))
         return place
 
     def load_remainder(self, place: int, row: int) -> None:
         """Copy what lies at ``place``, if anything, to ``row``, which begins in this step."""
         if place != NO_PLACE:
-            self.ins.append(RowMove(row=row, remainder=place))
+            self._ins.append(RowMove(row=row, remainder=place))
+
+    def keep(self, move: RowMove) -> None:
+        """Copy what a row has beside its tables, before rows begin."""
+        self._outs.append(move)
+
+    def load(self, move: RowMove) -> None:
+        """Copy it to a row that begins in this step."""
+        self._ins.append(move)
 
     def release_place(self, place: int) -> None:
         """Give a place back, if it is one; if this step reads it, once its moves are taken."""
         if place == NO_PLACE:
             return
-        if any(place == move.remainder for move in self.ins):
+        if any(place == move.remainder for move in self._ins):
             self._read_places.append(place)
             return
-        self.outs = [move for move in self.outs if move.remainder != place]
+        self._outs = [move for move in self._outs if move.remainder != place]
         self._free.append(place)
 
     def swap(self, a: int, b: int) -> None:
         """Follow two rows that are exchanged."""
-        for moves in (self.outs, self.ins):
+        for moves in (self._outs, self._ins):
             for i, move in enumerate(moves):
                 if move.row in (a, b):
                     moves[i] = replace(move, row=a + b - move.row)
 
     def take_moves(self) -> RowMoves | None:
         """What the device moves for rows that have left or begun since the last call."""
-        if not (self._discarded or self.outs or self._copies or self.ins):
+        if not (self._discarded or self._outs or self._copies or self._ins):
             return None
-        moves = RowMoves(tuple(self._discarded), tuple(self.outs), ins=tuple(self.ins))
+        moves = RowMoves(tuple(self._discarded), tuple(self._outs), ins=tuple(self._ins))
         if self._copies:
             sources, copies = map(np.concatenate, zip(*self._copies, strict=True))
             moves = replace(moves, copy_from=sources, copy_to=copies)
         for host in self._read:
             self.pool.release(host)
         self._free += self._read_places
-        self._discarded, self.outs, self._copies, self.ins = [], [], [], []
+        self._discarded, self._outs, self._copies, self._ins = [], [], [], []
         self._read, self._read_places = [], []
         return moves
 

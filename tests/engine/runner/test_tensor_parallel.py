@@ -220,12 +220,13 @@ def test_each_rank_reads_its_part_and_no_more(
                 ]
                 joined = [torch.cat(pair) for pair in zip(*shares, strict=True)]
                 assert torch.equal(torch.cat(joined), numbers(matrix))
-        mlps = [half.mlp for half in halves]
+        own: Any = layer.mlp
+        mlps: list[Any] = [half.mlp for half in halves]
         gates, ups = zip(*(numbers(mlp.gate_up).chunk(2) for mlp in mlps), strict=True)
-        assert torch.equal(torch.cat([*gates, *ups]), numbers(layer.mlp.gate_up))
+        assert torch.equal(torch.cat([*gates, *ups]), numbers(own.gate_up))
         for one, several in (
             (layer.out, [half.out for half in halves]),
-            (layer.mlp.down, [mlp.down for mlp in mlps]),
+            (own.down, [mlp.down for mlp in mlps]),
         ):
             assert torch.equal(torch.cat([numbers(x) for x in several], dim=1), numbers(one))
         assert all(torch.equal(half.post_norm, layer.post_norm) for half in halves)
