@@ -25,7 +25,7 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, pol
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
 from kvserve.engine.cache.log_form import choose_log
-from kvserve.engine.models.borrowed import count_weights
+from kvserve.engine.models.borrowed import text_config
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
@@ -192,9 +192,16 @@ def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
 
 
 def borrowed_bytes(directory: Path, bits: float) -> tuple[float, float]:
-    """The same of transformers' modules, whose parameters are counted."""
-    layers, tables, head = count_weights(directory)
-    return layers * bits / 8 + 2.0 * tables, layers * bits / 8 + 2.0 * head
+    """The same of transformers' modules, whose parameters are counted, by the config alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(text_config(directory, {}))
+    head = causal.lm_head.weight
+    tables = {head, causal.get_input_embeddings().weight}  # one if the head is the embedding
+    both = sum(each.numel() for each in tables)
+    layers = (sum(each.numel() for each in causal.parameters()) - both) * bits / 8
+    return layers + 2.0 * both, layers + 2.0 * head.numel()
 
 
 def request_bytes(

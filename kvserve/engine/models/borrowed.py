@@ -50,7 +50,7 @@ def borrowed_spec(
 ) -> ModelSpec:
     """What config.json says of a decoder that transformers knows; ``ConfigError`` names what keeps
     it from running here."""
-    config = _text_config(directory, overrides)
+    config = text_config(directory, overrides)
     try:
         return replace(_spec(config, architecture), wrapper=wrapper)
     except ConfigError:
@@ -116,19 +116,6 @@ def knows(architecture: str) -> bool:
     return any(
         architecture in ((name,) if isinstance(name, str) else name) for name in NAMES.values()
     )
-
-
-def count_weights(directory: Path) -> tuple[int, int, int]:
-    """How many numbers the layers of a model have, its tables of tokens (one if the head is the
-    embedding), and its head; of its config alone."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(_text_config(directory, {}))
-    tables = {part.weight for part in (causal.get_input_embeddings(), causal.lm_head)}
-    whole = sum(each.numel() for each in causal.parameters())
-    both = sum(each.numel() for each in tables)
-    return whole - both, both, causal.lm_head.weight.numel()
 
 
 @dataclass
@@ -265,7 +252,7 @@ def load_borrowed(
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     AttentionInterface.register(NAME, _attend)
-    config = _text_config(directory, overrides)
+    config = text_config(directory, overrides)
     kind = _recurrent if spec.states else Borrowed
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
     try:
@@ -352,7 +339,7 @@ def _attend(
     return attended[None, ..., :values], None
 
 
-def _text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
+def text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
     """The decoder's; in a wrapper it has what is stated there for all parts."""
     from transformers import AutoConfig
 

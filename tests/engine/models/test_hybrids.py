@@ -361,7 +361,7 @@ def test_events_beside_others_on_our_own_layers(
     preempt_now_and_then(llm.engine.core.scheduler, np.random.default_rng(0), 0.05)
     assert tokens(llm, PROMPTS[:5], 32) == [one for (one,) in wanted]
     stats = llm.stats()
-    assert stats.compactions_total and stats.preemptions_total
+    assert stats.compactions_total and stats.preemptions_total and stats.swaps_total
 
 
 def test_what_our_own_layers_do_not_run_goes_to_transformers(tmp_path: Path) -> None:
