@@ -154,7 +154,7 @@ def measure(plan: EnginePlan, model: Transformer, attention: Choice, group: Rank
         return Profile(weights, 0, 0, left - sum(group.nbytes for group in plan.groups))
     from kvserve.engine.compression.observer import event_bytes
 
-    tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
+    tokens = max(scheduler.max_num_batched_tokens, plan.max_observed_tokens)
     step = taken_by(
         lambda: build_runner(plan, model, attention, smallest_pool(plan), group).rehearse(tokens)
     )
