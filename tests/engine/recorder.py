@@ -26,9 +26,9 @@ from kvserve.kernels.move_kv import gather_kv_torch
 from kvserve.kernels.quantized_entries import QuantizedVectors
 from kvserve.kernels.slot_mapping import places_of, slot_mapping
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 from tests.engine.few_reference import Stored
 
