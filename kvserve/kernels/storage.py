@@ -11,18 +11,19 @@ from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.late import LateModule
 
 if TYPE_CHECKING:
-    from kvserve.kernels.quantized_entries import QuantizedBlocks
+    from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 
-few_bits = LateModule("kernels.few_bits")
-few_moves_triton = LateModule("kernels.few_moves_triton")
-few_triton = LateModule("kernels.few_triton")
-int4_log = LateModule("kernels.int4_log")
-move_kv = LateModule("kernels.move_kv")
-quantized_entries = LateModule("kernels.quantized_entries")
-quantized_triton = LateModule("kernels.quantized_triton")
-store_kv = LateModule("kernels.store_kv")
-store_kv_triton = LateModule("kernels.store_kv_triton")
-turning = LateModule("kernels.turning")
+few_bits = LateModule("kernels.store.few_bits")
+few_moves_triton = LateModule("kernels.move.move_few_triton")
+few_triton = LateModule("kernels.store.few_bits_triton")
+int4_log = LateModule("kernels.store.int4_log")
+move_kv = LateModule("kernels.move.move_kv")
+quantized_entries = LateModule("kernels.store.quantized_entries")
+quantized_triton = LateModule("kernels.store.quantized_entries_triton")
+move_levels_triton = LateModule("kernels.move.move_levels_triton")
+store_kv = LateModule("kernels.store.store_kv")
+store_kv_triton = LateModule("kernels.store.store_kv_triton")
+turning = LateModule("kernels.store.turning")
 
 
 class FewKernels(NamedTuple):
@@ -98,8 +99,8 @@ TRITON = StorageKernels(
     int4_log.store_int4_triton,
     int4_log.gather_int4_triton,
     quantized_triton.store_levels_triton,
-    quantized_triton.gather_levels_triton,
-    quantized_triton.move_levels_triton,
+    move_levels_triton.gather_levels_triton,
+    move_levels_triton.move_levels_triton,
     FewKernels(
         few_triton.store_few_triton,
         few_moves_triton.gather_few_triton,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import int4_bytes
-from kvserve.kernels.int4_log import (
+from kvserve.kernels.store.int4_log import (
     Int4Queries,
     gather_int4_cpu,
     gather_int4_torch,

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvserve.engine.attention.base import Entries
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 

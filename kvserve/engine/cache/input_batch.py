@@ -20,7 +20,7 @@ from kvserve.engine.cache.row_groups import RowGroup
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.decode_inputs import (
+from kvserve.kernels.attend.decode_inputs import (
     Chunks,
     DecodeInputs,
     FillInputs,

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.cache_group import GroupSpec
 from kvserve.scheduler.layout import KVLayout

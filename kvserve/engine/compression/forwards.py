@@ -12,7 +12,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.store_kv import reduce_queries
+from kvserve.kernels.store.store_kv import reduce_queries
 from kvserve.scheduler.arrays import IntArray
 
 

@@ -21,7 +21,7 @@ from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import BOTH_KINDS, StepParts
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
+from kvserve.kernels.attend.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.late import Late
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups

@@ -1,0 +1,1 @@
+"""What layers compute beside products and attention."""

@@ -1,0 +1,1 @@
+"""Matrix products, with weights as they are or as levels of them."""
