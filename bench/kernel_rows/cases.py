@@ -15,14 +15,8 @@ from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.move.move_kv import (
-    gather_kv_torch,
-    gather_kv_triton,
-    gather_torch,
-    gather_triton,
-    move_kv_torch,
-    move_kv_triton,
-)
+from kvserve.kernels.move.move_kv import gather_kv_torch, gather_torch, move_kv_torch
+from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.sample.sample_tokens import sample_tokens_torch
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton

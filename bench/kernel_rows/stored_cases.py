@@ -32,11 +32,10 @@ from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.kernels.store.int4_log import (
     Int4Queries,
     gather_int4_torch,
-    gather_int4_triton,
     quantize,
     store_int4_torch,
-    store_int4_triton,
 )
+from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
 from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.kernels.store.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
 

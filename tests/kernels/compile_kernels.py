@@ -51,7 +51,7 @@ from kvserve.kernels.linear.weight_levels_triton import (
     linear_levels_triton,
 )
 from kvserve.kernels.move.move_few_triton import gather_few_triton, move_few_triton
-from kvserve.kernels.move.move_kv import gather_kv_triton, gather_triton, move_kv_triton
+from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.score.centre_scores import centre_scores_triton
 from kvserve.kernels.score.seen import Seen
@@ -61,7 +61,8 @@ from kvserve.kernels.store.coded_entries import Codes
 from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
 from kvserve.kernels.store.few_bits_triton import store_few_triton
-from kvserve.kernels.store.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
+from kvserve.kernels.store.int4_log import Int4Queries
+from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 from kvserve.kernels.store.quantized_entries_triton import (
     gather_levels_triton,
@@ -74,7 +75,7 @@ from kvserve.kernels.store.store_kv_triton import (
     store_kv_triton,
     store_queries_triton,
 )
-from kvserve.kernels.store.turning import turn_triton
+from kvserve.kernels.store.turning_triton import turn_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)

@@ -9,13 +9,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import Entries
 from kvserve.engine.cache.entry_store import RawEntries, on_device
+from kvserve.kernels.move.move_levels import gather_key_levels_cpu
 from kvserve.kernels.storage import COMPILED, StorageKernels
 from kvserve.kernels.store.few_bits import FewBlocks
-from kvserve.kernels.store.quantized_entries import (
-    LevelKeys,
-    QuantizedBlocks,
-    gather_key_levels_cpu,
-)
+from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.kernels.store.turning import turn_torch
 from kvserve.scheduler.arrays import IntArray

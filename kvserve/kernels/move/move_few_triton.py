@@ -1,7 +1,4 @@
-"""Entries in few bits, on a GPU: read as numbers, and moved bit for bit.
-
-The references are in ``few_bits.py``.
-"""
+"""``move_few.py`` in Triton."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from kvserve.kernels.store.few_bits_triton import (
     levels_at,
     scales_on,
 )
-from kvserve.kernels.store.turning import EXACT, turned
+from kvserve.kernels.store.turning_triton import EXACT, turned
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.move.move_kv import gather_triton, move_triton
+from kvserve.kernels.move.move_kv_triton import gather_triton, move_triton
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 
 

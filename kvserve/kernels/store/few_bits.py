@@ -46,9 +46,7 @@ from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.store.slot_mapping import by_row
 from kvserve.kernels.store.turning import turn_torch
 
-_STORE, _GATHER, _MOVE = (
-    Compiled(f"{what}_few", "few_bits") for what in ("store", "gather", "move")
-)
+_STORE = Compiled("store_few", "few_bits")
 PLAIN = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}
 """Steps of least error, in roots of the mean square of a Gaussian (Max, 1960, table II)."""
 SHAPED = {1: 2.1, 2: 1.15, 3: 0.70, 4: 0.38}
@@ -321,29 +319,6 @@ def store_few_torch(
         held.tiles[(*lead, at[:, :, None])] = by_row(new, slots)
 
 
-def gather_few_torch(
-    blocks: FewBlocks, layers: list[int], slots: Tensor, dtype: torch.dtype, values: bool = False
-) -> Tensor:
-    """Keys (or values) of ``layers [L']``, as they came but for their rounding: [L', Hkv, S, D].
-    slots: int64 [L', Hkv, S]."""
-    found = []
-    for layer, own in zip(layers, slots, strict=True):
-        held, mean = blocks.layer(layer)[int(values)], blocks.layers[layer].shaping.mean
-        numbers = turn_torch(held.numbers(bytes_at(blocks, held, own)).transpose(0, 1))
-        found.append((numbers if values else numbers + mean).transpose(0, 1))
-    return torch.stack(found).to(dtype)
-
-
-def move_few_torch(
-    blocks: FewBlocks, layers: list[int], src: Tensor, dst: Tensor, runs: int = 1
-) -> None:
-    """Copy entries, bit for bit, as ``move_kv_torch``: int64 slots [L, Hkv, S]."""
-    for layer, source, target in zip(layers, src, dst, strict=True):
-        for held in blocks.layer(layer):
-            moved = bytes_at(blocks, held, source)
-            held.tiles[entries_at(blocks, held, target)] = moved
-
-
 def bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0) -> Tensor:
     """Bytes of the vectors in slots [n, S] of n heads, from number ``first`` on: uint8 [n, S, bytes
     + 1]."""
@@ -377,27 +352,3 @@ def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, val
         *(key.stride(0), value.stride(0), tokens, tables, key.dtype is torch.bfloat16),
         refused=blocks.slot_outside,
     )
-
-
-def gather_few_cpu(
-    blocks: FewBlocks, layers: list[int], slots: Tensor, dtype: torch.dtype, values: bool = False
-) -> Tensor:
-    """To float32 or bfloat16. ``IndexError`` as of the store."""
-    slots = as_int64(slots)
-    out = torch.empty(*slots.shape, blocks.dim, dtype=dtype)
-    for layer, own, found in zip(layers, slots, out, strict=True):
-        mean = None if values else blocks.layers[layer].shaping.mean
-        places = mean, found, own, *own.shape, dtype is torch.bfloat16
-        _GATHER(blocks.fields(layer), *places, refused=blocks.slot_outside)
-    return out
-
-
-def move_few_cpu(
-    blocks: FewBlocks, layers: list[int], src: Tensor, dst: Tensor, runs: int = 1
-) -> None:
-    """Entry after entry. ``IndexError`` as of the store."""
-    if src.shape != dst.shape:
-        raise ValueError(f"move_few: slots {list(src.shape)} to {list(dst.shape)}")
-    for layer, source, target in zip(layers, as_int64(src), as_int64(dst), strict=True):
-        places = source, target, *source.shape
-        _MOVE(blocks.fields(layer), *places, refused=blocks.slot_outside)

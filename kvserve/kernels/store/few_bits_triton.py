@@ -16,7 +16,7 @@ from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.store.few_bits import FewBlocks, FewVectors, scales
 from kvserve.kernels.store.level_words import beside_each_other
-from kvserve.kernels.store.turning import EXACT, turned
+from kvserve.kernels.store.turning_triton import EXACT, turned
 
 if TYPE_CHECKING:
     import triton.language as tl
