@@ -41,7 +41,7 @@ from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.level_products import multiply_fp8
 from kvserve.kernels.layer.elementwise import quantize_rows
-from kvserve.kernels.linear.weight_levels_triton import (
+from kvserve.kernels.layer.weight_levels_triton import (
     WIDENED_ROWS,
     linear_levels_triton,
     widen_triton,

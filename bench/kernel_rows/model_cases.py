@@ -27,13 +27,13 @@ from bench.kernel_rows.stored_cases import (
 )
 from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.linear.weight_levels import (
+from kvserve.kernels.layer.weight_levels import (
     LevelForm,
     Levels,
     expert_linear_levels,
     linear_levels,
 )
-from kvserve.kernels.linear.weight_levels_triton import (
+from kvserve.kernels.layer.weight_levels_triton import (
     expert_linear_levels_triton,
     linear_levels_triton,
 )

@@ -45,13 +45,14 @@ from kvserve.kernels.layer.elementwise_triton import (
     rotate_triton,
     silu_and_mul_triton,
 )
-from kvserve.kernels.linear.weight_levels import LevelForm, Levels
-from kvserve.kernels.linear.weight_levels_triton import (
+from kvserve.kernels.layer.weight_levels import LevelForm, Levels
+from kvserve.kernels.layer.weight_levels_triton import (
     expert_linear_levels_triton,
     linear_levels_triton,
 )
 from kvserve.kernels.move.move_few_triton import gather_few_triton, move_few_triton
 from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
+from kvserve.kernels.move.move_levels_triton import gather_levels_triton, move_levels_triton
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.score.centre_scores import centre_scores_triton
 from kvserve.kernels.score.seen import Seen
@@ -64,11 +65,7 @@ from kvserve.kernels.store.few_bits_triton import store_few_triton
 from kvserve.kernels.store.int4_log import Int4Queries
 from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
-from kvserve.kernels.store.quantized_entries_triton import (
-    gather_levels_triton,
-    move_levels_triton,
-    store_levels_triton,
-)
+from kvserve.kernels.store.quantized_entries_triton import store_levels_triton
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.kernels.store.store_kv_triton import (
     rotate_and_store_triton,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.attend.query_segments import Shares
-from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 
 if TYPE_CHECKING:
     from kvserve.kernels.store.coded_entries import Codes
+    from kvserve.kernels.store.entries import Entries
     from kvserve.kernels.store.few_bits import FewHeads
 
 

@@ -16,7 +16,7 @@ from kvserve.entry_format import FORMATS
 from kvserve.folders import install
 from kvserve.kernels import storage
 from kvserve.kernels.attend import paged_attention_cpu
-from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
+from kvserve.kernels.build import BuildError, defines_of, load_library
 from kvserve.kernels.storage import StorageKernels
 from kvserve.late import Late
 from kvserve.log import ConfigError, logger

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import (
     BatchAttention,
-    Entries,
     ForwardBatch,
     LayerCache,
     RowRemainders,
@@ -24,6 +23,7 @@ from kvserve.engine.attention.base import (
 )
 from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.attend.query_segments import Shares
+from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.store.remainder import Remainder, capped, logits_with
 from kvserve.scheduler.arrays import IntArray
 

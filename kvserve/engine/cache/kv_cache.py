@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
+from kvserve.engine.attention.base import ForwardBatch, RotateAndStore
 from kvserve.engine.cache.entry_store import RawEntries, memory_shape
 from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.device.pages import use_large_pages
@@ -23,6 +23,7 @@ from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 if TYPE_CHECKING:
     from kvserve.engine.cache.query_log import QueryLog
+    from kvserve.kernels.store.entries import Entries
     from kvserve.kernels.store.few_bits import FewHeads, FewLayer
 
 _query_log = Late("engine.cache.query_log:QueryLog")

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries
 from kvserve.engine.cache.entry_store import RawEntries, on_device
 from kvserve.kernels.move.move_levels import gather_key_levels_cpu
 from kvserve.kernels.storage import COMPILED, StorageKernels
+from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.store.few_bits import FewBlocks
 from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
 from kvserve.kernels.store.remainder import Remainder

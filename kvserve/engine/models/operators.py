@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvserve.folders import install
-from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.build import why_missing
 from kvserve.kernels.layer import elementwise_cpu as compiled
 from kvserve.late import LateModule
 

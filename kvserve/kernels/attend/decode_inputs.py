@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.build import why_missing
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.late import Late
 

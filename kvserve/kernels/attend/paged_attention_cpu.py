@@ -1,4 +1,4 @@
-"""Attention over paged blocks on a CPU: calls ``cpu/paged_attention.cpp``."""
+"""Attention over paged blocks on a CPU: calls ``paged_attention.cpp``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.attend.check_attention import check_attention
-from kvserve.kernels.attend.query_segments import QuerySegments, Shares
-from kvserve.kernels.cpu.build import defines_of
-from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.store.entries import AnyEntries, Entries
-from kvserve.kernels.store.remainder import Remainder
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares, check_attention
+from kvserve.kernels.build import defines_of
+from kvserve.kernels.calls import Compiled
 from kvserve.late import Late
 
 if TYPE_CHECKING:
     from kvserve.kernels.attend.paged_attention import Newest, Rest
     from kvserve.kernels.store.coded_entries import Codes
+    from kvserve.kernels.store.entries import AnyEntries, Entries
+    from kvserve.kernels.store.remainder import Remainder
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256

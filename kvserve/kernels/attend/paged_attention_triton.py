@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.attend.attend_triton import attend, merge
-from kvserve.kernels.attend.check_attention import check_attention
 from kvserve.kernels.attend.decode_levels_triton import decode_levels
 from kvserve.kernels.attend.paged_attention import Newest, check_newest
-from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares, check_attention
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.dispatch import Tile, interprets, num_processors, tile_of
 from kvserve.kernels.store.coded_entries import Codes

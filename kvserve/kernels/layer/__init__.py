@@ -1,1 +1,1 @@
-"""What layers compute beside products and attention."""
+"""What layers compute beside attention: products, norms, rotation, activations, states."""

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.calls import Compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.layer.gated_delta import RowChunks
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled, as_int64
+from kvserve.kernels.calls import Compiled, as_int64
 from kvserve.kernels.store.few_bits import FewBlocks, bytes_at, entries_at
 from kvserve.kernels.store.turning import turn_torch
 

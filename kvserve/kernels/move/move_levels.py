@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled, as_int64
+from kvserve.kernels.calls import Compiled, as_int64
 from kvserve.kernels.move.move_kv import move_torch
 from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
 from kvserve.kernels.store.slot_mapping import places_of

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.checks import check_head_dim, runs_triton
-from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.dispatch import Kernel
 
 if TYPE_CHECKING:

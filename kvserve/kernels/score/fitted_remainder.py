@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.checks import runs_triton
-from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.score.causal_scores import Queries, five_dims, logits_of
 from kvserve.kernels.score.seen import Given
 from kvserve.kernels.score.window_scores import takes

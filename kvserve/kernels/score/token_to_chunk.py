@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.ordering import nth_highest, order_of
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvserve.kernels.calls import Compiled
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, runs_triton
-from kvserve.kernels.cpu.calls import Compiled
 from kvserve.kernels.score.causal_scores import Queries, five_dims, logits_of, over_group
 from kvserve.kernels.score.seen import Given, Seen
 from kvserve.kernels.store.int4_log import Int4Queries

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import TILE, VectorForm, few
-from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.store.slot_mapping import by_row
 from kvserve.kernels.store.turning import turn_torch
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvserve.kernels.calls import LARGEST_DIM, Compiled, as_int64, slot_outside
 from kvserve.kernels.checks import check_dense
-from kvserve.kernels.cpu.calls import LARGEST_DIM, Compiled, as_int64, slot_outside
 from kvserve.kernels.store.slot_mapping import by_row, places_of
 
 _STORE_INT4, _GATHER_INT4 = (Compiled(name, "storage") for name in ("store_int4", "gather_int4"))

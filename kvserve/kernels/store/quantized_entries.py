@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import EntryFormat, VectorForm
-from kvserve.kernels.cpu.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.store.slot_mapping import by_row
 
 _STORE_LEVELS = Compiled("store_levels", "storage")

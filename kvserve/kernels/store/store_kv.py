@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled, slot_outside
+from kvserve.kernels.calls import Compiled, slot_outside
 from kvserve.kernels.store.slot_mapping import by_row
 
 _STORE_KV, _STORE_QUERIES = Compiled("store_kv", "storage"), Compiled("store_queries", "storage")

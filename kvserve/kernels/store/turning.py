@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.calls import Compiled
 
 _TURN = Compiled("turn_heads", "few_bits")
 

@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.build import load_library, why_missing
+from kvserve.kernels.build import load_library, source_of, why_missing
 
 LARGEST_DIM = 256
 
@@ -110,14 +109,14 @@ def run(
 
 
 class Compiled:
-    """``kvserve_<name>`` of a C++ file of this folder, called with the fields of its struct."""
+    """``kvserve_<name>`` of a C++ file, called with the fields of its struct."""
 
     def __init__(self, name: str, file: str | None = None) -> None:
         self.name, self.file = name, file or name
 
     @cached_property
     def _fields(self) -> type[ctypes.Structure]:
-        source = (Path(__file__).parent / f"{self.file}.cpp").read_text()
+        source = source_of(self.file).read_text()
         struct = re.search(rf"kvserve_{self.name}\(const (\w+)\*", source)
         assert struct is not None, f"{self.file}.cpp has no {self.name} that reads a struct"
         return _struct(re.sub("//.*", "", source), struct[1])

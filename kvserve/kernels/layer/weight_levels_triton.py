@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.linear.weight_levels import BLOCK, Levels, levels_of_rows
+from kvserve.kernels.layer.weight_levels import BLOCK, Levels, levels_of_rows
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -1,4 +1,4 @@
-"""``python -m kvserve.kernels.cpu.prebuild``: compiles every kernel into the package.
+"""``python -m kvserve.kernels.prebuild``: compiles every kernel into the package.
 
 For images without a compiler: one library for each level of CPUs.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvserve.entry_format import FORMATS
-from kvserve.kernels.cpu.build import (
+from kvserve.kernels.build import (
     PREBUILT,
     BuildError,
     defines_of,
@@ -21,7 +21,8 @@ from kvserve.kernels.cpu.build import (
 
 def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every library that the package loads: a source, and the compiler's defines."""
-    yield from ((source.stem, ()) for source in sorted(Path(__file__).parent.glob("*.cpp")))
+    sources = Path(__file__).parent.glob("*/*.cpp")
+    yield from ((name, ()) for name in sorted(source.stem for source in sources))
     defines = {defines_of(form.key, form.value) for form in FORMATS.values()}
     yield from (("paged_attention", each) for each in sorted(defines))
 

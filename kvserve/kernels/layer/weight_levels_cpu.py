@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvserve.kernels.cpu.build import load_library
-from kvserve.kernels.cpu.calls import Compiled
-from kvserve.kernels.linear.linear_cpu import _WORTH_A_THREAD, check_bias, checked_ends, panel_width
-from kvserve.kernels.linear.weight_levels import LevelForm, Levels, unpacked
+from kvserve.kernels.build import load_library
+from kvserve.kernels.calls import Compiled
+from kvserve.kernels.layer.linear_cpu import _WORTH_A_THREAD, check_bias, checked_ends, panel_width
+from kvserve.kernels.layer.weight_levels import LevelForm, Levels, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kvserve.kernels.cpu.build import load_library
-from kvserve.kernels.cpu.calls import Compiled
+from kvserve.kernels.build import load_library
+from kvserve.kernels.calls import Compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Compiles a C++ file of this folder into the user's cache, once for each source and CPU.
+"""Compiles a C++ file of the kernels into the user's cache, once for each source and CPU.
 
 Libraries that came with the package are taken first where they are for this CPU's level.
 """
@@ -37,8 +37,9 @@ _DIGEST = 32
 _ROOM = 2**20
 _FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)))
 _HERE = Path(__file__).parent
-PREBUILT = _HERE / "prebuilt"
-"""Libraries that came with the package, as in the CPU image (``kvserve.kernels.cpu.prebuild``)."""
+_HEADERS = _HERE / "cpu"
+PREBUILT = _HEADERS / "prebuilt"
+"""Libraries that came with the package, as in the CPU image (``kvserve.kernels.prebuild``)."""
 _logger = logging.getLogger("kvserve")
 
 # Levels of CPUs, as GCC's -march names them, and some of the flags of each in /proc/cpuinfo: those
@@ -65,6 +66,11 @@ class BuildError(RuntimeError):
 
 class _WrongFolder(BuildError):
     """A library cannot be kept in this folder; another one may do."""
+
+
+def source_of(name: str) -> Path:
+    """``name.cpp``, in a folder of kernels; what such files include is in ``cpu``."""
+    return next(_HERE.glob(f"*/{name}.cpp"))
 
 
 @functools.cache
@@ -127,8 +133,7 @@ def _digest(data: bytes) -> bytes:
 
 def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
     """Another one for other sources, flags and, where it is compiled for this CPU, other CPUs."""
-    source = _HERE / f"{name}.cpp"
-    texts = [file.read_bytes() for file in (source, *sorted(_HERE.glob("*.h")))]
+    texts = [file.read_bytes() for file in (source_of(name), *sorted(_HEADERS.glob("*.h")))]
     cpu: tuple[str, ...] = ()
     if level == "native":
         cpu = platform.machine(), *_facts("model name", "flags", "Features", "CPU part")
@@ -138,8 +143,8 @@ def _file_name(name: str, defines: tuple[str, ...], level: str) -> str:
 
 
 def _command(compiler: str, name: str, defines: tuple[str, ...], level: str) -> list[str]:
-    given = (f"-D{define}" for define in defines)
-    return [compiler, f"-march={level}", *_FLAGS, *given, *_LINK, str(_HERE / f"{name}.cpp")]
+    given = f"-I{_HEADERS}", *(f"-D{define}" for define in defines)
+    return [compiler, f"-march={level}", *_FLAGS, *given, *_LINK, str(source_of(name))]
 
 
 def _compiler() -> str:

@@ -1,1 +1,0 @@
-"""Matrix products, with weights as they are or as levels of them."""
