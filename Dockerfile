@@ -51,7 +51,7 @@ WORKDIR /
 RUN if [ "$DEVICE" = cpu ]; then \
         apt-get update && apt-get install -y --no-install-recommends g++ \
         && rm -rf /var/lib/apt/lists/* \
-        && python -m kvserve.kernels.cpu.prebuild; fi
+        && python -m kvserve.kernels.prebuild; fi
 
 # ---- runtime: Python, the environment, and what Triton needs to build its launchers ------------
 FROM base-${DEVICE} AS runtime

@@ -44,14 +44,14 @@ from kvserve.engine.cache.level_entries import FewEntries, QuantizedEntries
 from kvserve.engine.device.pages import use_large_pages
 from kvserve.engine.models.linear import Weight, linear, packed
 from kvserve.entry_format import FORMATS, EntryFormat, entry_format
-from kvserve.kernels.attention.paged_attention import Newest
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.few_bits import TILE, FewBlocks
-from kvserve.kernels.int4_log import quantize as quantize_queries
-from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
-from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.scores.window_scores import window_scores
+from kvserve.kernels.attend.paged_attention import Newest
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.attend.query_segments import QuerySegments
+from kvserve.kernels.score.window_scores import window_scores
 from kvserve.kernels.storage import COMPILED
+from kvserve.kernels.store.few_bits import TILE, FewBlocks
+from kvserve.kernels.store.int4_log import quantize as quantize_queries
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks, quantize
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 BLOCK = 16

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Late:
-    """A function of the package by its place, ``kernels.store_kv:store_kv_triton``; its file is
+    """A function of the package by its place, ``kernels.store.store_kv:store_kv_cpu``; its file is
     imported by the first call. Tables of alternatives name them so."""
 
     def __init__(self, place: str) -> None:
@@ -26,7 +26,7 @@ class Late:
 
 
 class LateModule:
-    """A module of the package by its place, ``kernels.store_kv``; its functions are ``Late``."""
+    """A module of the package by its place, ``kernels.store.store_kv``: its functions, ``Late``."""
 
     def __init__(self, place: str) -> None:
         self._place = place

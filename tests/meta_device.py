@@ -27,13 +27,14 @@ from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import plan
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunnerOutput
 from kvserve.engine.sampling import sampler
-from kvserve.kernels import decode_inputs, storage
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels import storage
+from kvserve.kernels.attend import decode_inputs
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.scores.codebook import Cover
-from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
+from kvserve.kernels.score.codebook import Cover
+from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.messages.event import Events
 from tests.checkpoints import write_checkpoint

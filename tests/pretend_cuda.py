@@ -29,7 +29,7 @@ from kvserve.engine.attention.select import Choice, Needs
 from kvserve.engine.models import transformer
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.runner import cuda_graph, plan
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from kvserve.kernels.storage import TORCH
 
 GIB = 1 << 30

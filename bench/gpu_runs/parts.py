@@ -40,13 +40,13 @@ from bench.kernel_rows.model_cases import AWQ, random_levels
 from bench.kernels import copy_bandwidth, differences, measure, median_seconds
 from bench.machine import write_json
 from kvserve.engine.models.level_products import multiply_fp8
-from kvserve.kernels.elementwise import quantize_rows
-from kvserve.kernels.tiles import TILES, Tile
-from kvserve.kernels.weight_levels_triton import (
+from kvserve.kernels.layer.elementwise import quantize_rows
+from kvserve.kernels.layer.weight_levels_triton import (
     WIDENED_ROWS,
     linear_levels_triton,
     widen_triton,
 )
+from kvserve.kernels.tiles import TILES, Tile
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
 

@@ -25,8 +25,8 @@ from bench.gpu_runs.tile import in_pieces
 from bench.kernel_rows.cases import SHAPES, SMOKE, Setting, Sizes
 from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import write_json
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 
 CASES = (

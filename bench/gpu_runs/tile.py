@@ -26,13 +26,13 @@ from bench.kernels import TOLERANCE, Difference, median_seconds
 from bench.machine import ROOT, machine, write_json
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import tiles
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.checks import Entries
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.scores.window_scores import window_scores_torch
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.score.window_scores import window_scores_torch
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
+from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.tiles import Tile
 from kvserve.scheduler.layout import Granularity
 

@@ -11,28 +11,22 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes, Slots, turns_of
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.move_kv import (
-    gather_kv_torch,
-    gather_kv_triton,
-    gather_torch,
-    gather_triton,
-    move_kv_torch,
-    move_kv_triton,
-)
-from kvserve.kernels.query_segments import QuerySegments
-from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sampling.sample_tokens import sample_tokens_torch
-from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores import window_scores_torch
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.kernels.store_kv import store_kv_torch
-from kvserve.kernels.store_kv_triton import store_kv_triton
+from kvserve.kernels.move.move_kv import gather_kv_torch, gather_torch, move_kv_torch
+from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
+from kvserve.kernels.sample.sample_tokens import sample_tokens_torch
+from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
+from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.window_scores import window_scores_torch
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
+from kvserve.kernels.store.coded_entries import CODE_WORDS, Codes, Slots, turns_of
+from kvserve.kernels.store.remainder import Remainder
+from kvserve.kernels.store.slot_mapping import slot_mapping
+from kvserve.kernels.store.store_kv import store_kv_torch
+from kvserve.kernels.store.store_kv_triton import store_kv_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 
 # query heads, KV heads, head dim

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, remainder_of
 from kvserve.entry_format import FORMATS, EntryFormat, few
-from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.paged_attention import Newest, paged_attention_torch
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares
 from kvserve.kernels.dispatch import capability
-from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping
-from kvserve.kernels.quantized_entries import QuantizedBlocks
-from kvserve.kernels.query_segments import QuerySegments, Shares
-from kvserve.kernels.slot_mapping import slot_mapping
 from kvserve.kernels.storage import TORCH, TRITON, StorageKernels
+from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks
+from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity
 
 FORMS = [form for form in FORMATS.values() if not form.average]

@@ -25,22 +25,22 @@ from bench.kernel_rows.stored_cases import (
     rotated_cases,
     share_cases,
 )
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.scores.centre_scores import (
-    OFFSETS,
-    centre_scores_by_head,
-    centre_scores_triton,
-)
-from kvserve.kernels.weight_levels import (
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.layer.weight_levels import (
     LevelForm,
     Levels,
     expert_linear_levels,
     linear_levels,
 )
-from kvserve.kernels.weight_levels_triton import (
+from kvserve.kernels.layer.weight_levels_triton import (
     expert_linear_levels_triton,
     linear_levels_triton,
+)
+from kvserve.kernels.score.centre_scores import (
+    OFFSETS,
+    centre_scores_by_head,
+    centre_scores_triton,
 )
 
 AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")

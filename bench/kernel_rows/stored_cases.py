@@ -17,8 +17,7 @@ from bench.kernel_rows.level_cases import (
     kinds_of,
     pair_of,
 )
-from kvserve.kernels import elementwise, elementwise_triton
-from kvserve.kernels.decode_inputs import (
+from kvserve.kernels.attend.decode_inputs import (
     Chunks,
     DecodeInputs,
     FillInputs,
@@ -26,19 +25,19 @@ from kvserve.kernels.decode_inputs import (
     decode_inputs_torch,
     decode_inputs_triton,
 )
-from kvserve.kernels.int4_log import (
+from kvserve.kernels.layer import elementwise, elementwise_triton
+from kvserve.kernels.score.seen import Given, Seen
+from kvserve.kernels.score.window_scores import window_scores_torch
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
+from kvserve.kernels.store.int4_log import (
     Int4Queries,
     gather_int4_torch,
-    gather_int4_triton,
     quantize,
     store_int4_torch,
-    store_int4_triton,
 )
-from kvserve.kernels.scores.seen import Given, Seen
-from kvserve.kernels.scores.window_scores import window_scores_torch
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.slot_mapping import slot_mapping
-from kvserve.kernels.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
+from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
+from kvserve.kernels.store.slot_mapping import slot_mapping
+from kvserve.kernels.store.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
 
 
 def share_cases(setting: Setting) -> Iterator[Case]:

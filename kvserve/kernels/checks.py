@@ -6,18 +6,8 @@ cache.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
-
 import torch
 from torch import Tensor
-
-from kvserve.kernels.query_segments import QuerySegments, Shares
-from kvserve.kernels.remainder import Remainder
-
-if TYPE_CHECKING:
-    from kvserve.kernels.coded_entries import Codes
-    from kvserve.kernels.few_bits import FewHeads, FewVectors
-    from kvserve.kernels.quantized_entries import QuantizedVectors
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 # In the order that kernels number them: over a window's queries, then over a group's heads.
@@ -26,11 +16,6 @@ GROUP_AGGREGATES = ("mean", "max", "rms")
 # What policies may choose: how a group's heads are reduced, and how places that lie ahead are.
 GQA_REDUCTIONS = ("mean", "max", "sum")
 FUTURES = ("mean", "max")
-
-Entries: TypeAlias = "Tensor | QuantizedVectors | FewVectors"
-"""Keys or values [num_blocks, B, Hb, D]: numbers, or levels of them."""
-AnyEntries: TypeAlias = "Entries | FewHeads"
-"""Or levels whose bits differ by head."""
 
 
 def check_head_dim(*tensors: Tensor) -> None:
@@ -59,84 +44,3 @@ def check_dense(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torc
             f"{name} have to be {list(shape)} of {dtype}, contiguous; got {list(x.shape)} of "
             f"{x.dtype}"
         )
-
-
-def check_attention(
-    q: Tensor,
-    keys: AnyEntries,
-    values: AnyEntries,
-    tables: Tensor,
-    chunks: QuerySegments,
-    codes: Codes | None = None,
-    shares: Shares | None = None,
-    remainder: Remainder | None = None,
-    sinks: Tensor | None = None,
-    problem: str | None = None,
-) -> None:
-    """Raises ``ValueError`` for shapes that do not fit. Arguments are those of
-    ``paged_attention_torch``; ``problem`` is what a kernel does not do, if anything."""
-    problem = problem or _problem_of_entries(q, keys, values) or _problem(q, keys, tables, chunks)
-    if problem is not None:
-        raise ValueError(
-            f"paged attention: {problem} (query {list(q.shape)}, blocks {list(keys.shape)}, "
-            f"tables {list(tables.shape)})"
-        )
-    check_dense("sinks", sinks, q.shape[1:2], torch.float32)
-    if shares is not None:
-        check_dense("out of shares", shares.out, q.shape[:2], torch.float32)
-        check_dense("recent of shares", shares.recent, q.shape[:1], torch.int64)
-    if remainder is not None:
-        lanes = len(tables), tables.shape[1] * keys.shape[2]
-        for name, x in (("keys", remainder.keys), ("values", remainder.values)):
-            check_dense(f"{name} of the remainder", x, (*lanes, q.shape[2]), torch.float32)
-        check_dense("bias of the remainder", remainder.bias, lanes, torch.float32)
-    if codes is not None:
-        assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
-        _check_codes(codes, tables, keys)
-
-
-def _problem_of_entries(q: Tensor, keys: AnyEntries, values: AnyEntries) -> str | None:
-    if isinstance(keys, Tensor) is not isinstance(values, Tensor):
-        return "keys and values are not both levels"
-    if keys.shape != values.shape or keys.shape[3] != q.shape[2]:
-        return f"keys, values {list(values.shape)} and queries are of different shapes"
-    if isinstance(keys, Tensor) and isinstance(values, Tensor):
-        if not q.dtype is keys.dtype is values.dtype:
-            return f"dtypes {q.dtype}, {keys.dtype}, {values.dtype}: they have to be the same"
-        if keys.stride(-1) != 1:
-            return "entries are not dense"
-        if keys.stride() != values.stride():
-            return "keys and values are not laid out alike"
-    return "queries are not dense" if q.stride(-1) != 1 else None
-
-
-def _problem(q: Tensor, keys: AnyEntries, tables: Tensor, chunks: QuerySegments) -> str | None:
-    tokens, per_row, starts = len(q), tables.shape[1], chunks.starts
-    if q.shape[1] % (per_row * keys.shape[2]):
-        return "query heads do not divide over the KV heads of the blocks and tables"
-    if tables.dtype is not torch.int32 or not tables.is_contiguous():
-        return "tables are not dense int32"
-    given = [x for x in (chunks.last, chunks.first, chunks.always) if x is not None]
-    count = tokens if starts is None else len(starts) - 1
-    if len(chunks.rows) != count or any(x.shape != (per_row, tokens) for x in given):
-        return f"rows of {len(chunks.rows)} chunks do not fit the query and the tables"
-    if not all(x.is_contiguous() and x.dtype is given[0].dtype for x in given):
-        return "what tokens see is not dense, or of two types"
-    return None if chunks.rows.is_contiguous() else "rows are not dense"
-
-
-def _check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
-    """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
-    from kvserve.kernels.coded_entries import CODE_WORDS
-
-    slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    num_blocks, block, heads, dim = keys.shape
-    lanes, of_codes = tables.shape[:2], "{} of codes".format
-    check_dense(of_codes("slots"), slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16)
-    check_dense(of_codes("vectors"), vectors, (num_blocks, 2 * block, dim), keys.dtype)
-    check_dense(of_codes("coded"), coded, lanes, torch.int64)
-    for name, table in (("slot_tables", slot_tables), ("vector_tables", vector_tables)):
-        check_dense(of_codes(name), table, (*lanes, table.shape[-1]), torch.int32)
-    check_dense(of_codes("turns"), turns, (len(turns), dim), torch.float32)
-    if heads != 1:
-        raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")

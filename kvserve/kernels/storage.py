@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.late import LateModule
 
-if TYPE_CHECKING:
-    from kvserve.kernels.quantized_entries import QuantizedBlocks
-
-few_bits = LateModule("kernels.few_bits")
-few_moves_triton = LateModule("kernels.few_moves_triton")
-few_triton = LateModule("kernels.few_triton")
-int4_log = LateModule("kernels.int4_log")
-move_kv = LateModule("kernels.move_kv")
-quantized_entries = LateModule("kernels.quantized_entries")
-quantized_triton = LateModule("kernels.quantized_triton")
-store_kv = LateModule("kernels.store_kv")
-store_kv_triton = LateModule("kernels.store_kv_triton")
-turning = LateModule("kernels.turning")
+move_few = LateModule("kernels.move.move_few")
+move_few_triton = LateModule("kernels.move.move_few_triton")
+move_kv = LateModule("kernels.move.move_kv")
+move_kv_triton = LateModule("kernels.move.move_kv_triton")
+move_levels = LateModule("kernels.move.move_levels")
+move_levels_triton = LateModule("kernels.move.move_levels_triton")
+few_bits = LateModule("kernels.store.few_bits")
+few_bits_triton = LateModule("kernels.store.few_bits_triton")
+int4_log = LateModule("kernels.store.int4_log")
+int4_log_triton = LateModule("kernels.store.int4_log_triton")
+quantized_entries = LateModule("kernels.store.quantized_entries")
+quantized_entries_triton = LateModule("kernels.store.quantized_entries_triton")
+store_kv = LateModule("kernels.store.store_kv")
+store_kv_triton = LateModule("kernels.store.store_kv_triton")
+turning = LateModule("kernels.store.turning")
+turning_triton = LateModule("kernels.store.turning_triton")
 
 
 class FewKernels(NamedTuple):
-    """The same of entries in few bits (``few_bits.py``, ``turning.py``)."""
+    """The same of entries in few bits (``few_bits.py``, ``move_few.py``, ``turning.py``)."""
 
     store: Callable[..., None]
     gather: Callable[..., Tensor]
@@ -52,10 +55,6 @@ class StorageKernels(NamedTuple):
     """``rotate_and_store_torch``, if that is one launch; ``None``: keys come rotated."""
 
 
-def _move_levels_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:
-    move_kv.move_torch(blocks.keys, blocks.values, src, dst)
-
-
 TORCH = StorageKernels(
     store_kv.store_kv_torch,
     move_kv.gather_kv_torch,
@@ -65,12 +64,12 @@ TORCH = StorageKernels(
     int4_log.store_int4_torch,
     int4_log.gather_int4_torch,
     quantized_entries.store_levels_torch,
-    quantized_entries.gather_levels_torch,
-    _move_levels_torch,
+    move_levels.gather_levels_torch,
+    move_levels.move_levels_torch,
     FewKernels(
         few_bits.store_few_torch,
-        few_bits.gather_few_torch,
-        few_bits.move_few_torch,
+        move_few.gather_few_torch,
+        move_few.move_few_torch,
         turning.turn_torch,
     ),
 )
@@ -83,28 +82,28 @@ COMPILED = StorageKernels(
     int4_log.store_int4_cpu,
     int4_log.gather_int4_cpu,
     quantized_entries.store_levels_cpu,
-    quantized_entries.gather_levels_cpu,
-    quantized_entries.move_levels_cpu,
+    move_levels.gather_levels_cpu,
+    move_levels.move_levels_cpu,
     FewKernels(
-        few_bits.store_few_cpu, few_bits.gather_few_cpu, few_bits.move_few_cpu, turning.turn_cpu
+        few_bits.store_few_cpu, move_few.gather_few_cpu, move_few.move_few_cpu, turning.turn_cpu
     ),
 )
 TRITON = StorageKernels(
     store_kv_triton.store_kv_triton,
-    move_kv.gather_kv_triton,
-    move_kv.move_kv_triton,
+    move_kv_triton.gather_kv_triton,
+    move_kv_triton.move_kv_triton,
     store_kv_triton.store_queries_triton,
-    move_kv.gather_triton,
-    int4_log.store_int4_triton,
-    int4_log.gather_int4_triton,
-    quantized_triton.store_levels_triton,
-    quantized_triton.gather_levels_triton,
-    quantized_triton.move_levels_triton,
+    move_kv_triton.gather_triton,
+    int4_log_triton.store_int4_triton,
+    int4_log_triton.gather_int4_triton,
+    quantized_entries_triton.store_levels_triton,
+    move_levels_triton.gather_levels_triton,
+    move_levels_triton.move_levels_triton,
     FewKernels(
-        few_triton.store_few_triton,
-        few_moves_triton.gather_few_triton,
-        few_moves_triton.move_few_triton,
-        turning.turn_triton,
+        few_bits_triton.store_few_triton,
+        move_few_triton.gather_few_triton,
+        move_few_triton.move_few_triton,
+        turning_triton.turn_triton,
     ),
     store_kv_triton.rotate_and_store_triton,
 )

@@ -8,7 +8,7 @@ import torch
 from bench.gpu_runs import tile
 from bench.kernel_rows.cases import SMOKE
 from kvserve.kernels import tiles
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from tests.peak_bytes import PeakBytes
 
 

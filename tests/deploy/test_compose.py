@@ -88,7 +88,7 @@ def test_the_cpu_image_brings_its_kernels() -> None:
     (build,) = re.findall(r'RUN if \[ "\$DEVICE" = cpu \]; then \\\n(.*?)fi\n', text, re.DOTALL)[
         -1:
     ]
-    assert "g++" in build and "kvserve.kernels.cpu.prebuild" in build
+    assert "g++" in build and "kvserve.kernels.prebuild" in build
     assert "g++" not in stages()[-1]
 
 

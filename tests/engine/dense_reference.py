@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from kvserve.engine.frontend.inspect import Event
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.quantized_entries import quantize
+from kvserve.kernels.store.quantized_entries import quantize
 
 _NAME = "written_in_a_test"
 Vectors = tuple[Tensor, Tensor]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvserve.engine.frontend.inspect import Event
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.quantized_entries import quantize
+from kvserve.kernels.store.quantized_entries import quantize
 from tests.engine.dense_reference import Vectors, attention, exact_entries
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import VectorForm
-from kvserve.kernels.few_bits import FewVectors, Shaping, unpacked
+from kvserve.kernels.store.few_bits import FewVectors, Shaping, unpacked
 
 
 def hadamard(dim: int) -> Tensor:

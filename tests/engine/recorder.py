@@ -21,10 +21,10 @@ from kvserve.engine.frontend.inspect import Event, KeptPositions
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
-from kvserve.kernels.few_bits import FewBlocks, bytes_at
-from kvserve.kernels.move_kv import gather_kv_torch
-from kvserve.kernels.quantized_entries import QuantizedVectors
-from kvserve.kernels.slot_mapping import places_of, slot_mapping
+from kvserve.kernels.move.move_kv import gather_kv_torch
+from kvserve.kernels.store.few_bits import FewBlocks, bytes_at
+from kvserve.kernels.store.quantized_entries import QuantizedVectors
+from kvserve.kernels.store.slot_mapping import places_of, slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvserve.kernels.coded_entries import Codes, Slots, turns_of
-from kvserve.kernels.query_segments import QuerySegments
+from kvserve.kernels.attend.query_segments import QuerySegments
+from kvserve.kernels.store.coded_entries import Codes, Slots, turns_of
 from tests.kernels.paged_case import SCALE, Inputs
 
 DISTANCES = 50

@@ -30,43 +30,49 @@ from triton.compiler import ASTSource
 
 from kvserve.entry_format import FORMATS
 from kvserve.kernels import dispatch
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.checks import Entries
-from kvserve.kernels.coded_entries import Codes
-from kvserve.kernels.decode_inputs import Chunks, DecodeInputs, RowTables, decode_inputs_triton
-from kvserve.kernels.elementwise_triton import (
+from kvserve.kernels.attend.decode_inputs import (
+    Chunks,
+    DecodeInputs,
+    RowTables,
+    decode_inputs_triton,
+)
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.layer.elementwise_triton import (
     add_rms_norm_triton,
     quantize_rows_triton,
     rms_norm_triton,
     rotate_triton,
     silu_and_mul_triton,
 )
-from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping
-from kvserve.kernels.few_moves_triton import gather_few_triton, move_few_triton
-from kvserve.kernels.few_triton import store_few_triton
-from kvserve.kernels.int4_log import Int4Queries, gather_int4_triton, store_int4_triton
-from kvserve.kernels.move_kv import gather_kv_triton, gather_triton, move_kv_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks
-from kvserve.kernels.quantized_triton import (
-    gather_levels_triton,
-    move_levels_triton,
-    store_levels_triton,
+from kvserve.kernels.layer.weight_levels import LevelForm, Levels
+from kvserve.kernels.layer.weight_levels_triton import (
+    expert_linear_levels_triton,
+    linear_levels_triton,
 )
-from kvserve.kernels.query_segments import QuerySegments, Shares
-from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.scores.centre_scores import centre_scores_triton
-from kvserve.kernels.scores.seen import Seen
-from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
-from kvserve.kernels.store_kv_triton import (
+from kvserve.kernels.move.move_few_triton import gather_few_triton, move_few_triton
+from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
+from kvserve.kernels.move.move_levels_triton import gather_levels_triton, move_levels_triton
+from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
+from kvserve.kernels.score.centre_scores import centre_scores_triton
+from kvserve.kernels.score.seen import Seen
+from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
+from kvserve.kernels.store.coded_entries import Codes
+from kvserve.kernels.store.entries import Entries
+from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.store.few_bits_triton import store_few_triton
+from kvserve.kernels.store.int4_log import Int4Queries
+from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks
+from kvserve.kernels.store.quantized_entries_triton import store_levels_triton
+from kvserve.kernels.store.remainder import Remainder
+from kvserve.kernels.store.store_kv_triton import (
     rotate_and_store_triton,
     store_kv_triton,
     store_queries_triton,
 )
-from kvserve.kernels.turning import turn_triton
-from kvserve.kernels.weight_levels import LevelForm, Levels
-from kvserve.kernels.weight_levels_triton import expert_linear_levels_triton, linear_levels_triton
+from kvserve.kernels.store.turning_triton import turn_triton
 
 BUDGET = Path(__file__).with_name("budget.json")
 ARCHS = (80, 90, 100)

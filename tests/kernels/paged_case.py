@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS, EntryFormat
-from kvserve.kernels.attention.paged_attention import Newest, paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.attention.paged_attention_triton import paged_attention_triton
-from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping, store_few_torch
-from kvserve.kernels.quantized_entries import QuantizedBlocks, store_levels_torch
-from kvserve.kernels.query_segments import QuerySegments, Shares
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.attend.paged_attention import Newest, paged_attention_torch
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping, store_few_torch
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks, store_levels_torch
+from kvserve.kernels.store.remainder import Remainder
 
 SCALE = 0.3
 COLUMNS = 12

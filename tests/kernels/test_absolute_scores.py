@@ -11,21 +11,21 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS, GROUP_AGGREGATES
-from kvserve.kernels.int4_log import Int4Queries, quantize
-from kvserve.kernels.quantized_entries import LevelKeys
-from kvserve.kernels.quantized_entries import quantize as quantize_entries
-from kvserve.kernels.scores.causal_scores import (
+from kvserve.kernels.score.causal_scores import (
     causal_scores,
     over_group,
     past_scores,
 )
-from kvserve.kernels.scores.seen import Seen
-from kvserve.kernels.scores.window_scores import (
+from kvserve.kernels.score.seen import Seen
+from kvserve.kernels.score.window_scores import (
     window_scores,
     window_scores_cpu,
     window_scores_torch,
 )
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
+from kvserve.kernels.store.int4_log import Int4Queries, quantize
+from kvserve.kernels.store.quantized_entries import LevelKeys
+from kvserve.kernels.store.quantized_entries import quantize as quantize_entries
 
 SCALE = 0.3
 COMBINATIONS = list(product(AGGREGATES, GROUP_AGGREGATES))

@@ -26,9 +26,9 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.warm_up import warm_up
 from kvserve.entry_format import FORMATS, TILE
 from kvserve.kernels import dispatch
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.query_segments import QuerySegments
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.meta_device import DRAWN, GREEDY, KARA, on_a_device, small_engine

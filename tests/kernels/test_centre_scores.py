@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import FUTURES
-from kvserve.kernels.scores.centre_scores import (
+from kvserve.kernels.score.centre_scores import (
     Centres,
     centre_scores,
     centre_scores_by_head,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
+from kvserve.kernels.score.window_scores import window_scores, window_scores_torch
 from kvserve.kernels.storage import TORCH, TRITON, by_device
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.scores.codebook import (
+from kvserve.kernels.score.codebook import (
     Cover,
     build,
     directions,

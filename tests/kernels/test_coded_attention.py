@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.coded_entries import Slots
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.store.coded_entries import Slots
 from tests.kernels.coded_case import DISTANCES, CodedCase, coded_case
 from tests.kernels.paged_case import EACH_KERNEL, KERNELS, SCALE, assert_same, by_triton
 

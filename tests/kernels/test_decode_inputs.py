@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.decode_inputs import (
+from kvserve.kernels.attend.decode_inputs import (
     Chunks,
     DecodeInputs,
     FillInputs,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvserve.kernels import elementwise as reference
-from kvserve.kernels import elementwise_triton
-from kvserve.kernels.cpu import elementwise as compiled
+from kvserve.kernels.layer import elementwise as reference
+from kvserve.kernels.layer import elementwise_cpu as compiled
+from kvserve.kernels.layer import elementwise_triton
 from tests.thinning import thinned
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}

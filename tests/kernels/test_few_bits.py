@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import few
-from kvserve.kernels.few_bits import PLAIN, SHAPED, Shaping, packed, quantize, scales, unpacked
-from kvserve.kernels.turning import turn_cpu, turn_torch
+from kvserve.kernels.store.few_bits import (
+    PLAIN,
+    SHAPED,
+    Shaping,
+    packed,
+    quantize,
+    scales,
+    unpacked,
+)
+from kvserve.kernels.store.turning import turn_cpu, turn_torch
 from tests.engine.few_reference import hadamard, rounded
 from tests.thinning import thinned
 

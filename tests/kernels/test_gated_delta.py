@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels import gated_delta as reference
-from kvserve.kernels.cpu import gated_delta as compiled
-from kvserve.kernels.gated_delta import RowChunks
+from kvserve.kernels.layer import gated_delta as reference
+from kvserve.kernels.layer import gated_delta_cpu as compiled
+from kvserve.kernels.layer.gated_delta import RowChunks
 
 pytestmark = pytest.mark.compiler
 ROWS = 9

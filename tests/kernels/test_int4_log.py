@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import int4_bytes
-from kvserve.kernels.int4_log import (
+from kvserve.kernels.store.int4_log import (
     Int4Queries,
     gather_int4_cpu,
     gather_int4_torch,
-    gather_int4_triton,
     int4_log,
     quantize,
     store_int4_cpu,
     store_int4_torch,
-    store_int4_triton,
 )
+from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton
 
 Store = Callable[[Int4Queries, int, Tensor, Tensor, Tensor], None]
 BLOCKS, LAYERS, BYTES = 6, 3, 1006

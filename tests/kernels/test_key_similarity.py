@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvserve.kernels.scores.key_similarity import anchor_similarity, redundancy
+from kvserve.kernels.score.key_similarity import anchor_similarity, redundancy
 
 
 def cosine(a: list[float], b: list[float]) -> float:

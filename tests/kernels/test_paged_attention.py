@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS, EntryFormat, few
-from kvserve.kernels.attention import paged_attention_triton as launcher
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.quantized_entries import QuantizedBlocks
-from kvserve.kernels.query_segments import QuerySegments, Shares
+from kvserve.kernels.attend import paged_attention_triton as launcher
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 from tests.kernels.paged_case import (
     EACH_KERNEL,
     KERNELS,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
+from kvserve.kernels.score.pooling import POOLINGS, pool_scores
 
 
 def naive(row: list[float], kernel: int, pooling: str) -> list[float]:

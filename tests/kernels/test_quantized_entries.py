@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import FORMATS, VectorForm
-from kvserve.kernels.quantized_entries import quantize
+from kvserve.kernels.store.quantized_entries import quantize
 
 LEVELS = [each for each in FORMATS.values() if not each.few]
 FORMS = sorted({form for each in LEVELS for form in (each.key, each.value)}, key=str)

@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.events import add_remainders, add_remainders_cpu, add_remainders_torch
-from kvserve.kernels.int4_log import Int4Queries, quantize
-from kvserve.kernels.remainder import Remainder, merged
-from kvserve.kernels.scores.fitted_remainder import (
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.move.events import add_remainders, add_remainders_cpu, add_remainders_torch
+from kvserve.kernels.score.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_cpu,
     fitted_remainder_torch,
     log_probs_of,
     probs_of,
 )
-from kvserve.kernels.scores.seen import Given, Seen
-from kvserve.kernels.scores.window_scores import (
+from kvserve.kernels.score.seen import Given, Seen
+from kvserve.kernels.score.window_scores import (
     window_log_sums,
     window_probs,
     window_scores,
     window_scores_cpu,
     window_scores_torch,
 )
-from kvserve.kernels.scores.window_scores_triton import log_given_triton, window_scores_triton
+from kvserve.kernels.score.window_scores_triton import log_given_triton, window_scores_triton
+from kvserve.kernels.store.int4_log import Int4Queries, quantize
+from kvserve.kernels.store.remainder import Remainder, merged
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.paged_case import SCALE, Shape, make, random_remainder
 

@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from kvserve.entry_format import TILE, EntryFormat, few
-from kvserve.kernels.attention.paged_attention import Newest, Rest, paged_attention_torch
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.few_bits import FewBlocks, FewLayer, Shaping, store_few_cpu, store_few_torch
-from kvserve.kernels.query_segments import QuerySegments, Shares
+from kvserve.kernels.attend.paged_attention import Newest, Rest, paged_attention_torch
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.store.few_bits import (
+    FewBlocks,
+    FewLayer,
+    Shaping,
+    store_few_cpu,
+    store_few_torch,
+)
 
 HEADS, GROUP, ROWS, BLOCKS = 3, 3, 2, 12
 BITS = ((1, 2), (3, 1), (4, 4))

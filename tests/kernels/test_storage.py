@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kvserve.engine.cache.level_entries import QuantizedEntries
 from kvserve.entry_format import FORMATS, EntryFormat
-from kvserve.kernels.elementwise_triton import rotate_triton
-from kvserve.kernels.quantized_entries import QuantizedBlocks, quantize
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.layer.elementwise_triton import rotate_triton
 from kvserve.kernels.storage import COMPILED, TORCH, TRITON, StorageKernels
-from kvserve.kernels.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
+from kvserve.kernels.store.quantized_entries import QuantizedBlocks, quantize
+from kvserve.kernels.store.slot_mapping import slot_mapping
+from kvserve.kernels.store.store_kv_triton import rotate_and_store_torch, rotate_and_store_triton
 from kvserve.scheduler.layout import Granularity, KVLayout
 from tests.kernels.test_quantized_entries import vectors
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS
-from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
-from kvserve.kernels.scores.window_scores import window_scores, window_scores_torch
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.score.causal_scores import causal_scores, past_scores
+from kvserve.kernels.score.window_scores import window_scores, window_scores_torch
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from tests.thinning import thinned
 
 KEYS = torch.tensor([[[0.0], [math.log(2)], [math.log(3)]]])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kvserve.kernels.weight_levels import LevelForm, Levels
+from kvserve.kernels.layer.weight_levels import LevelForm, Levels
 
 FORMS = {
     "Q4_0": LevelForm(4, 32, lowest=-8),

@@ -10,14 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.checks import Entries
-from kvserve.kernels.query_segments import Shares
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.attend.query_segments import Shares
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 
 if TYPE_CHECKING:
-    from kvserve.kernels.coded_entries import Codes
-    from kvserve.kernels.few_bits import FewHeads
+    from kvserve.kernels.store.coded_entries import Codes
+    from kvserve.kernels.store.entries import Entries
+    from kvserve.kernels.store.few_bits import FewHeads
 
 
 class RowRemainders(Protocol):

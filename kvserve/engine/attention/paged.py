@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache, wanted_shares
 from kvserve.engine.device.transfer import to_device
+from kvserve.kernels.attend.query_segments import QuerySegments
 from kvserve.kernels.checks import HEAD_DIMS
-from kvserve.kernels.query_segments import QuerySegments
 from kvserve.late import Late
 
-_newest = Late("kernels.attention.paged_attention:Newest")
-_rest = Late("kernels.attention.paged_attention:Rest")
+_newest = Late("kernels.attend.paged_attention:Newest")
+_rest = Late("kernels.attend.paged_attention:Rest")
 
 
 def triton_refusal(device: str, head_dim: int) -> str | None:

@@ -15,15 +15,15 @@ from kvserve.engine.attention.paged import PagedAttention, triton_refusal
 from kvserve.entry_format import FORMATS
 from kvserve.folders import install
 from kvserve.kernels import storage
-from kvserve.kernels.attention import paged_attention_cpu
-from kvserve.kernels.cpu.build import BuildError, defines_of, load_library
+from kvserve.kernels.attend import paged_attention_cpu
+from kvserve.kernels.build import BuildError, defines_of, load_library
 from kvserve.kernels.storage import StorageKernels
 from kvserve.late import Late
 from kvserve.log import ConfigError, logger
 
 NO_CODES = "it does not read entries that are held as codes (--policy.codebook false)"
 NO_REMAINDERS = "it does not read what stands for dropped entries (--policy.remainder off)"
-_attention_triton = Late("kernels.attention.paged_attention_triton:paged_attention_triton")
+_attention_triton = Late("kernels.attend.paged_attention_triton:paged_attention_triton")
 _by_layer = Late("engine.attention.combined:ByLayer")
 _by_phase = Late("engine.attention.combined:ByPhase")
 _flash = Late("engine.attention.flash:FlashAttention")

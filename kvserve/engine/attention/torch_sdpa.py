@@ -16,15 +16,15 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import (
     BatchAttention,
-    Entries,
     ForwardBatch,
     LayerCache,
     RowRemainders,
     wanted_shares,
 )
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.query_segments import Shares
-from kvserve.kernels.remainder import Remainder, capped, logits_with
+from kvserve.kernels.attend.query_segments import Shares
+from kvserve.kernels.store.entries import Entries
+from kvserve.kernels.store.remainder import Remainder, capped, logits_with
 from kvserve.scheduler.arrays import IntArray
 
 

@@ -12,7 +12,7 @@ from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.coded_entries import CODE_WORDS, Codes, rotated, turns_of
+from kvserve.kernels.store.coded_entries import CODE_WORDS, Codes, rotated, turns_of
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.code_group import MAX_VECTORS, SLOT_BYTES, CodeSpec
 from kvserve.scheduler.messages.event import Events

@@ -24,9 +24,9 @@ from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
 from kvserve.entry_format import BITS, NEWEST
 from kvserve.folders import cache_folder
-from kvserve.kernels.few_bits import SHAPED, VALUES, Shaping, quantize, scales
-from kvserve.kernels.remainder import capped
-from kvserve.kernels.turning import turn_torch
+from kvserve.kernels.store.few_bits import SHAPED, VALUES, Shaping, quantize, scales
+from kvserve.kernels.store.remainder import capped
+from kvserve.kernels.store.turning import turn_torch
 from kvserve.log import ConfigError, logger
 
 FILE = "entries.table"

@@ -6,17 +6,19 @@ not depend on it. Writing, attention's reads, events' reads and moves do: they a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.remainder import Remainder
 from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
+
+if TYPE_CHECKING:
+    from kvserve.kernels.store.entries import Entries
+    from kvserve.kernels.store.remainder import Remainder
 
 
 class RawEntries:

@@ -1,5 +1,5 @@
 """A model's table: what its keys have in common, where its queries look, and what its layers lose
-by each bit. Entries in few bits are written by it (``kernels/few_bits.py``)."""
+by each bit. Entries in few bits are written by it (``kernels/store/few_bits.py``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvserve.entry_format import BITS, EntryFormat, bits_of_layers, few
-from kvserve.kernels.few_bits import FewLayer, Shaping
+from kvserve.kernels.store.few_bits import FewLayer, Shaping
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 _FORMAT = "kvserve entry table 1"

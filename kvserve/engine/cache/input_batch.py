@@ -16,11 +16,10 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.cache.row_groups import RowGroup
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.sampling.sampler import SamplingRows
-from kvserve.kernels.decode_inputs import (
+from kvserve.kernels.attend.decode_inputs import (
     Chunks,
     DecodeInputs,
     FillInputs,
@@ -35,6 +34,7 @@ from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 
 if TYPE_CHECKING:
     from kvserve.engine.cache.kept_scores import KeptScores
+    from kvserve.engine.cache.row_groups import RowGroup
     from kvserve.scheduler.messages.drafts import Drafts
     from kvserve.scheduler.messages.event import Events
 

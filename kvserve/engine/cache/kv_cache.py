@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries, ForwardBatch, RotateAndStore
+from kvserve.engine.attention.base import ForwardBatch, RotateAndStore
 from kvserve.engine.cache.entry_store import RawEntries, memory_shape
 from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.device.pages import use_large_pages
@@ -23,11 +23,12 @@ from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 if TYPE_CHECKING:
     from kvserve.engine.cache.query_log import QueryLog
-    from kvserve.kernels.few_bits import FewHeads, FewLayer
+    from kvserve.kernels.store.entries import Entries
+    from kvserve.kernels.store.few_bits import FewHeads, FewLayer
 
 _query_log = Late("engine.cache.query_log:QueryLog")
-_quantized_blocks = Late("kernels.quantized_entries:QuantizedBlocks")
-_few_blocks = Late("kernels.few_bits:FewBlocks")
+_quantized_blocks = Late("kernels.store.quantized_entries:QuantizedBlocks")
+_few_blocks = Late("kernels.store.few_bits:FewBlocks")
 _quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
 _few_entries = Late("engine.cache.level_entries:FewEntries")
 SCRATCH_BYTES = 512 * 1024 * 1024

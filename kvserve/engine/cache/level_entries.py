@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvserve.engine.attention.base import Entries
 from kvserve.engine.cache.entry_store import RawEntries, on_device
-from kvserve.kernels.few_bits import FewBlocks
-from kvserve.kernels.quantized_entries import LevelKeys, QuantizedBlocks, gather_key_levels_cpu
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.move.move_levels import gather_key_levels_cpu
 from kvserve.kernels.storage import COMPILED, StorageKernels
-from kvserve.kernels.turning import turn_torch
+from kvserve.kernels.store.entries import Entries
+from kvserve.kernels.store.few_bits import FewBlocks
+from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
+from kvserve.kernels.store.remainder import Remainder
+from kvserve.kernels.store.turning import turn_torch
 from kvserve.scheduler.arrays import IntArray
 
 
@@ -57,8 +58,8 @@ class QuantizedEntries(RawEntries):
 
 
 class FewEntries(RawEntries):
-    """Entries in few bits (``kernels/few_bits.py``), by the number of the model's layer, not by its
-    place: ``memory`` uint8 [num_blocks, bytes]. ``full`` are the layers that see all tokens."""
+    """Entries in few bits (``kernels/store/few_bits.py``), by the number of the model's layer, not
+    by its place: ``memory`` uint8 [num_blocks, bytes]. ``full``: the layers that see all tokens."""
 
     def __init__(
         self, blocks: FewBlocks, kernels: StorageKernels, dtype: torch.dtype, full: Sequence[int]

@@ -13,7 +13,7 @@ from kvserve.kernels.storage import StorageKernels
 from kvserve.scheduler.layout import KVLayout
 
 if TYPE_CHECKING:
-    from kvserve.kernels.scores.causal_scores import Queries
+    from kvserve.kernels.score.causal_scores import Queries
 
 
 class QueryLog:
@@ -45,7 +45,7 @@ class QueryLog:
         part = memory.shape[1] // layers // ALIGNED * ALIGNED
         memory = memory[:, : layers * part].unflatten(1, (layers, part))
         if form.dtype == "int4":
-            from kvserve.kernels.int4_log import int4_log
+            from kvserve.kernels.store.int4_log import int4_log
 
             self.blocks = int4_log(memory, heads, dim, block_tokens)
             return

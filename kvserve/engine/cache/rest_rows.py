@@ -14,7 +14,7 @@ from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
 from kvserve.entry_format import TILE, EntryFormat, bits_of_layers, few, mean_levels
-from kvserve.kernels.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
+from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.rest_group import RestSpec

@@ -17,10 +17,9 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.slot_mapping import slot_mapping
+from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.cache_group import GroupSpec
-from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.row_schema import RowArrays
 
 if TYPE_CHECKING:
@@ -43,11 +42,6 @@ class RowGroup(RowArrays):
         self.tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
         lanes = shapes[0][:3]
         self.make_by_group(lambda: torch.zeros(lanes, dtype=torch.int64, device=device))
-
-    @classmethod
-    def spec_for(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
-        """The group of an engine with this layout; ``None`` if it has none."""
-        return None
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         """View the blocks of ``cache`` as this group's."""
@@ -100,12 +94,6 @@ class RowGroup(RowArrays):
 
 KINDS: list[type[RowGroup]] = []
 """Every kind of further group that an engine may have."""
-
-
-def wanted_groups(layout: KVLayout, block_bytes: int) -> tuple[GroupSpec, ...]:
-    """The further groups of an engine."""
-    found = (kind.spec_for(layout, block_bytes) for kind in KINDS)
-    return tuple(spec for spec in found if spec is not None)
 
 
 def make_row_group(spec: GroupSpec, shapes: Shapes, device: str) -> RowGroup:

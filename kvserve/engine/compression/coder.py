@@ -27,8 +27,8 @@ from kvserve.engine.compression.observer import by_window, slots_of
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.kernels.coded_entries import Slots
-from kvserve.kernels.scores.codebook import extend, scales
+from kvserve.kernels.score.codebook import extend, scales
+from kvserve.kernels.store.coded_entries import Slots
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.event import Events
 

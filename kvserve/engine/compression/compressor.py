@@ -30,7 +30,7 @@ from kvserve.engine.compression.observer import (
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.messages.event import Events

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
-from kvserve.kernels.events import moved_entries
-from kvserve.kernels.remainder import Remainder
+from kvserve.kernels.move.events import moved_entries
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events

@@ -20,18 +20,18 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.entry_format import int4_bytes
-from kvserve.kernels.events import slots_of_entries
-from kvserve.kernels.int4_log import Int4Queries
-from kvserve.kernels.quantized_entries import LevelKeys
-from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.causal_scores import PIECE_BYTES, Queries
+from kvserve.kernels.move.events import slots_of_entries
+from kvserve.kernels.score.causal_scores import PIECE_BYTES, Queries
+from kvserve.kernels.store.int4_log import Int4Queries
+from kvserve.kernels.store.quantized_entries import LevelKeys
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 
 if TYPE_CHECKING:
-    from kvserve.kernels.scores.centre_scores import Centres
+    from kvserve.kernels.score.centre_scores import Centres
 
 _SLOT_BYTES = 40  # five numbers of int64 on the way to an entry's slot
 _SCORE_BYTES = 16  # an entry's score, and what it is pooled and ranked by

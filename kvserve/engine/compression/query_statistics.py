@@ -21,7 +21,7 @@ from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.rotary import attention_factor, inverse_frequencies
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.scores.centre_scores import Centres
+from kvserve.kernels.score.centre_scores import Centres
 from kvserve.log import ConfigError
 
 FILE = QUERY_STATISTICS

@@ -21,7 +21,7 @@ from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import TILE, entry_format
-from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.build import why_missing
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.most_held import most_held
 from kvserve.scheduler.triggers.periodic import Periodic

@@ -22,8 +22,8 @@ from kvserve.engine.models.linear import linear
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Layer, LayerBase, Transformer, attend
-from kvserve.kernels.cpu import gated_delta
-from kvserve.kernels.gated_delta import RowChunks
+from kvserve.kernels.layer import gated_delta_cpu as gated_delta
+from kvserve.kernels.layer.gated_delta import RowChunks
 
 
 class GatedLayer(Layer):

@@ -11,8 +11,8 @@ from kvserve.config import ModelConfig
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.families import ExpertSpec, Fields
 from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
-from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.cpu.gated_delta import DTYPES, MAX_DIM, MAX_TAPS
+from kvserve.kernels.build import why_missing
+from kvserve.kernels.layer.gated_delta_cpu import DTYPES, MAX_DIM, MAX_TAPS
 from kvserve.log import ConfigError, shown
 from kvserve.scheduler.blocks.state_group import LayerState
 

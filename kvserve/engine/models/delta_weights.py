@@ -11,7 +11,7 @@ from torch import Tensor
 from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.weights import Target
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer.weight_levels import Levels
 
 _PROJECTED = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}

@@ -14,7 +14,7 @@ from kvserve.engine.models.linear import expert_linear, linear
 from kvserve.engine.models.operators import Operators
 from kvserve.late import Late
 
-_clamped_swiglu = Late("kernels.elementwise:clamped_swiglu")
+_clamped_swiglu = Late("kernels.layer.elementwise:clamped_swiglu")
 
 
 class Experts(nn.Module):

@@ -27,7 +27,7 @@ from kvserve.engine.models.storage import (
     StoredLevels,
 )
 from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, Target, matrix_sources
-from kvserve.kernels.weight_levels import BLOCK, LevelForm
+from kvserve.kernels.layer.weight_levels import BLOCK, LevelForm
 from kvserve.log import ConfigError
 
 _LEAST = 4

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from kvserve.engine.models.linear import Hold
 from kvserve.folders import install
-from kvserve.kernels.cpu import linear as compiled
-from kvserve.kernels.cpu.build import why_missing
-from kvserve.kernels.cpu.linear_levels import LevelPanels
-from kvserve.kernels.elementwise import quantize_rows
-from kvserve.kernels.elementwise_triton import quantize_rows_triton
-from kvserve.kernels.weight_levels import Levels, expert_linear_levels, linear_levels
+from kvserve.kernels.build import why_missing
+from kvserve.kernels.layer import linear_cpu as compiled
+from kvserve.kernels.layer.elementwise import quantize_rows
+from kvserve.kernels.layer.elementwise_triton import quantize_rows_triton
+from kvserve.kernels.layer.weight_levels import Levels, expert_linear_levels, linear_levels
+from kvserve.kernels.layer.weight_levels_cpu import LevelPanels
 from kvserve.late import LateModule
 
 FP8 = torch.float8_e4m3fn
 _FP8_ALIGNMENT = 16
 _HAS_TRITON = find_spec("triton") is not None
-_triton = LateModule("kernels.weight_levels_triton")
+_triton = LateModule("kernels.layer.weight_levels_triton")
 
 
 def empty(hold: Hold, shape: tuple[int, ...]) -> Levels:

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvserve.engine.device.pages import use_large_pages
-from kvserve.kernels.cpu import linear as compiled
-from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.build import why_missing
+from kvserve.kernels.layer import linear_cpu as compiled
 from kvserve.late import LateModule
 
 if TYPE_CHECKING:
-    from kvserve.kernels.weight_levels import LevelForm, Levels
+    from kvserve.kernels.layer.weight_levels import LevelForm, Levels
 
 _levels = LateModule("engine.models.level_products")
 Weight: TypeAlias = "nn.Parameter | Levels"

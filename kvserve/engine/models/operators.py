@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from kvserve.folders import install
-from kvserve.kernels.cpu import elementwise as compiled
-from kvserve.kernels.cpu.build import why_missing
+from kvserve.kernels.build import why_missing
+from kvserve.kernels.layer import elementwise_cpu as compiled
 from kvserve.late import LateModule
 
-elementwise = LateModule("kernels.elementwise")
-on_triton = LateModule("kernels.elementwise_triton")
+elementwise = LateModule("kernels.layer.elementwise")
+on_triton = LateModule("kernels.layer.elementwise_triton")
 
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Functions of ``kvserve.kernels.elementwise``; ``name``, ``reason`` for the start-up table."""
+    """Functions of ``layer/elementwise.py``; ``name``, ``reason`` for the start-up table."""
 
     name: str
     reason: str

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.storage import LevelPiece, StoredLevels, first_number, level_rows
-from kvserve.kernels.weight_levels import LevelForm
+from kvserve.kernels.layer.weight_levels import LevelForm
 from kvserve.log import ConfigError
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)

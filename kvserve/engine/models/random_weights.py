@@ -7,7 +7,7 @@ from torch import nn
 
 from kvserve.engine.models.level_products import FP8
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer.weight_levels import Levels
 
 
 def fill_randomly(model: Transformer, seed: int) -> None:

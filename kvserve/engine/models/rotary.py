@@ -11,7 +11,7 @@ from torch import Tensor
 from kvserve.engine.models.spec import RopeSpec
 
 TakeRows = Callable[[Tensor, Tensor], Tensor]
-"""``take_rows`` of ``kvserve.kernels.elementwise``, or another that does the same."""
+"""``take_rows`` of ``kvserve.kernels.layer.elementwise``, or another that does the same."""
 
 
 class Rotary:

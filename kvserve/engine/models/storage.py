@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvserve.engine.models.checkpoint import Blocks, Checkpoint
 from kvserve.engine.models.plain_storage import Piece, Region, Storage, rows_per_piece
-from kvserve.kernels.weight_levels import LevelForm, widened
+from kvserve.kernels.layer.weight_levels import LevelForm, widened
 
 _BLOCK = 32
 GGUF_FORMS = {

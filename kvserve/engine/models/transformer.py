@@ -19,7 +19,7 @@ from kvserve.engine.models.linear import Holding, linear, packed, take_rows
 from kvserve.engine.models.operators import Operators, select_operators
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.kernels.remainder import capped
+from kvserve.kernels.store.remainder import capped
 from kvserve.late import Late
 
 if TYPE_CHECKING:

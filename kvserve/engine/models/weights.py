@@ -18,7 +18,7 @@ from kvserve.late import Late
 
 if TYPE_CHECKING:
     from kvserve.engine.models.storage import LevelPiece
-    from kvserve.kernels.weight_levels import Levels
+    from kvserve.kernels.layer.weight_levels import Levels
 
 _delta_sources = Late("engine.models.delta_weights:matrix_sources")
 _delta_targets = Late("engine.models.delta_weights:weight_targets")

@@ -10,28 +10,26 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.checks import AGGREGATES, FUTURES, GQA_REDUCTIONS, GROUP_AGGREGATES
-from kvserve.kernels.remainder import Remainder
-from kvserve.kernels.scores.pooling import POOLINGS, pool_scores
-from kvserve.kernels.scores.seen import Given, Seen
+from kvserve.kernels.score.pooling import POOLINGS, pool_scores
+from kvserve.kernels.score.seen import Given, Seen
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late
 
 if TYPE_CHECKING:
-    from kvserve.kernels.scores.causal_scores import Queries
-    from kvserve.kernels.scores.centre_scores import Centres
+    from kvserve.kernels.score.causal_scores import Queries
+    from kvserve.kernels.score.centre_scores import Centres
 
 _Scores = Callable[..., Tensor]
-causal_log_sums: _Scores = Late("kernels.scores.causal_scores:causal_log_sums")
-causal_scores: _Scores = Late("kernels.scores.causal_scores:causal_scores")
-past_scores: _Scores = Late("kernels.scores.causal_scores:past_scores")
-received_mass: _Scores = Late("kernels.scores.causal_scores:received_mass")
-centre_scores: _Scores = Late("kernels.scores.centre_scores:centre_scores")
-probs_of: _Scores = Late("kernels.scores.fitted_remainder:probs_of")
-fitted_remainder: Callable[..., Remainder] = Late(
-    "kernels.scores.fitted_remainder:fitted_remainder"
-)
-anchor_similarity: _Scores = Late("kernels.scores.key_similarity:anchor_similarity")
-redundancy: _Scores = Late("kernels.scores.key_similarity:redundancy")
-window_scores: _Scores = Late("kernels.scores.window_scores:window_scores")
+causal_log_sums: _Scores = Late("kernels.score.causal_scores:causal_log_sums")
+causal_scores: _Scores = Late("kernels.score.causal_scores:causal_scores")
+past_scores: _Scores = Late("kernels.score.causal_scores:past_scores")
+received_mass: _Scores = Late("kernels.score.causal_scores:received_mass")
+centre_scores: _Scores = Late("kernels.score.centre_scores:centre_scores")
+probs_of: _Scores = Late("kernels.score.fitted_remainder:probs_of")
+fitted_remainder: Callable[..., Remainder] = Late("kernels.score.fitted_remainder:fitted_remainder")
+anchor_similarity: _Scores = Late("kernels.score.key_similarity:anchor_similarity")
+redundancy: _Scores = Late("kernels.score.key_similarity:redundancy")
+window_scores: _Scores = Late("kernels.score.window_scores:window_scores")
 
 __all__ = [
     "AGGREGATES",

@@ -3,7 +3,7 @@
 Budgets fall linearly from the first layer to the last (section 3, eq. 5, corrected: see
 ``linear_budgets``); inside a layer the choice is that of attention in a window. What is kept
 becomes references into a codebook of its layer and KV head
-(``kvserve.kernels.scores.codebook``), and so do generated tokens, a few blocks at a time.
+(``kvserve.kernels.score.codebook``), and so do generated tokens, a few blocks at a time.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.decode_inputs import Chunks
+from kvserve.kernels.attend.decode_inputs import Chunks
 from kvserve.scheduler.arrays import IntArray
 
 BOTH_KINDS = (False, True)

@@ -18,7 +18,6 @@ from kvserve.config import EngineConfig, ModelConfig, SchedulerConfig
 from kvserve.engine.attention.select import Choice, Needs, select_backend
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.log_form import LogForm, choose_log
-from kvserve.engine.cache.row_groups import wanted_groups
 from kvserve.engine.models.hub import QUERY_STATISTICS, find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
@@ -27,7 +26,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import TILE, EntryFormat, entry_format
 from kvserve.late import Late, LateModule
 from kvserve.log import ConfigError
-from kvserve.scheduler.blocks.cache_group import GroupSpec
+from kvserve.scheduler.blocks.cache_group import GroupSpec, further_groups
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.triggers.trigger import EventKind
 
@@ -245,7 +244,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     layout = KVLayout(
         num_layers, part.num_kv_heads, dim, block_size, granularity, holds_entries=held
     )
-    groups = wanted_groups(layout, block_bytes(layout, form))
+    groups = further_groups(layout, block_bytes(layout, form))
     chunk = config.scheduler.max_num_batched_tokens
     if layers.windowed:
         from kvserve.scheduler.blocks.window_group import WindowSpec

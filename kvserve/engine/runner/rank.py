@@ -13,7 +13,6 @@ from kvserve.engine.attention.select import Choice
 from kvserve.engine.cache.input_batch import InputBatch
 from kvserve.engine.cache.kv_cache import SWAP_STAGING_BYTES, KVCache
 from kvserve.engine.cache.remainders import Remainders
-from kvserve.engine.cache.row_groups import Shapes, make_row_group
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.device.pages import keep_freed_memory
 from kvserve.engine.models.transformer import Transformer
@@ -21,16 +20,18 @@ from kvserve.engine.runner.memory import Profile, free_memory, taken_by
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.padded_step import BOTH_KINDS, StepParts
 from kvserve.engine.runner.plan import EnginePlan
-from kvserve.kernels.decode_inputs import decode_inputs, select_decode_inputs
+from kvserve.kernels.attend.decode_inputs import decode_inputs, select_decode_inputs
 from kvserve.late import Late
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.cache_group import CacheGroup, make_groups
 from kvserve.scheduler.blocks.swap_memory import num_places
 
 if TYPE_CHECKING:
+    from kvserve.engine.cache.row_groups import Shapes
     from kvserve.engine.runner.cuda_graph import DecodeGraphs
     from kvserve.engine.runner.recorded_steps import RecordedSteps
 
+_make_row_group = Late("engine.cache.row_groups:make_row_group")
 _decode_graphs = Late("engine.runner.cuda_graph:DecodeGraphs")
 _recorded_steps = Late("engine.runner.recorded_steps:RecordedSteps")
 
@@ -88,7 +89,7 @@ def build_runner(
         remainders = Remainders(plan.layout, rows, plan.device, turned, places, full)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [
-        make_row_group(group_spec, shape, plan.device)
+        _make_row_group(group_spec, shape, plan.device)
         for group_spec, shape in zip(plan.groups, shapes, strict=True)
     ]
     for made in groups:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import Row
 from kvserve.engine.runner.padded_step import BOTH_KINDS, PaddedStep, StepParts
-from kvserve.kernels.cpu.calls import Call, Tape, recorded
+from kvserve.kernels.calls import Call, Tape, recorded
 from kvserve.scheduler.arrays import IntArray
 
 _LARGEST = 128

@@ -1,6 +1,6 @@
 """From logits to tokens, for a whole batch at once.
 
-Rules, stops and grammars change logits; ``kernels/sampling`` filters and draws. What a request
+Rules, stops and grammars change logits; ``kernels/sample`` filters and draws. What a request
 samples depends neither on the batch it runs in nor on when its step is prepared.
 """
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 """What the host gets in place of a token whose logits are no numbers."""
-_argmax = Late("kernels.elementwise:argmax")
+_argmax = Late("kernels.layer.elementwise:argmax")
 _with_logprobs = Late("engine.sampling.logprobs:with_logprobs")
 _logit_rules = Late("engine.sampling.logit_rules:LogitRules")
-sample_tokens = Late("kernels.sampling.sample_tokens:sample_tokens")
+sample_tokens = Late("kernels.sample.sample_tokens:sample_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class SamplingRows:
         """logits: float32 [S, V] of rows ``at``; positions: [S], of the tokens being sampled.
 
         ``allowed`` is what the grammars of some of the S rows allow. ``argmax``: that of
-        ``kvserve.kernels.elementwise``, or another that does the same.
+        ``kvserve.kernels.layer.elementwise``, or another that does the same.
         """
         host, rows, raw = self._host[at], to_device(at, logits.device), logits
         if host[:, 4].any():

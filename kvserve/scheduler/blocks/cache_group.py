@@ -8,7 +8,7 @@ subclass beside these, and a ``GroupSpec`` that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, NamedTuple
@@ -342,6 +342,17 @@ class GroupSpec:
         assert self.block_tokens == layout.block_size, "prefixes bring whole columns"
         table = BlockTable(pool, (1, 1), max_rows, self.block_tokens, max_model_len)
         return TokenGroup(table)
+
+
+FURTHER: list[Callable[[KVLayout, int], GroupSpec | None]] = []
+"""What packages add: the group of engines of a layout, with so many bytes a block, if they have it.
+"""
+
+
+def further_groups(layout: KVLayout, block_bytes: int) -> tuple[GroupSpec, ...]:
+    """Those of ``FURTHER`` that an engine has."""
+    found = (make(layout, block_bytes) for make in FURTHER)
+    return tuple(spec for spec in found if spec is not None)
 
 
 def make_groups(

@@ -14,9 +14,9 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.attention.paged import PagedAttention
 from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
-from kvserve.kernels.attention.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.cpu import build
-from kvserve.kernels.few_bits import FewHeads
+from kvserve.kernels import build
+from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
+from kvserve.kernels.store.few_bits import FewHeads
 from kvserve.log import ConfigError
 from tests.checkpoints import greedy
 from tests.engine.test_parity import PROMPTS, TOKENS, generate

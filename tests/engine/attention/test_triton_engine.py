@@ -12,11 +12,11 @@ from kvserve import LLM, SamplingParams
 from kvserve.engine.policies import kara, scoring
 from kvserve.engine.runner import rank
 from kvserve.engine.sampling import sampler
-from kvserve.kernels import decode_inputs
+from kvserve.kernels.attend import decode_inputs
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.scores.token_to_chunk import token_to_chunk_triton
-from kvserve.kernels.scores.window_scores_triton import window_scores_triton
+from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
+from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")

@@ -1,7 +1,7 @@
 """A cache group that only tests have: one number of every token, in every second layer.
 
 The number is the sum of the token's key. In layer 0 it depends on the token and its position alone,
-whatever has been evicted. This file and one registration are all that a group takes.
+whatever has been evicted. This file is all that a group takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.models.transformer import Transformer
-from kvserve.scheduler.blocks.cache_group import GroupSpec
+from kvserve.scheduler.blocks.cache_group import FURTHER, GroupSpec
 from kvserve.scheduler.layout import KVLayout
 
 wanted = False
@@ -31,10 +31,6 @@ class ChecksumRows(RowGroup):
 
     spec_type = ChecksumSpec
     writes = True
-
-    @classmethod
-    def spec_for(cls, layout: KVLayout, block_bytes: int) -> GroupSpec | None:
-        return ChecksumSpec(layout.block_size) if wanted else None
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         tokens, layers = self.spec.block_tokens, -(-cache.layout.num_layers // 2)
@@ -56,4 +52,9 @@ class ChecksumRows(RowGroup):
         return self.numbers[blocks.long(), at % self.spec.block_tokens]
 
 
+def _spec_of(layout: KVLayout, block_bytes: int) -> GroupSpec | None:
+    return ChecksumSpec(layout.block_size) if wanted else None
+
+
 KINDS.append(ChecksumRows)
+FURTHER.append(_spec_of)

@@ -16,9 +16,9 @@ from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.compression import coder
 from kvserve.engine.frontend.inspect import inspect
 from kvserve.engine.policies.spindlekv import SpindleKV
-from kvserve.kernels.coded_entries import Codes, Slots, read_codes
-from kvserve.kernels.cpu.build import BuildError
-from kvserve.kernels.scores.codebook import Cover, extend
+from kvserve.kernels.build import BuildError
+from kvserve.kernels.score.codebook import Cover, extend
+from kvserve.kernels.store.coded_entries import Codes, Slots, read_codes
 from kvserve.log import ConfigError, RequestError
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.messages.sequence import Sequence

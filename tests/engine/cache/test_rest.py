@@ -18,9 +18,9 @@ from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.rest_rows import RestRows, rest_spec
 from kvserve.engine.compression.rest_events import RestEvents
 from kvserve.entry_format import FORMATS, EntryFormat, bits_of_layers, few
-from kvserve.kernels.attention.paged_attention import paged_attention_torch
-from kvserve.kernels.few_bits import packed, quantize
-from kvserve.kernels.turning import turn_torch
+from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.store.few_bits import packed, quantize
+from kvserve.kernels.store.turning import turn_torch
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.compression.rest_events import HostRestEvents
 from kvserve.scheduler.layout import KVLayout

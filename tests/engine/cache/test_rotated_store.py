@@ -16,7 +16,7 @@ from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.runner import plan
 from kvserve.entry_format import entry_format
 from kvserve.kernels.storage import TORCH
-from kvserve.kernels.store_kv_triton import rotate_and_store_torch
+from kvserve.kernels.store.store_kv_triton import rotate_and_store_torch
 from kvserve.scheduler.layout import KVLayout
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.models.decoding import make, tokens

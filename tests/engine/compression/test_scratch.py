@@ -22,14 +22,14 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.warm_up import first_event
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.int4_log import quantize
-from kvserve.kernels.scores.causal_scores import (
+from kvserve.kernels.score.causal_scores import (
     Queries,
     causal_scores,
     past_scores,
     received_mass,
 )
-from kvserve.kernels.scores.key_similarity import anchor_similarity
+from kvserve.kernels.score.key_similarity import anchor_similarity
+from kvserve.kernels.store.int4_log import quantize
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.triggers.trigger import EventKind, EvictionSpec
@@ -125,8 +125,8 @@ def test_scores_in_pieces_are_the_same(
 
     torch.manual_seed(1)
     whole = scores()
-    monkeypatch.setattr("kvserve.kernels.scores.causal_scores.PIECE_BYTES", 1)
-    monkeypatch.setattr("kvserve.kernels.scores.key_similarity.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvserve.kernels.score.causal_scores.PIECE_BYTES", 1)
+    monkeypatch.setattr("kvserve.kernels.score.key_similarity.PIECE_BYTES", 1)
     torch.manual_seed(1)
     torch.testing.assert_close(scores(), whole)
 

@@ -19,7 +19,7 @@ from kvserve.engine.models import linear as module
 from kvserve.engine.models.linear import linear, packed, select_product, take_rows
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
-from kvserve.kernels.cpu.linear import Panels
+from kvserve.kernels.layer.linear_cpu import Panels
 from tests.checkpoints import write_checkpoint
 from tests.thinning import thinned
 
@@ -86,7 +86,7 @@ def test_a_row_depends_on_neither_others_nor_threads(dtype: torch.dtype) -> None
 def test_large_weights_are_laid_out_piece_by_piece_in_place(
     dtype: torch.dtype, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvserve.kernels.cpu.linear._PIECE", 3 * 64 * 32)
+    monkeypatch.setattr("kvserve.kernels.layer.linear_cpu._PIECE", 3 * 64 * 32)
     weight, x = weight_of(outputs, 32, dtype), torch.randn(5, 32).to(dtype)
     wanted, address = exact(x, weight, None), weight.data_ptr()
     panels = packed(weight, "compiled")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvserve.engine.models import held, loader
 from kvserve.engine.models.level_products import FP8, can_multiply_fp8, multiply_fp8
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer.weight_levels import Levels
 from tests.checkpoints import edited_tensors, random_prompts
 from tests.engine.models.decoding import make, row_of, tokens
 from tests.engine.recorder import Recorder

@@ -17,9 +17,9 @@ from kvserve.engine.models.linear import linear
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.kernels.cpu import linear as linear_numbers
-from kvserve.kernels.cpu import linear_levels
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer import linear_cpu as linear_numbers
+from kvserve.kernels.layer import weight_levels_cpu as linear_levels
+from kvserve.kernels.layer.weight_levels import Levels
 from kvserve.log import ConfigError
 from tests.checkpoints import (
     Generated,

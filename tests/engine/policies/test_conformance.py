@@ -19,7 +19,7 @@ from kvserve.engine.frontend.inspect import Event
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.scoring import Observation
 from kvserve.entry_format import FORMATS, EntryFormat
-from kvserve.kernels.quantized_entries import QuantizedVectors, quantize
+from kvserve.kernels.store.quantized_entries import QuantizedVectors, quantize
 from kvserve.outputs import KVCacheDetails
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts, write_checkpoint

@@ -18,7 +18,7 @@ from kvserve.engine.compression.query_statistics import (
     load_statistics,
 )
 from kvserve.engine.policies.triattention import TriAttention
-from kvserve.kernels.scores.centre_scores import OFFSETS, Centres, centre_scores_torch
+from kvserve.kernels.score.centre_scores import OFFSETS, Centres, centre_scores_torch
 from kvserve.log import ConfigError, RequestError
 from kvserve.sampling_params import SamplingParams
 from tests.checkpoints import random_prompts, write_checkpoint

@@ -18,7 +18,7 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.streaming_llm import StreamingLLM
-from kvserve.kernels.scores.causal_scores import received_mass
+from kvserve.kernels.score.causal_scores import received_mass
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 from kvserve.scheduler.triggers.whole_row import AtPrefillEnd, WhenOver
 from tests.engine.policies.one_row import choose, follow, observe

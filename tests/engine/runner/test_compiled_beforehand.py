@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.warm_up import warm_up
-from kvserve.kernels.attention import paged_attention_triton
+from kvserve.kernels.attend import paged_attention_triton
 from kvserve.kernels.dispatch import UNALIGNED, VARYING, Kernel
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts

@@ -25,8 +25,8 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.policies.registry import make_policy, policy_names
 from kvserve.engine.runner.plan import EnginePlan, make_plan
 from kvserve.entry_format import TILE, entry_format
-from kvserve.kernels.int4_log import Int4Queries, quantize
 from kvserve.kernels.storage import COMPILED, TORCH, StorageKernels
+from kvserve.kernels.store.int4_log import Int4Queries, quantize
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import Granularity, KVLayout, LayerKinds
 from tests.checkpoints import random_prompts

@@ -24,7 +24,7 @@ from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.ranks import Ranks
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer.weight_levels import Levels
 from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.messages.event import Events

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvserve.engine.sampling.sampler import RowSampling, SamplingRows
-from kvserve.kernels.sampling import sample_tokens as kernel
-from kvserve.kernels.sampling.sample_tokens import gumbel_noise, keep_allowed
+from kvserve.kernels.sample import sample_tokens as kernel
+from kvserve.kernels.sample.sample_tokens import gumbel_noise, keep_allowed
 from kvserve.scheduler.messages.output import NewRequest
 
 BASE = RowSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=1, min_len=0, logprobs=None)

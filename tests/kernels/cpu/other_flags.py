@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import os
 
-from kvserve.kernels.cpu import build
+from kvserve.kernels import build
 
 build._FLAGS = (*build._FLAGS, *os.environ["FURTHER_FLAGS"].split())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.kernels.cpu import build
+from kvserve.kernels import build
 from tests.waiting import WAIT
 
 pytestmark = pytest.mark.compiler
@@ -30,7 +30,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         kept.cache_clear()
 
 
-BUILD = "from kvserve.kernels.cpu import build; print(build.load_library('events')._name)"
+BUILD = "from kvserve.kernels import build; print(build.load_library('events')._name)"
 
 
 def start_build(**environment: str) -> subprocess.Popen[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvserve.kernels.events import (
+from kvserve.kernels.move.events import (
     moved_entries_cpu,
     moved_entries_torch,
     slots_of_entries_cpu,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.cpu.linear_levels import LevelPanels
-from kvserve.kernels.weight_levels import Levels, rounded
+from kvserve.kernels.layer.weight_levels import Levels, rounded
+from kvserve.kernels.layer.weight_levels_cpu import LevelPanels
 from tests.kernels.weight_level_cases import FORMS, random_levels
 
 pytestmark = pytest.mark.compiler

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.kernels.cpu.build import levels_of_this_cpu, levels_of_this_machine
+from kvserve.kernels.build import levels_of_this_cpu, levels_of_this_machine
 
 TESTS = [
     *("test_paged_attention.py", "test_storage.py", "test_elementwise.py", "test_int4_log.py"),

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.sampling import cut_offs as cutting
-from kvserve.kernels.sampling import sample_tokens_triton as kernel
-from kvserve.kernels.sampling.cut_offs import cut_offs
-from kvserve.kernels.sampling.sample_tokens import (
+from kvserve.kernels.sample import cut_offs as cutting
+from kvserve.kernels.sample import sample_tokens_triton as kernel
+from kvserve.kernels.sample.cut_offs import cut_offs
+from kvserve.kernels.sample.sample_tokens import (
     gumbel_noise,
     keep_allowed,
     sample_tokens_torch,
 )
-from kvserve.kernels.sampling.sample_tokens_triton import sample_tokens_triton
+from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels import weight_levels_triton
-from kvserve.kernels.weight_levels import expert_linear_levels, linear_levels
-from kvserve.kernels.weight_levels_triton import (
+from kvserve.kernels.layer import weight_levels_triton
+from kvserve.kernels.layer.weight_levels import expert_linear_levels, linear_levels
+from kvserve.kernels.layer.weight_levels_triton import (
     WIDENED_ROWS,
     expert_linear_levels_triton,
     linear_levels_triton,

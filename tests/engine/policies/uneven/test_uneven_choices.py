@@ -19,7 +19,7 @@ from kvserve.engine.policies.rkv import RKV
 from kvserve.engine.policies.scoring import Observation, pool_scores
 from kvserve.engine.policies.snapkv import SnapKV
 from kvserve.engine.policies.windowkv import WindowKV
-from kvserve.kernels.scores.causal_scores import causal_scores, past_scores
+from kvserve.kernels.score.causal_scores import causal_scores, past_scores
 from kvserve.scheduler.triggers.trigger import NO_EVENT, RowState
 from tests.engine.policies.one_row import best, choose_unevenly, places, tied
 

@@ -1,1 +1,0 @@
-"""Kernels in C++ for CPUs, compiled when they are first asked for."""

@@ -1,0 +1,1 @@
+"""What layers compute beside attention: products, norms, rotation, activations, states."""

@@ -1,0 +1,340 @@
+"""Products with weights that are held as levels, in Triton: of all rows, or of each expert's.
+
+A program widens a tile of the weight as it reads it, with scales and offsets applied in float32,
+and multiplies it in the type of x; sums are float32. Each tile of 64 rows widens the weight again,
+so that many rows are faster if the whole weight is widened once, for torch's product.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.layer.weight_levels import BLOCK, Levels, levels_of_rows
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_OFFSETS = ("", "zero", "minimum")
+_INT4, _INT8, _E4M3 = range(3)
+WIDENED_ROWS = 129
+"""From so many rows on, the whole weight is widened first. An H100's times for 64 and 256 rows of
+[28672, 4096], and its bandwidth, put the bound here; ``gpu_check --part choices`` times both."""
+_WIDENED_AT_ONCE = 2**27  # weights: 256 MiB in 16 bits
+
+
+def linear_levels_triton(x: Tensor, weight: Levels, bias: Tensor | None = None) -> Tensor:
+    """As ``linear_levels``."""
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not x.dtype):
+        raise ValueError(f"linear: bias {list(bias.shape)} of {bias.dtype} does not fit")
+    if len(x) >= WIDENED_ROWS and not weight.form.rounds:
+        return _multiply_widened(x, weight, bias)
+    return _multiply(x, weight, bias, None)
+
+
+def _multiply_widened(x: Tensor, weight: Levels, bias: Tensor | None) -> Tensor:
+    """By torch's product; a weight as large as a head is widened part by part."""
+    outputs, width = weight.shape
+    rows = max(1, _WIDENED_AT_ONCE // width)
+    if outputs <= rows:
+        return F.linear(x, widen_triton(weight, x.dtype), bias)
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    for start in range(0, outputs, rows):
+        part = slice(start, start + rows)
+        wide = widen_triton(weight[part], x.dtype)
+        out[:, part] = F.linear(x, wide, None if bias is None else bias[part])
+    return out
+
+
+def widen_triton(weight: Levels, dtype: torch.dtype) -> Tensor:
+    """The whole weight [outputs, width] as numbers."""
+    outputs, width = weight.shape
+    out = torch.empty(outputs, width, dtype=dtype, device=weight.device)
+    inner, one_group = _inner(weight)
+    _widen_levels.launch(
+        (-(-outputs // 64), -(-weight.inputs // inner)),
+        *(out, weight.levels, weight.scales, weight.offsets, weight.order),
+        *(outputs, width, weight.inputs, weight.form.group, weight.scales.shape[-1]),
+        CODE=_code(weight),
+        LOWEST=weight.form.lowest,
+        OFFSETS=_OFFSETS.index(weight.form.offsets),
+        ONE_GROUP=one_group,
+        COLUMNS=64,
+        INNER=inner,
+        num_warps=4,
+    )
+    return out
+
+
+def expert_linear_levels_triton(x: Tensor, weight: Levels, ends: Tensor) -> Tensor:
+    """As ``expert_linear_levels``; nothing is copied to the host."""
+    if ends.shape != weight.shape[:1] or ends.dtype is not torch.int32:
+        raise ValueError(f"expert_linear: ends {list(ends.shape)} of {ends.dtype}")
+    return _multiply(x, weight, None, ends)
+
+
+def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+    form, (*_, outputs, width) = weight.form, weight.shape
+    if x.shape[1] != width or x.stride(1) != 1 or (weight.levels.dim() == 3) != (ends is not None):
+        raise ValueError(
+            f"linear: x {list(x.shape)} does not fit levels {list(weight.shape)}, or its rows are "
+            "not dense"
+        )
+    steps = None
+    if form.rounds:
+        levels, steps = levels_of_rows(x)
+        x = levels.to(x.dtype)  # whole numbers up to 128, which all types hold
+    out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
+    columns = 32 if len(x) <= 16 else 64
+    inner, one_group = _inner(weight)
+    experts = 1 if ends is None else len(ends)
+    tiles = -(-len(x) // rows) + (experts - 1) * bool(len(x))
+    _multiply_levels.launch(
+        (-(-outputs // columns), tiles),
+        *(out, x, weight.levels, weight.scales, weight.offsets, weight.order, bias, steps, ends),
+        *(len(x), outputs, width, weight.inputs, x.stride(0)),
+        *(form.group, weight.scales.shape[-1]),
+        CODE=_code(weight),
+        LOWEST=form.lowest,
+        OFFSETS=_OFFSETS.index(form.offsets),
+        EXPERTS=experts,
+        SPAN=1 << (experts - 1).bit_length(),
+        ONE_GROUP=one_group,
+        ROWS=rows,
+        COLUMNS=columns,
+        INNER=inner,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def _code(weight: Levels) -> int:
+    return _E4M3 if weight.form.e4m3 else _INT4 if weight.form.bits == 4 else _INT8
+
+
+def _inner(weight: Levels) -> tuple[int, bool]:
+    """Inputs at a time: of one group if that has so many, since its scale is then read once; and
+    whether they are of one."""
+    group = weight.form.group
+    inner = next((n for n in (128, 64, 32) if group % n == 0), BLOCK)
+    return inner, group % inner == 0 or group >= weight.inputs
+
+
+@Helper
+def scaled(
+    levels, scales, offsets, row_mask, group, known, LOWEST: tl.constexpr, OFFSETS: tl.constexpr
+):
+    """Numbers of levels [columns, inputs]; ``scales`` and ``offsets`` point to each output's first,
+    ``group`` [1 or inputs] is that of each input."""
+    mask = row_mask[:, None] & known[None]
+    scale = tl.load(scales[:, None] + group[None], mask=mask, other=0.0).to(tl.float32)
+    numbers = levels.to(tl.float32) + LOWEST
+    if OFFSETS == 0:
+        numbers *= scale
+    else:
+        offset = tl.load(offsets[:, None] + group[None], mask=mask, other=0.0).to(tl.float32)
+        numbers = (numbers - offset) * scale if OFFSETS == 1 else numbers * scale + offset
+    return numbers
+
+
+@Helper
+def x_at(x, order, place, row_mask, width, inputs):
+    """x [rows, places] of these inputs, 0 where there is none; ``x`` points to rows."""
+    mask = place < inputs
+    if order is not None:
+        place = tl.load(order + place, mask=mask, other=-1)
+        mask = mask & (place >= 0)
+    mask = mask & (place < width)
+    return tl.load(x[:, None] + place[None], mask=row_mask[:, None] & mask[None], other=0.0)
+
+
+@Helper
+def byte_numbers(stored, CODE: tl.constexpr):
+    """float32 of bytes that are whole numbers, or e4m3."""
+    if CODE == 1:
+        return stored.to(tl.int8, bitcast=True).to(tl.float32)
+    # e4m3's bits are those of a float16 whose exponent is 8 too small.
+    bits = stored.to(tl.uint16)
+    bits = (bits & 128) << 8 | (bits & 127) << 7
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@Helper
+def put(out, order, numbers, place, row_mask, width, inputs):
+    """Write numbers [columns, inputs] where the numbers of x stand that they belong to."""
+    mask = place < inputs
+    if order is not None:
+        place = tl.load(order + place, mask=mask, other=-1)
+        mask = mask & (place >= 0)
+    mask = row_mask[:, None] & (mask & (place < width))[None]
+    tl.store(out[:, None] + place[None], numbers.to(out.dtype.element_ty), mask=mask)
+
+
+@Kernel
+def _widen_levels(
+    out,
+    levels,
+    scales,
+    offsets,
+    order,
+    outputs,
+    width,
+    inputs,
+    group_size,
+    num_groups,
+    CODE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    column, at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1) * INNER
+    column_mask = column < outputs
+    output = column.to(tl.int64)
+    levels += output * (inputs // 2 if CODE == 0 else inputs)
+    scales += output * num_groups
+    out += output * width
+    if offsets is not None:
+        offsets += output * num_groups
+    if CODE == 0:
+        byte = tl.arange(0, INNER // 2)
+        low = at + byte // 16 * 32 + byte % 16
+        known = low < inputs
+        mask = column_mask[:, None] & known[None]
+        both = tl.load(levels[:, None] + (at // 2 + byte)[None], mask=mask, other=0)
+        for high in tl.static_range(2):
+            place, nibbles = low + 16 * high, both >> 4 * high & 15
+            if ONE_GROUP:
+                group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+            else:
+                group, valid = place // group_size, known
+            some = scaled(nibbles, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+            put(out, order, some, place, column_mask, width, inputs)
+    else:
+        place = at + tl.arange(0, INNER)
+        known = place < inputs
+        mask = column_mask[:, None] & known[None]
+        number = byte_numbers(tl.load(levels[:, None] + place[None], mask=mask, other=0), CODE)
+        if ONE_GROUP:
+            group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+        else:
+            group, valid = place // group_size, known
+        some = scaled(number, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+        put(out, order, some, place, column_mask, width, inputs)
+
+
+@Kernel
+def _multiply_levels(
+    out,
+    x,
+    levels,
+    scales,
+    offsets,
+    order,
+    bias,
+    steps,
+    ends,
+    tokens,
+    outputs,
+    width,
+    inputs,
+    x_stride,
+    group_size,
+    num_groups,
+    CODE: tl.constexpr,
+    LOWEST: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    first, last, expert = tile * ROWS, tokens, 0
+    if ends is not None:
+        # Each expert's rows are tiles of their own: which of them is this?
+        every = tl.arange(0, SPAN)
+        stop = tl.load(ends + every, mask=every < EXPERTS, other=tokens)
+        start = tl.load(ends + every - 1, mask=(every > 0) & (every < EXPERTS), other=0)
+        start = tl.where(every < EXPERTS, start, stop)
+        after = tl.cumsum((stop - start + ROWS - 1) // ROWS, axis=0)
+        expert = tl.sum((after <= tile).to(tl.int32), axis=0)
+        mine = every == expert
+        before = tl.sum(tl.where(every == expert - 1, after, 0), axis=0)
+        first = tl.sum(tl.where(mine, start, 0), axis=0) + (tile - before) * ROWS
+        last = tl.sum(tl.where(mine, stop, 0), axis=0)
+        if expert >= EXPERTS:
+            return
+    row, column = first + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask, column_mask = row < last, column < outputs
+    output = tl.cast(expert, tl.int64) * outputs + column
+    row_bytes = inputs // 2 if CODE == 0 else inputs
+    levels += output * row_bytes
+    scales += output * num_groups
+    if offsets is not None:
+        offsets += output * num_groups
+    if order is not None:
+        order += tl.cast(expert, tl.int64) * inputs
+    x += row.to(tl.int64) * x_stride
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(0, inputs, INNER):
+        if CODE == 0:
+            # In each 32 inputs, number j is below number j + 16.
+            byte = tl.arange(0, INNER // 2)
+            low = at + byte // 16 * 32 + byte % 16
+            known = low < inputs
+            both = tl.load(
+                levels[:, None] + (at // 2 + byte)[None],
+                mask=column_mask[:, None] & known[None],
+                other=0,
+            )
+            if ONE_GROUP:
+                group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+                high_group, high_valid = group, valid
+            else:
+                group, valid, high_group = low // group_size, known, (low + 16) // group_size
+                high_valid = known
+            weight = scaled(both & 15, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+            numbers = x_at(x, order, low, row_mask, width, inputs)
+            total = tl.dot(
+                numbers, tl.trans(weight.to(numbers.dtype)), total, input_precision="ieee"
+            )
+            weight = scaled(
+                both >> 4, scales, offsets, column_mask, high_group, high_valid, LOWEST, OFFSETS
+            )
+            numbers = x_at(x, order, low + 16, row_mask, width, inputs)
+            total = tl.dot(
+                numbers, tl.trans(weight.to(numbers.dtype)), total, input_precision="ieee"
+            )
+        else:
+            place = at + tl.arange(0, INNER)
+            known = place < inputs
+            stored = tl.load(
+                levels[:, None] + place[None], mask=column_mask[:, None] & known[None], other=0
+            )
+            number = byte_numbers(stored, CODE)
+            if ONE_GROUP:
+                group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+            else:
+                group, valid = place // group_size, known
+            weight = scaled(number, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
+            numbers = x_at(x, order, place, row_mask, width, inputs)
+            total = tl.dot(
+                numbers, tl.trans(weight.to(numbers.dtype)), total, input_precision="ieee"
+            )
+    if steps is not None:
+        total *= tl.load(steps + row, mask=row_mask, other=0.0)[:, None]
+    if bias is not None:
+        total += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)[None]
+    place = row.to(tl.int64)[:, None] * outputs + column[None]
+    mask = row_mask[:, None] & column_mask[None]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,1 @@
+"""Entries where they lie: read, and moved to the front."""

@@ -1,0 +1,138 @@
+"""What events do to rows, beside scoring: where entries lie, which move, what is left of others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.calls import Compiled, as_int64
+from kvserve.kernels.store.remainder import Remainder, merged
+from kvserve.kernels.store.slot_mapping import slot_mapping
+
+_SLOT_MAPPING, _MOVED_ENTRIES, _ADD_REMAINDERS = (
+    Compiled(name, "events") for name in ("slot_mapping", "moved_entries", "add_remainders")
+)
+
+
+def slots_of_entries(
+    block_tables: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Slots of the ``entries`` of E table rows ``rows int64 [E]``, in L layers and H heads.
+
+    block_tables: as of ``slot_mapping``; entries: int64 [E, L, H, S], where L and H may be 1 for
+    entries that are as in all ``lanes`` = (L, H); below 0 they are as 0. Only the first ``counts``
+    int64 [E, L, H] of a lane exist (default: all); others get slot 0. Returns int64 [L, H, E * S].
+    """
+    takes = _SLOT_MAPPING.takes(block_tables, torch.int32)
+    find = slots_of_entries_cpu if takes else slots_of_entries_torch
+    return find(block_tables, rows, entries, lanes, block_tokens, counts)
+
+
+def slots_of_entries_torch(
+    block_tables: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """The reference of ``slots_of_entries``."""
+    each = entries.clamp(min=0).expand(len(rows), *lanes, -1)
+    exist = None
+    if counts is not None:
+        place = torch.arange(entries.shape[-1], device=entries.device)
+        exist = (place < counts[..., None]).expand_as(each)
+        each = torch.where(exist, each, 0)
+
+    def by_lane(x: Tensor) -> Tensor:
+        return x.permute(1, 2, 0, 3).reshape(*lanes, -1)
+
+    owners = rows.repeat_interleave(entries.shape[-1])
+    slots = slot_mapping(block_tables, owners, by_lane(each), block_tokens)
+    return slots if exist is None else torch.where(by_lane(exist), slots, 0)
+
+
+def slots_of_entries_cpu(
+    block_tables: Tensor,
+    rows: Tensor,
+    entries: Tensor,
+    lanes: tuple[int, int],
+    block_tokens: int,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """``IndexError`` for a row or an entry that is not there."""
+    tables, rows = block_tables.contiguous(), as_int64(rows)
+    count, length = len(rows), entries.shape[-1]
+    wide = entries.to(torch.int64).expand(count, *lanes, -1)
+    exist = None if counts is None else counts.to(torch.int64).expand(count, *lanes)
+    out = torch.empty(*lanes, count * length, dtype=torch.int64)
+    outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
+    _SLOT_MAPPING(
+        *(tables, rows, wide, exist, out),
+        *(wide.stride(), () if exist is None else exist.stride()),
+        *(*wide.shape, *tables.shape, block_tokens),
+        refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
+    )
+    return out
+
+
+def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """The entries that come, in order, to ``length`` places of each lane: int64 [E, L, H, length].
+
+    kept: int64 [E, L, H, C], the entries that events keep. ``numbers`` int64 [5, E, L, H] are, of
+    each lane: the entry of its first place; places before those of kept ones, whose entries stay;
+    how many of ``kept`` count; how many entries fewer there are; and how many places exist, behind
+    which there is entry 0. Places behind those of kept entries take what came behind them.
+    """
+    takes = _MOVED_ENTRIES.takes(kept, torch.int64)
+    return (moved_entries_cpu if takes else moved_entries_torch)(kept, numbers, length)
+
+
+def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """The reference of ``moved_entries``."""
+    start, before, chosen, evicted, counts = numbers[..., None].unbind()
+    place = torch.arange(length, device=kept.device)
+    src = start + place + evicted
+    if kept.shape[-1]:
+        rank = (place - before).clamp(0, kept.shape[-1] - 1)
+        src = torch.where(place < before + chosen, kept.gather(-1, rank), src)
+    src = torch.where(place < before, start + place, src)
+    return torch.where(place < counts, src, 0)
+
+
+def moved_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """``kept`` may have any strides."""
+    numbers = as_int64(numbers)
+    out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
+    _MOVED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
+    return out
+
+
+def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``."""
+    takes = _ADD_REMAINDERS.takes(whole.keys, torch.float32, multiple=8)
+    (add_remainders_cpu if takes else add_remainders_torch)(whole, rows, more)
+
+
+def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """The reference of ``add_remainders``."""
+    by_layer = Remainder(*(part.transpose(0, 1) for part in more))
+    for part, new in zip(whole, merged(whole.at(slice(None), rows), by_layer), strict=True):
+        part[:, rows] = new.to(part.dtype)
+
+
+def add_remainders_cpu(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """``IndexError``, with nothing written, for a row that is not there."""
+    if not all(x.is_contiguous() for x in whole):
+        raise ValueError(f"add_remainders: remainders {list(whole.keys.shape)} have to be dense")
+    rows, dense = as_int64(rows), [x.float().contiguous() for x in more]
+    _ADD_REMAINDERS(
+        *(*whole, rows, *dense),
+        *(len(rows), *whole.keys.shape),
+        refused=f"row {{}} is not one of {whole.keys.shape[1]}",
+    )

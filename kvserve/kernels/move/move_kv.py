@@ -1,0 +1,78 @@
+"""Read scattered entries of all layers and heads at once, and move kept ones to the front."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvserve.kernels.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.store.quantized_entries import QuantizedVectors
+from kvserve.kernels.store.slot_mapping import places_of, vectors_at
+
+Vectors = Tensor | QuantizedVectors
+"""Numbers, or levels with steps."""
+_GATHER_KV, _MOVE_KV = Compiled("gather_kv", "storage"), Compiled("move_kv", "storage")
+
+
+def gather_kv_torch(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
+) -> Tensor:
+    """Keys (or values) in slots int64 [L', Hkv, S] of layers ``layer_ids [L']`` (default: all):
+    [L', Hkv, S, D]; the reference. kv_cache: [num_blocks, Lb, 2, B, Hb, D]."""
+    return gather_torch(kv_cache[:, :, int(values)], slots, layer_ids)
+
+
+def gather_torch(held: Tensor, slots: Tensor, layer_ids: Tensor | None = None) -> Tensor:
+    """The same of [num_blocks, Lb, tokens, Hb, D], as queries are logged; the reference."""
+    return vectors_at(held, places_of(held.shape, slots, layer_ids))
+
+
+def move_kv_torch(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Copy entries ``src`` to ``dst``, keys and values, in place; the reference: all sources are
+    read before any destination is written.
+
+    kv_cache: [num_blocks, Lb, 2, B, Hb, D]; src, dst: int64 slots [L, Hkv, S], which are ``runs``
+    runs (events) of equal length. They may overlap as entries do that move to the front in order:
+    no destination is the source of a later entry of its run, or of any entry of another run. What
+    goes to block 0 is not used.
+    """
+    move_torch(kv_cache[:, :, 0], kv_cache[:, :, 1], src, dst)
+
+
+def move_torch(keys: Vectors, values: Vectors, src: Tensor, dst: Tensor) -> None:
+    """Of numbers or levels [num_blocks, Lb, tokens, Hb, D], bit for bit."""
+    source, target = (places_of(keys.shape, slots) for slots in (src, dst))
+    for held in (keys, values):
+        if isinstance(held, Tensor):
+            held[target] = vectors_at(held, source)
+        else:
+            held[target] = held[source]
+
+
+def gather_kv_cpu(
+    kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
+) -> Tensor:
+    """``IndexError``, with nothing read, for a slot that is not there."""
+    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    slots, sizes = as_int64(slots), _sizes_of(kv_cache)
+    out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
+    places = kv_cache, slots, None, layer_ids, out, *slots.shape
+    _GATHER_KV(*places, *sizes, values, refused=slot_outside(sizes[0], sizes[2]))
+    return out
+
+
+def move_kv_cpu(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> None:
+    """Entry after entry. ``IndexError``, with nothing written, for a slot that is not there."""
+    if src.shape != dst.shape:
+        raise ValueError(f"move_kv: slots {list(src.shape)} to {list(dst.shape)}")
+    sizes = _sizes_of(kv_cache)
+    places = kv_cache, as_int64(src), as_int64(dst), None, None, *src.shape
+    _MOVE_KV(*places, *sizes, False, refused=slot_outside(sizes[0], sizes[2]))
+
+
+def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:
+    """Blocks, layers, entries and heads of a block, and bytes of a vector."""
+    num_blocks, layers, _, size, heads, dim = kv_cache.shape
+    if not kv_cache.is_contiguous():
+        raise ValueError(f"move_kv: blocks of a cache {list(kv_cache.shape)} have to be dense")
+    return num_blocks, layers, size, heads, dim * kv_cache.itemsize

@@ -1,0 +1,1 @@
+"""New entries to their slots, and every form in which entries are held."""
