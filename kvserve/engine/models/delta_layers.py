@@ -1,4 +1,4 @@
-"""A decoder of our own some of whose layers keep states: Qwen 3.5.
+"""A decoder of our own some of whose layers keep states: Qwen 3.5 and Qwen3-Next.
 
 The gated delta rule and the convolution before it take the chunks of all rows in one call, and
 write the rows' states (``engine/cache/state_rows.py``) in place. The other layers attend as all
@@ -52,7 +52,8 @@ class GatedLayer(Layer):
 
 class DeltaLayer(LayerBase):
     """The gated delta rule of H heads over Hk of keys: ``projected`` makes queries, keys and values
-    ``[2 Hk Dk + H Dv]`` of a token, gates ``[H Dv]``, and the two numbers of each head's rule."""
+    ``[2 Hk Dk + H Dv]`` of a token, gates ``[H Dv]``, and the two numbers of each head's rule, if
+    these have no matrix of their own (``rule``)."""
 
     def __init__(
         self,
@@ -64,7 +65,10 @@ class DeltaLayer(LayerBase):
     ) -> None:
         delta = spec.delta
         super().__init__(spec, index, operators, group, matrix, delta.values)
-        self.projected = matrix("projected", sum(delta.sizes), spec.hidden_size)
+        of_rule = delta.sizes[2:] if delta.apart else []
+        sizes = delta.sizes[:2] if delta.apart else delta.sizes
+        self.projected = matrix("projected", sum(sizes), spec.hidden_size)
+        self.rule = matrix("rule", sum(of_rule), spec.hidden_size) if of_rule else None
         self.taps = empty(delta.taps, delta.channels)
         self.decay = empty(2, delta.heads, dtype=torch.float32)
         self.scale = empty(delta.value_dim)
@@ -80,7 +84,12 @@ class DeltaLayer(LayerBase):
         """As ``Layer.forward``; ``states`` are this layer's (``LayerStates``), of all rows."""
         eps = self.spec.rms_norm_eps
         hidden, x = self.operators.add_and_norm(hidden, added, self.input_norm, eps)
-        qkv, gate, b, a = linear(x, self.projected).split(self.spec.delta.sizes, dim=1)
+        projected, sizes = linear(x, self.projected), self.spec.delta.sizes
+        if self.rule is None:
+            qkv, gate, b, a = projected.split(sizes, dim=1)
+        else:
+            qkv, gate = projected.split(sizes[:2], dim=1)
+            b, a = linear(x, self.rule).split(sizes[2:], dim=1)
         qkv = gated_delta.causal_convolution(qkv, self.taps, states.tail, chunks)
         read = gated_delta.gated_delta_rule(qkv, b, a, self.decay, states.recurrent, chunks)
         mixed = gated_delta.gated_norm(read, self.scale, gate, eps)

@@ -429,6 +429,19 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     assert tokens(make(directory), PROMPTS[:2], 8) == wanted
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+def test_qwen3_next_with_experts(tmp_path: Path, *, normalised: bool) -> None:
+    """In all layers; where some have none, transformers' modules run it."""
+    fields = {"mlp_only_layers": [], "norm_topk_prob": normalised}
+    directory = write_hybrid("qwen3_next", tmp_path, **fields)
+    llm = check_parity(directory, PROMPTS[:4], expected(directory, PROMPTS[:4], 24), 2e-3)
+    assert isinstance(llm.engine.core.runner.model, DeltaTransformer)
+    edit_config(directory, mlp_only_layers=[1])
+    assert choose_spec(directory, ModelConfig(model=str(directory))).borrowed
+    with pytest.raises(ConfigError, match="experts and layers without, which is not built"):
+        choose_spec(directory, ModelConfig(model=str(directory), model_impl="native"))
+
+
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
     """Qwen 3.5 is published as one that also sees; names of its file begin otherwise."""
     directory = write_hybrid("qwen3_5_text", tmp_path)
