@@ -111,7 +111,8 @@ def build_runner(
     guesses = plan.speculation
     most_guesses, most_rows = (0, 1) if guesses is None else (guesses.num_tokens, guesses.most_rows)
     parts = model, cache, batch, attention.backend
-    steps, longest = StepParts(*parts), 1 + most_guesses
+    # Where states may be taken back, chunks of guesses are not recorded.
+    steps, longest = StepParts(*parts), 1 if spec.states else 1 + most_guesses
     graphs: DecodeGraphs | RecordedSteps | None = None
     alone = config.parallel.tensor_parallel_size == 1 and not config.enforce_eager
     if sizes:
