@@ -10,6 +10,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.blocks.window_group import WindowShape
 
 
 class Granularity(enum.Enum):
@@ -56,6 +60,8 @@ class KVLayout:
     granularity: Granularity = Granularity.MODEL
     holds_entries: bool = True
     """Whether these layers are of the kind that sees all tokens; else rows hold nothing in them."""
+    windows: WindowShape | None = None
+    """The shape of the model's layers with windows, unless their heads are as these layers'."""
 
     @cached_property
     def layer_groups(self) -> int:
