@@ -23,9 +23,11 @@ def write_gguf(
     family: str,
     kinds: Mapping[str, Kind] | None = None,
     facts: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    *,
+    side_by_side: bool = False,
 ) -> Path:
     """``kinds``: of tensors by the last word of their module's name (others: F32); ``facts`` adds
-    metadata and tensors of its own."""
+    metadata and tensors of its own; ``side_by_side``: Qwen3-Next as it was converted first."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, family)
     _write_facts(writer, config, family)
@@ -37,16 +39,18 @@ def write_gguf(
         "k_proj": config.get("num_key_value_heads"),
     }
     tensors: dict[str, Tensor] = load_file(checkpoint / "model.safetensors")
-    for name, tensor in tensors.items():
+    numbers = {name: tensor.float().numpy() for name, tensor in tensors.items()}
+    for name, values in converted(numbers, config, family, side_by_side=side_by_side).items():
         module, _, suffix = name.rpartition(".")
         part = module.rpartition(".")[2]
-        values = tensor.float().numpy()
+        if suffix not in ("weight", "bias"):  # linear_attn.A_log
+            module, suffix = name, ""
         if family == "llama" and part in heads:
             values = turned(values, heads[part])
         if family.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         kind = (kinds or {}).get(part, Kind.F32)
-        stored = f"{names.get_name(module)}.{suffix}"
+        stored = f"{names.get_name(module)}.{suffix}".removesuffix(".")
         writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -73,8 +77,12 @@ def _write_facts(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
         writer.add_sliding_window(config["sliding_window"])
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     else:
-        writer.add_rope_dimension_count(head_dim)
+        share = rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(head_dim * share))
         writer.add_rope_freq_base(rope["rope_theta"])
+    _of_experts(writer, config)
+    if "linear_num_key_heads" in config:
+        _of_states(writer, config, family)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -87,6 +95,84 @@ def _write_facts(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _of_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _of_states(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -> None:
+    heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(key_heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if family != "qwen3next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def converted(
+    tensors: dict[str, np.ndarray], config: dict[str, Any], family: str, *, side_by_side: bool
+) -> dict[str, np.ndarray]:
+    """Mixtures of experts, Qwen 3.5 and Qwen3-Next as the converter writes them, under names that
+    gguf's table knows: experts in one tensor; of layers with the rule rates as they are, dt as a
+    bias, and value head j of key head g at ``j Hk + g`` (Qwen 3.5)."""
+    found, experts = dict[str, np.ndarray](), dict[str, list[np.ndarray]]()
+    for name, values in tensors.items():
+        layer, _, rest = name.partition(".mlp.experts.")
+        if rest:
+            experts.setdefault(f"{layer}.mlp.experts.{rest.partition('.')[2]}", []).append(values)
+        elif ".linear_attn." in name:
+            found |= _rule_converted(name, values, config, family, side_by_side)
+        elif family in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight"):
+            found[name] = values + 1
+        else:
+            found[name] = values.squeeze(0) if "shared_expert_gate" in name else values
+    return found | {name: np.stack(parts) for name, parts in experts.items()}
+
+
+def _rule_converted(
+    name: str, values: np.ndarray, config: dict[str, Any], family: str, side_by_side: bool
+) -> dict[str, np.ndarray]:
+    layer, part = name.split("linear_attn.")
+    key_heads, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    keys = 2 * key_heads * key_dim
+
+    def tiled(x: np.ndarray, size: int) -> np.ndarray:
+        by_head = x.reshape(key_heads, heads // key_heads, size, *x.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(x.shape)
+
+    if part == "in_proj_qkvz.weight" and not side_by_side:
+        each = heads // key_heads * value_dim
+        of_group = values.reshape(key_heads, -1, values.shape[1])
+        parts = np.split(of_group, np.cumsum([key_dim, key_dim, each]), axis=1)
+        q, k, v, z = (one.reshape(-1, values.shape[1]) for one in parts)
+        base = f"{layer}linear_attn."
+        return {
+            f"{base}in_proj_qkv.weight": np.concatenate([q, k, v]),
+            f"{base}in_proj_z.weight": z,
+        }
+    if part == "conv1d.weight":
+        values = values.squeeze(1)
+    if family != "qwen3next" and part in ("in_proj_qkv.weight", "conv1d.weight"):
+        values = np.concatenate([values[:keys], tiled(values[keys:], value_dim)])
+    elif family != "qwen3next" and part == "in_proj_z.weight":
+        values = tiled(values, value_dim)
+    elif family != "qwen3next" and part == "out_proj.weight":
+        values = tiled(values.T, value_dim).T
+    elif family != "qwen3next" and part != "norm.weight":
+        values = tiled(values, 1)
+    if part == "A_log":
+        values = -np.exp(values)
+    return {name.replace("dt_bias", "dt_proj.bias"): values}
 
 
 def turned(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -33,6 +33,12 @@ def fp8_config(strategy: str = "tensor", **fields: Any) -> dict[str, Any]:
     }
 
 
+def block_fp8(rows: int = 128, inputs: int = 128, **fields: Any) -> dict[str, Any]:
+    """As Qwen publishes FP8."""
+    base = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    return {**base, "weight_block_size": [rows, inputs], **fields}
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.mlp.router"]}
 
@@ -105,18 +111,41 @@ def to_fp8(weight: Array, *, per_channel: bool) -> tuple[Tensors, Array]:
     """Stored tensors of a weight, by what follows its module's name; and what they mean."""
     largest = np.abs(weight).max(axis=1, keepdims=True) if per_channel else np.abs(weight).max()
     scale = torch.tensor(np.atleast_1d(largest / 448)).bfloat16()
-    table = e4m3_values()
-    ratio = weight / scale.double().numpy()
-    order = np.argsort(np.where(np.isnan(table), np.inf, table), kind="stable")[:254]
-    place = np.searchsorted(table[order], ratio).clip(1, 253)
-    below, above = order[place - 1], order[place]
-    codes = np.where(ratio - table[below] < table[above] - ratio, below, above).astype(np.uint8)
+    codes = e4m3_codes(weight / scale.double().numpy())
     stored = {
         "weight": torch.tensor(codes).view(torch.float8_e4m3fn),
         "weight_scale": scale,
         "input_scale": torch.ones(1),
     }
-    return stored, table[codes] * scale.double().numpy()
+    return stored, e4m3_values()[codes] * scale.double().numpy()
+
+
+def e4m3_codes(ratio: Array) -> Array:
+    """The nearest of its numbers."""
+    table = e4m3_values()
+    order = np.argsort(np.where(np.isnan(table), np.inf, table), kind="stable")[:254]
+    place = np.searchsorted(table[order], ratio).clip(1, 253)
+    below, above = order[place - 1], order[place]
+    return np.where(ratio - table[below] < table[above] - ratio, below, above).astype(np.uint8)
+
+
+def to_block_fp8(
+    weight: Array, rows: int, inputs: int, scales: torch.dtype = torch.bfloat16
+) -> tuple[Tensors, Array]:
+    """A scale for each block, the last of which may be smaller."""
+    outputs, width = weight.shape
+    blocks = [
+        [np.abs(weight[i : i + rows, j : j + inputs]).max() for j in range(0, width, inputs)]
+        for i in range(0, outputs, rows)
+    ]
+    by_block = torch.tensor(np.array(blocks) / 448).to(scales)
+    each = by_block.double().numpy()[np.arange(outputs) // rows][:, np.arange(width) // inputs]
+    codes = e4m3_codes(weight / each)
+    stored = {
+        "weight": torch.tensor(codes).view(torch.float8_e4m3fn),
+        "weight_scale_inv": by_block,
+    }
+    return stored, e4m3_values()[codes] * each
 
 
 def to_mxfp4(weight: Array) -> tuple[Tensors, Array]:
@@ -252,6 +281,12 @@ def in_form(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, 
             if pattern.startswith("-:"):
                 return {"weight": torch.tensor(weight).float()}, weight
             config = {**config, **own}
+    if config["quant_method"] == "fp8":
+        rows, inputs = config["weight_block_size"] or weight.shape
+        stored, meant = to_block_fp8(weight, rows, inputs)
+        if config["activation_scheme"] == "static":
+            stored["activation_scale"] = torch.ones(())
+        return stored, meant
     algorithm = config.get("quant_algo", "")
     of_layers = config.get("quantized_layers", {})
     algorithm = next((x["quant_algo"] for n, x in of_layers.items() if n in name), algorithm)
@@ -259,6 +294,10 @@ def in_form(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, 
         return to_nvfp4(weight, divided=not algorithm)
     if algorithm or form in ("float-quantized", "naive-quantized"):
         by = "tensor" if algorithm else groups["group_0"]["weights"]["strategy"]
+        if by == "block":
+            blocks = groups["group_0"]["weights"]["block_structure"]
+            stored, meant = to_block_fp8(weight, *blocks)
+            return {"weight": stored["weight"], "weight_scale": stored["weight_scale_inv"]}, meant
         return to_fp8(weight, per_channel=by == "channel")
     return in_levels(name, weight, config)
 
@@ -269,12 +308,22 @@ def in_form(name: str, weight: Array, config: dict[str, Any]) -> tuple[Tensors, 
 def quantize(kind: str, directory: Path, config: dict[str, Any], **changes: Any) -> Path:
     """Write ``directory`` quantised, and return a plain checkpoint of what its weights mean."""
     write_checkpoint(kind, directory, **changes)
+    write_checkpoint(kind, directory / "plain", **changes)
+    return quantize_written(directory, config)
+
+
+_KEPT = (".gate.", "shared_expert_gate", "conv1d", "in_proj_a.", "in_proj_b.", "in_proj_ba.")
+"""What quantised files leave plain, in parts of names."""
+
+
+def quantize_written(directory: Path, config: dict[str, Any]) -> Path:
+    """Quantise what is in ``directory``, and in ``plain`` in it, where its meaning will be."""
     plain = directory / "plain"
-    write_checkpoint(kind, plain, **changes)
     stored, meant = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         of_experts = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        is_matrix = tensor.dim() > 1 and name.startswith("model.layers") and ".gate." not in name
+        is_matrix = tensor.dim() > 1 and name.startswith("model.layers")
+        is_matrix = is_matrix and not any(part in name for part in _KEPT)
         if not (of_experts if config is MXFP4 else is_matrix):
             stored[name] = meant[name] = tensor
             continue

@@ -26,9 +26,9 @@ from kvserve.kernels.store.few_bits import FewBlocks, bytes_at
 from kvserve.kernels.store.quantized_entries import QuantizedVectors
 from kvserve.kernels.store.slot_mapping import places_of, slot_mapping
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.triggers.trigger import EvictionSpec
 from tests.engine.few_reference import Stored
 

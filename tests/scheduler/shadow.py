@@ -22,9 +22,10 @@ from kvserve.scheduler.blocks.cache_group import TokenGroup
 from kvserve.scheduler.blocks.code_group import CodeGroup
 from kvserve.scheduler.blocks.swap_memory import num_places
 from kvserve.scheduler.blocks.window_group import NewestGroup, WindowGroup, window_blocks
-from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
+from kvserve.scheduler.messages.continuation import Continuation, Resumption
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import RowMove, RowMoves, SchedulerOutput, TableUpdate
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.continued_rows import ContinuedRows, NextTurn
 from kvserve.scheduler.step.scheduler import Scheduler

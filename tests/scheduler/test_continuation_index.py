@@ -8,13 +8,7 @@ import numpy as np
 
 from kvserve.scheduler.blocks.continuation_index import ContinuationIndex, common
 from kvserve.scheduler.column_hash import SEED, column_hashes
-from kvserve.scheduler.messages.continuation import (
-    EVICTED,
-    NEW,
-    POLICY,
-    TOKENS,
-    Continuation,
-)
+from kvserve.scheduler.messages.continuation import EVICTED, NEW, POLICY, TOKENS, Continuation
 from tests.counting import lines_run
 
 SIZE = 4

@@ -10,8 +10,8 @@ import pytest
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.kept_states import KeptStates, StateMove
 from kvserve.scheduler.blocks.state_group import BOUNDARY, LayerState, StateSpec
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.scheduler import Scheduler
 from tests.scheduler.shadow import ShadowRunner, content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 Pairs = list[tuple[int, int]]
 

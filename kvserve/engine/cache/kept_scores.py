@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import RowMoves
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 
 class KeptScores:

@@ -18,8 +18,8 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import RowMove
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 _add_remainders = Late("kernels.move.events:add_remainders")
 

@@ -22,8 +22,8 @@ from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.kept_states import StateMove
 from kvserve.scheduler.blocks.state_group import StateSpec
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import RowMove
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 
 class StateRows(RowGroup):

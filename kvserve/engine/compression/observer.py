@@ -101,8 +101,8 @@ class Scope:
     """What events of a policy score, decided once: ``count`` layers, the ``leaders`` (``None``:
     all); ``where [L]`` is for every layer the index of its leader among them.
 
-    ``query_heads`` vectors are read of a token. What is left of dropped entries is fitted if every
-    layer is scored (``fits``).
+    ``query_heads`` vectors are read of a token; every ``log_stride``-th token's are logged. What is
+    left of dropped entries is fitted if every layer is scored (``fits``).
     """
 
     policy: Policy
@@ -110,11 +110,9 @@ class Scope:
     where: Tensor | None
     count: int
     query_heads: int
+    log_stride: int
     fits: bool
-
-    @property
-    def reads_values(self) -> bool:
-        return self.fits or self.policy.demands.reads_values
+    reads_values: bool
 
 
 class Observer:
@@ -158,13 +156,16 @@ class Observer:
             heads = self._cache.query_log.heads
             if reduction is not None:
                 heads = self._recomputer.heads if reduction == "heads" else layout.num_kv_heads
+            fits = policy.demands.leaves == "fitted" and alone
             known = Scope(
                 policy,
                 None if alone else np.array(scored),
                 None if alone else to_device(places, self._cache.kv.device),
                 len(scored),
                 heads,
-                fits=policy.demands.leaves == "fitted" and alone,
+                policy.event_trigger.log_stride,
+                fits=fits,
+                reads_values=fits or policy.demands.reads_values,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -256,7 +257,7 @@ class Observer:
         if recomputed is not None:  # [E', L, heads, Q, D]
             queries = at_layers(recomputed, at)
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
-            log, stride = cache.query_log, policy.event_trigger.log_stride
+            log, stride = cache.query_log, scope.log_stride
             places = (part.positions[:, None] // stride + part.places // stride)[:, None, None]
             logged = layout.num_layers, log.heads
             slots = slots_of(log_tables, part.rows, places, logged, log.block_tokens)

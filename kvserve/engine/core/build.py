@@ -128,7 +128,7 @@ def _sizes(plan: EnginePlan, free: int) -> tuple[KVLayout, SchedulerSettings]:
         continuations=config.cache.continuations == "on",
         max_continuation_blocks=None if kept is None else kept // plan.block_bytes,
         num_host_blocks=count_host_blocks(config.cache, block_bytes(layout, plan.form), num_blocks),
-        max_observed_tokens=scheduler.max_num_observed_tokens,
+        max_observed_tokens=plan.max_observed_tokens,
         further_groups=plan.groups,
         speculation=plan.speculation,
     )

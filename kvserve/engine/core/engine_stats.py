@@ -12,7 +12,6 @@ from typing import Any
 from kvserve.engine.cache.kv_cache import SCRATCH_BYTES
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.outputs import Compaction
-from kvserve.scheduler.messages.continuation import MISSES
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.step.scheduler import Scheduler
 from kvserve.stats import ITERATION_TOKENS, CompactionCounts, EngineStats, RequestStats
@@ -68,7 +67,7 @@ class EngineCounts:
                 "continuations": len(store),
                 "continuation_blocks": store.num_blocks,
                 "hosted_continuations": store.num_hosted,
-                "continuation_misses": tuple((why, scheduler.saved.misses[why]) for why in MISSES),
+                "continuation_misses": tuple(scheduler.saved.misses.items()),
             }
         return replace(
             scheduler.totals,

@@ -15,7 +15,6 @@ from kvserve.engine.sampling.sampler import PromptScoring, RowSampling
 from kvserve.late import Late, Made
 from kvserve.log import RequestError, too_long
 from kvserve.scheduler.column_hash import salted_seed
-from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import NO_EVENT, Trigger
 
@@ -117,6 +116,8 @@ class Intake:
             sequence.cache_seed = salted_seed(new.cache_salt)
         if self._config.cache.continuations == "off" or policy.name == "none":
             return
+        from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
+
         if new.prompt_logprobs is not None or _continuation_refusal(policy, self._spec):
             sequence.talk.refuses = UNSUPPORTED
             return

@@ -17,9 +17,9 @@ from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.log import RequestError
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 MOST_POSITIONS = 2**21
 """Limit on positions x layers x KV heads, summed over an engine's traced sequences."""

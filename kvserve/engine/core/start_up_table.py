@@ -237,7 +237,6 @@ def _scheduling_rows(plan: EnginePlan, num_host_blocks: int) -> list[Row]:
     """Which requests run, what preemption does, and events."""
     scheduler, guesses = plan.config.scheduler, plan.speculation
     most = scheduler.max_num_seqs_per_client or scheduler.max_num_seqs
-    observed = scheduler.max_num_observed_tokens or scheduler.max_num_batched_tokens
     overlapping = "--async-scheduling; by default on where there is a GPU"
     guessing = "off", "--speculative-config"
     if guesses is not None:
@@ -259,7 +258,7 @@ def _scheduling_rows(plan: EnginePlan, num_host_blocks: int) -> list[Row]:
         ("overlapped steps", "on" if plan.overlaps else "off", overlapping),
         ("speculation", *guessing),
         ("preemption", swap, f"--swap-space; {recomputed}"),
-        ("events per step", f"{observed} queries", "--max-num-observed-tokens"),
+        ("events per step", f"{plan.max_observed_tokens} queries", "--max-num-observed-tokens"),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvserve.engine.gguf.reader import GgufFile, numbers
+from kvserve.log import shown
 
 _ARCHITECTURES = {
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
@@ -20,6 +21,10 @@ _ARCHITECTURES = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
 }
 _FIELDS = {
     "block_count": "num_hidden_layers",
@@ -34,6 +39,27 @@ _FIELDS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_DELTA = {
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_OWN_FIELDS = {
+    "qwen35": _DELTA,
+    "qwen35moe": {**_DELTA, **_EXPERTS, **_SHARED},
+    "qwen3moe": _EXPERTS,
+    "qwen3next": {**_DELTA, **_EXPERTS, **_SHARED},
+}
+"""Fields that only some families have."""
+WITH_STATES = ("qwen35", "qwen35moe", "qwen3next")
 _SCALING = {
     "type": "rope_type",
     "factor": "factor",
@@ -44,9 +70,11 @@ _SCALING = {
 _FURTHER = {"vocab_size", "expert_count", "expert_used_count", "tensor_data_layout"}
 _FURTHER |= {"attention.value_length", "attention.sliding_window_pattern", "rope.dimension_count"}
 _FURTHER |= {"rope.freq_base", "rope.freq_base_swa", "rope.scaling.finetuned"}
+_OF_STATES = {"nextn_predict_layers", "rope.dimension_sections", "ssm.inner_size"}
 _KNOWN = {*_FIELDS, *_FURTHER, *(f"rope.scaling.{name}" for name in _SCALING)}
 _NEUTRAL: dict[str, tuple[float, ...]] = {
-    "attention.causal": (True,),
+    **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
+    **dict.fromkeys(("expert_gating_func", "expert_weights_scale"), (0.0, 1.0)),
     **dict.fromkeys(("embedding_scale", "logit_scale", "residual_scale"), (0.0, 1.0)),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
     **dict.fromkeys(
@@ -87,13 +115,37 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _PHI3 = {**_OF_A_LAYER, "ffn_up": "mlp.gate_up_proj"}
-_NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3}
+_MOE = {**_OF_A_LAYER, "ffn_gate_inp": "mlp.gate"}
+_QWEN35 = {**_MOE, "post_attention_norm": "post_attention_layernorm"}
+_QWEN35 |= {
+    f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+}
+_QWEN35["ffn_gate_inp_shexp"] = "mlp.shared_expert_gate"
+_NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3, "qwen3moe": _MOE}
+_NAMES |= dict.fromkeys(WITH_STATES, _QWEN35)
+_OF_EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate", "up", "down")}
+_OF_RULE = {
+    "attn_gate.weight": ("in_proj_z.weight",),
+    "attn_qkv.weight": ("in_proj_qkv.weight",),
+    "ssm_a": ("A_log",),
+    "ssm_alpha.weight": ("in_proj_a.weight",),
+    "ssm_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
+    "ssm_beta.weight": ("in_proj_b.weight",),
+    "ssm_conv1d.weight": ("conv1d.weight",),
+    "ssm_dt.bias": ("dt_bias",),
+    "ssm_in.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
+    "ssm_norm.weight": ("norm.weight",),
+    "ssm_out.weight": ("out_proj.weight",),
+}
+"""Tensors of a layer with the gated delta rule, and the weights that are in them."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _WIDE_GEMMAS = (("gemma2", 46), ("gemma3", 62))
 """The 27B models, which llama.cpp knows by their layers, divide queries by the root of hidden size
 / heads; others by the root of a head's size."""
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 """What ends a turn, in llama.cpp too, although a file names another token as the end."""
+_MOST_PAIRS = 4096
+"""Of dimensions of a head, that are rotated."""
 CONTROL = 3
 """The type of tokens that are no text."""
 
@@ -114,20 +166,27 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     embedding = file.tensors.get("token_embd.weight")
     changing = (k for k, v in own.items() if np.ndim(v) or v not in _NEUTRAL.get(k, ()))
-    if unknown := sorted(set(changing) - _KNOWN):
+    own_fields, with_states = _OWN_FIELDS.get(name, {}), name in WITH_STATES
+    known = {*_KNOWN, *own_fields, *(_OF_STATES if with_states else ())}
+    if unknown := sorted(set(changing) - known):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")
     if file.value("split.count", int, 1) > 1:
         raise file.error("is one of several parts; llama-gguf-split --merge makes one of them")
-    if count := file.value(f"{prefix}expert_count", int, 0):
-        raise file.error(f"has {count} experts, which are read of safetensors only")
-    if unread := sorted(file.tensors.keys() - {*tensor_names(file).values(), _ROPE_FACTORS}):
+    if missing := [field for field in own_fields if own.get(field) is None]:
+        raise file.error(f"does not set {prefix}{missing[0]}")
+    count = file.value(f"{prefix}expert_count", int, 0)
+    if count and "expert_count" not in own_fields:
+        raise file.error(f"has {count} experts, which of {name} are read of safetensors only")
+    stored = {tensor for tensor in file.tensors if not _only_guesses(file, tensor)}
+    if unread := sorted(stored - {*tensor_names(file).values(), _ROPE_FACTORS}):
         raise file.error(f"has a tensor {unread[0]} ({len(unread)} such) that is not read")
     if embedding is None:
         raise file.error("has no tensor token_embd.weight; is it a language model?")
     architecture, model_type = _ARCHITECTURES[name]
     kinds = {tensor.kind.name for tensor in file.tensors.values()}
     matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    config = {ours: own[theirs] for theirs, ours in _FIELDS.items() if theirs in own}
+    fields = {**_FIELDS, **own_fields}
+    config = {ours: own[theirs] for theirs, ours in fields.items() if theirs in own}
     config |= {
         "architectures": [architecture],
         "model_type": model_type,
@@ -153,6 +212,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         rotated = file.value(f"{prefix}rope.dimension_count", int, size)
         config |= {"head_dim": size, "partial_rotary_factor": rotated / size}
         config["query_pre_attn_scalar"] = hidden // heads if wide else size
+    if count:
+        config["norm_topk_prob"] = True  # as llama.cpp has it
+    if with_states:
+        config |= _of_states(file, name)
     rope = _rope(file, own)
     if name == "gemma3":
         local = {"rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
@@ -168,17 +231,63 @@ def sampling_of(file: GgufFile) -> dict[str, Any]:
 
 def tensor_names(file: GgufFile) -> dict[str, str]:
     """The file's names of its tensors by those of transformers, for what is a decoder's."""
-    of_a_layer, names = _NAMES.get(family_of(file), _OF_A_LAYER), {}
-    for stored in file.tensors:
-        base, _, kind = stored.rpartition(".")
-        if base.startswith("blk."):
-            layer, _, part = base[4:].partition(".")
-            base, found = f"model.layers.{layer}.", of_a_layer.get(part)
+    family, names = family_of(file), dict[str, str]()
+    of_a_layer, experts = _NAMES.get(family, _OF_A_LAYER), "expert_count" in _fields_of(family)
+    for stored, tensor in file.tensors.items():
+        base, whole, known = "", stored, _WHOLE
+        if stored.startswith("blk."):
+            layer, _, whole = stored[4:].partition(".")
+            base, known = f"model.layers.{layer}.", of_a_layer
+        part, _, kind = whole.rpartition(".")
+        if _only_guesses(file, stored):
+            continue
+        if base and family in WITH_STATES and whole in _OF_RULE:
+            found = [f"linear_attn.{weight}" for weight in _OF_RULE[whole]]
+        elif base and experts and part in _OF_EXPERTS and len(tensor.shape) == 3:
+            own = f"{_OF_EXPERTS[part]}.{kind}"
+            found = [f"mlp.experts.{expert}.{own}" for expert in range(tensor.shape[0])]
         else:
-            base, found = "", _WHOLE.get(base)
-        if found is not None and kind in ("weight", "bias"):
-            names[f"{base}{found}.{kind}"] = stored
+            found = [f"{known[part]}.{kind}"] if part in known else []
+        if kind in ("weight", "bias") or found == ["linear_attn.A_log"]:
+            names |= dict.fromkeys((base + weight for weight in found), stored)
     return names
+
+
+def _fields_of(family: str) -> dict[str, str]:
+    """Of llama.cpp's keys and those of config.json, what the family has of its own."""
+    return _OWN_FIELDS.get(family, {})
+
+
+def _only_guesses(file: GgufFile, stored: str) -> bool:
+    """Whether a tensor is of the layers behind the last one, which guess further tokens."""
+    family = family_of(file)
+    guessing = file.value(f"{family}.nextn_predict_layers", int, 0)
+    if not guessing or family not in WITH_STATES or not stored.startswith("blk."):
+        return False
+    layer = stored.split(".")[1]
+    layers = file.value(f"{family}.block_count", int, 0)
+    return layer.isdecimal() and int(layer) >= layers - guessing
+
+
+def _of_states(file: GgufFile, family: str) -> dict[str, Any]:
+    """What follows from several keys of a model with the gated delta rule."""
+    inner, heads = (
+        file.value(f"{family}.ssm.{name}", int, 0) for name in ("inner_size", "time_step_rank")
+    )
+    if not heads or inner % heads:
+        raise file.error(f"has {family}.ssm.inner_size {inner} for {heads} heads")
+    layers = file.value(f"{family}.block_count", int, 0)
+    guessing = file.value(f"{family}.nextn_predict_layers", int, 0)
+    # Of text all positions are one. Pairs outside of the first three sections would not be rotated.
+    stored = file.value(f"{family}.rope.dimension_sections", np.ndarray)
+    sections = [11, 11, 10, 0] if stored is None else [int(size) for size in stored]
+    turns = len(sections) == 4 and 0 < sum(sections) <= _MOST_PAIRS and min(sections) >= 0
+    turns = turns and not sections[3]
+    if not turns or any(pair >= 3 * sections[pair % 3] for pair in range(sum(sections))):
+        raise file.error(
+            f"sets {family}.rope.dimension_sections to {shown(sections)}, which is not read"
+        )
+    return {"num_hidden_layers": layers - guessing, "linear_value_head_dim": inner // heads}
 
 
 def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_QWEN35 = _QWEN2.replace(_WORDS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+")
+_QWEN35 = _QWEN35.replace(r"[^\s\p{L}\p{N}]+", r"[^\s\p{L}\p{M}\p{N}]+")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
@@ -41,6 +43,7 @@ _SPLITS = {
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
     "smaug-bpe": _LLAMA3,
     "smollm": None,
     "tekken": _by_case("", r"\p{N}"),  # Mistral Nemo, Mistral Small
@@ -113,7 +116,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
         steps += [pre_tokenizers.Split(Regex(cut), "isolated") for cut in cuts]
     if (split := _SPLITS[words]) is not None:
         steps.append(pre_tokenizers.Split(Regex(split), "isolated"))
-    if split is _QWEN2:
+    if split in (_QWEN2, _QWEN35):
         backend.normalizer = normalizers.NFC()
     by_itself = split is None and words != "default"
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_itself))

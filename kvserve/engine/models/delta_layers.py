@@ -1,4 +1,4 @@
-"""A decoder of our own some of whose layers keep states: Qwen 3.5.
+"""A decoder of our own some of whose layers keep states: Qwen 3.5 and Qwen3-Next.
 
 The gated delta rule and the convolution before it take the chunks of all rows in one call, and
 write the rows' states (``engine/cache/state_rows.py``) in place. The other layers attend as all
@@ -8,7 +8,7 @@ others do; a gate then decides how much of each number counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,9 +50,21 @@ class GatedLayer(Layer):
         return gated_delta.sigmoid_gate(attended, gate.flatten(1))
 
 
+class Guessed(NamedTuple):
+    """What a layer computed from as rows verified guesses, and the states of these rows before:
+    ``qkv [T, .]``, ``b`` and ``a [T, H]``; ``tail`` and ``recurrent [n, ...]``."""
+
+    qkv: Tensor
+    b: Tensor
+    a: Tensor
+    tail: Tensor
+    recurrent: Tensor
+
+
 class DeltaLayer(LayerBase):
     """The gated delta rule of H heads over Hk of keys: ``projected`` makes queries, keys and values
-    ``[2 Hk Dk + H Dv]`` of a token, gates ``[H Dv]``, and the two numbers of each head's rule."""
+    ``[2 Hk Dk + H Dv]`` of a token, gates ``[H Dv]``, and the two numbers of each head's rule, if
+    these have no matrix of their own (``rule``)."""
 
     def __init__(
         self,
@@ -64,10 +76,14 @@ class DeltaLayer(LayerBase):
     ) -> None:
         delta = spec.delta
         super().__init__(spec, index, operators, group, matrix, delta.values)
-        self.projected = matrix("projected", sum(delta.sizes), spec.hidden_size)
+        of_rule = delta.sizes[2:] if delta.apart else []
+        sizes = delta.sizes[:2] if delta.apart else delta.sizes
+        self.projected = matrix("projected", sum(sizes), spec.hidden_size)
+        self.rule = matrix("rule", sum(of_rule), spec.hidden_size) if of_rule else None
         self.taps = empty(delta.taps, delta.channels)
         self.decay = empty(2, delta.heads, dtype=torch.float32)
         self.scale = empty(delta.value_dim)
+        self.guessed: Guessed | None = None
 
     def forward(
         self,
@@ -76,15 +92,38 @@ class DeltaLayer(LayerBase):
         states: Any,
         chunks: RowChunks,
         wanted: Tensor | None = None,
+        guessing: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """As ``Layer.forward``; ``states`` are this layer's (``LayerStates``), of all rows."""
+        """As ``Layer.forward``; ``states`` are this layer's (``LayerStates``), of all rows. Of the
+        first ``guessing`` rows ``take_back`` may be called next."""
         eps = self.spec.rms_norm_eps
         hidden, x = self.operators.add_and_norm(hidden, added, self.input_norm, eps)
-        qkv, gate, b, a = linear(x, self.projected).split(self.spec.delta.sizes, dim=1)
-        qkv = gated_delta.causal_convolution(qkv, self.taps, states.tail, chunks)
-        read = gated_delta.gated_delta_rule(qkv, b, a, self.decay, states.recurrent, chunks)
+        projected, sizes = linear(x, self.projected), self.spec.delta.sizes
+        if self.rule is None:
+            qkv, gate, b, a = projected.split(sizes, dim=1)
+        else:
+            qkv, gate = projected.split(sizes[:2], dim=1)
+            b, a = linear(x, self.rule).split(sizes[2:], dim=1)
+        if guessing:
+            before = states.tail[:guessing].clone(), states.recurrent[:guessing].clone()
+            self.guessed = Guessed(qkv, b, a, *before)
+        read = self._read(qkv, b, a, states, chunks)
         mixed = gated_delta.gated_norm(read, self.scale, gate, eps)
         return self.second_half(hidden, mixed, wanted)
+
+    def take_back(self, states: Any, tokens: Tensor, chunks: RowChunks) -> None:
+        """Let the states of ``chunks.rows`` be those behind ``tokens [.]`` of the last forward, in
+        order: no bit depends on how a row's tokens are cut."""
+        assert self.guessed is not None
+        qkv, b, a, tail, recurrent = self.guessed
+        states.tail[chunks.rows] = tail[chunks.rows]
+        states.recurrent[chunks.rows] = recurrent[chunks.rows]
+        self._read(qkv[tokens], b[tokens], a[tokens], states, chunks)
+
+    def _read(self, qkv: Tensor, b: Tensor, a: Tensor, states: Any, chunks: RowChunks) -> Tensor:
+        """[T, H, Dv]; the chunks' states are those behind them from here on."""
+        qkv = gated_delta.causal_convolution(qkv, self.taps, states.tail, chunks)
+        return gated_delta.gated_delta_rule(qkv, b, a, self.decay, states.recurrent, chunks)
 
 
 class DeltaTransformer(Transformer):
@@ -94,6 +133,8 @@ class DeltaTransformer(Transformer):
         super().__init__(*given)
         self.states: WeakKeyDictionary[Any, Mapping[int, Any]] = WeakKeyDictionary()
         """Of each cache that the layers run over: ``LayerStates`` by layer."""
+        self.guessing = 0
+        """How many of the first rows verify guesses in the next forward."""
 
     def new_layer(self, index: int, matrix: NewMatrix) -> nn.Module:
         has_state = index in {state.layer for state in self.part.states}
@@ -116,8 +157,24 @@ class DeltaTransformer(Transformer):
         for index, layer in enumerate(self.layers):
             kept = wanted if index == last else None
             if isinstance(layer, DeltaLayer):
-                hidden, added = layer(hidden, added, states[index], chunks, kept)
+                hidden, added = layer(hidden, added, states[index], chunks, kept, self.guessing)
             else:
                 hidden, added = layer(hidden, added, rope, batch, cache, attention, place, kept)
                 place += 1
         return self.finish(hidden, added)
+
+    def take_back(self, cache: LayerCache, starts: Tensor, lengths: Tensor, true: Tensor) -> None:
+        """The guesses of a forward that were wrong: of the first rows' chunks, which begin at
+        ``starts [n]`` and have ``lengths [n]`` tokens, only the first ``true [n]`` count."""
+        rows = (true < lengths).nonzero()[:, 0]
+        counts, states = true[rows], self.states[cache]
+        ends = counts.cumsum(0)
+        tokens = torch.arange(int(counts.sum())) - (ends - counts).repeat_interleave(counts)
+        tokens += starts[rows].repeat_interleave(counts)
+        chunks = RowChunks(rows, torch.cat([ends.new_zeros(1), ends]))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DeltaLayer):
+                if len(rows):
+                    layer.take_back(states[index], tokens, chunks)
+                layer.guessed = None
+        self.guessing = 0

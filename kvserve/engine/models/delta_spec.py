@@ -1,5 +1,5 @@
-"""What config.json says of a decoder with layers of the gated delta rule (Qwen 3.5), and why our
-own layers do not run it, if so. Its other layers are those of Qwen 3, with gates."""
+"""What config.json says of a decoder with layers of the gated delta rule (Qwen 3.5, Qwen3-Next),
+and why our own layers do not run it, if so. Its other layers are those of Qwen 3, with gates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from kvserve.scheduler.blocks.state_group import LayerState
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _DTYPES = {"auto", *(str(dtype)[6:] for dtype in DTYPES)}
-_MOE = "Qwen3_5MoeForCausalLM"
+_NEXT = "Qwen3NextForCausalLM"
+_EXPERTS = {"Qwen3_5MoeForCausalLM": (256, 8), _NEXT: (512, 10)}
+"""How many a layer has, and how many a token goes to, unless config.json says."""
 
 
 @dataclass(frozen=True)
 class DeltaSpec:
     """Heads of the rule, ``heads`` of values for ``key_heads`` of keys and queries, and how many
     ``taps`` the convolution before it has. The file may have all experts of a layer in one tensor
-    (``stacked``)."""
+    (``stacked``). ``apart``: what the rule's strengths and time steps are made of is a matrix of
+    its own, since quantised files leave it plain. ``grouped``: the file has what belongs to a key
+    head side by side, as Qwen3-Next's."""
 
     key_heads: int
     heads: int
@@ -33,6 +37,8 @@ class DeltaSpec:
     value_dim: int
     taps: int
     stacked: bool = False
+    apart: bool = False
+    grouped: bool = False
 
     @property
     def channels(self) -> int:
@@ -84,13 +90,14 @@ def _delta_of(config: Fields) -> DeltaSpec:
 
 def _experts_of(config: Fields) -> ExpertSpec | None:
     """Those of every layer, beside an MLP of all tokens."""
-    if architecture_of(config.raw) != _MOE:
+    if architecture_of(config.raw) not in _EXPERTS or not any(_with_experts(config)):
         return None
+    count, per_token = _EXPERTS[architecture_of(config.raw)]
     experts = ExpertSpec(
-        config.count("num_experts", 256),
-        config.count("num_experts_per_tok", 8),
+        config.count("num_experts", count),
+        config.count("num_experts_per_tok", per_token),
         config.count("moe_intermediate_size", 512),
-        normalised=True,
+        normalised=config.raw.get("norm_topk_prob") is not False,
         shared=True,
     )
     if experts.per_token > experts.count:
@@ -98,9 +105,23 @@ def _experts_of(config: Fields) -> ExpertSpec | None:
     return experts
 
 
+def _with_experts(config: Fields) -> list[bool]:
+    """Which layers have them. Qwen 3.5 has no field of these."""
+    layers, dense = config.count("num_hidden_layers"), config.listed("mlp_only_layers") or []
+    if architecture_of(config.raw) != _NEXT:
+        return [True] * layers
+    step, none = config.count("decoder_sparse_step", 1), config.raw.get("num_experts") == 0
+    return [not none and n not in dense and (n + 1) % step == 0 for n in range(layers)]
+
+
 def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """The spec of a checkpoint that has experts in one tensor each, or one by one."""
     first = "model.layers.0.mlp.experts.gate_up_proj"
+    if f"{first}_scale_inv" in checkpoint.names:
+        raise ConfigError(
+            f"--model: {checkpoint.file(first)} has {first} in FP8, all experts in one tensor; "
+            "kvserve reads experts in FP8 one by one, as Qwen publishes them"
+        )
     return replace(spec, delta=replace(spec.delta, stacked=first in checkpoint.names))
 
 
@@ -117,10 +138,10 @@ def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
         return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return "rotates parts of heads by scaled RoPE, which is not built"
-    if raw.get("quantization_config"):
-        return "is read from weights alone that are not quantised"
     if raw.get("attn_output_gate") is False or raw.get("attention_bias"):
         return "has attention without gates or with biases, which is not built"
+    if len(set(_with_experts(config))) > 1:
+        return "has layers with experts and layers without, which is not built"
     if (raw.get("hidden_act") or "silu") != "silu":
         return f"has {raw['hidden_act']} for its activation, which is not built"
     return None
@@ -158,7 +179,11 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
         rope=replace(spec.rope, parameters={"partial_rotary_factor": share}),
         states=states,
         experts=experts,
-        delta=delta,
+        delta=replace(
+            delta,
+            apart=spec.quantization is not None or bool(spec.stored_as),
+            grouped=architecture_of(raw) == _NEXT and not spec.stored_as,
+        ),
     )
 
 

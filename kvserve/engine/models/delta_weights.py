@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint of Qwen 3.5 go."""
+"""Where the tensors of a checkpoint of Qwen 3.5 or Qwen3-Next go."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
+from kvserve.engine.models.delta_spec import DeltaSpec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.weights import Target
 from kvserve.kernels.layer.weight_levels import Levels
 
-_PROJECTED = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+_PROJECTED, _OF_RULE = ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 
 
@@ -26,8 +27,12 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
     for index in range(spec.num_layers + len(with_rule)):
         parts = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "out": ["self_attn.o_proj"]}
         if index in with_rule:
-            projected = [f"linear_attn.{part}" for part in _PROJECTED]
-            parts = {"projected": projected, "out": ["linear_attn.out_proj"]}
+            parts = {"projected": _PROJECTED, "rule": _OF_RULE, "out": ["out_proj"]}
+            if spec.delta.grouped:
+                parts |= {"projected": ["in_proj_qkvz"], "rule": ["in_proj_ba"]}
+            if not spec.delta.apart:
+                parts["projected"] = [*parts["projected"], *parts.pop("rule")]
+            parts = {own: [f"linear_attn.{name}" for name in names] for own, names in parts.items()}
         own, mlp = ("mlp", "mlp") if spec.experts is None else ("mlp.shared", "mlp.shared_expert")
         parts[f"{own}.gate_up"] = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         parts[f"{own}.down"] = [f"{mlp}.down_proj"]
@@ -55,11 +60,13 @@ def _of_experts(spec: ModelSpec) -> dict[str, list[str]]:
 def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
     """As ``weights.weight_targets``."""
     spec, targets = model.spec, {"model.norm.weight": Target.whole(model.norm)}
-    held = dict(model.named_modules()) | dict(model.named_parameters())
+    held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
     order = rotated_order(spec)
     for matrix, names in matrix_sources(spec).items():
-        stacked = len(names) == 1 and len(held[matrix].shape) == 3
-        experts = [held[matrix]] if stacked or len(held[matrix].shape) == 2 else held[matrix]
+        whole, experts = held[matrix], [held[matrix]]
+        stacked = len(names) == 1 and len(whole.shape) == 3
+        if len(whole.shape) == 3 and not stacked:
+            experts = [whole[expert] for expert in range(whole.shape[0])]
         parts = [part for one in experts for part in _parts(model, matrix, one, stacked=stacked)]
         targets |= zip(names, parts, strict=True)
     for index, layer in enumerate(model.layers):
@@ -100,6 +107,33 @@ def rotated_order(spec: ModelSpec) -> Tensor:
     return torch.cat(taken)
 
 
+def _projected(spec: ModelSpec, name: str, tensor: Tensor | Levels) -> list[Target]:
+    """Of queries, keys, values and gates, of the rule's numbers, or of both."""
+    delta = spec.delta
+    sizes = list(delta.sizes)
+    orders: list[Tensor | None] = [None] * len(sizes)
+    if delta.grouped:  # a key head's own are side by side
+        keys, values = delta.key_heads * delta.key_dim, delta.values
+        orders = [_by_key_head(delta, [keys, keys, values, values])]
+        orders += [_by_key_head(delta, [delta.heads, delta.heads])]
+        sizes = [sum(sizes[:2]), sum(sizes[2:])]
+    if delta.apart:
+        half = len(sizes) // 2
+        part = slice(half, None) if name == "rule" else slice(half)
+        sizes, orders = sizes[part], orders[part]
+    return [
+        replace(Target.whole(part), order=order)
+        for part, order in zip(tensor.split(sizes), orders, strict=True)
+    ]
+
+
+def _by_key_head(delta: DeltaSpec, sizes: list[int]) -> Tensor:
+    """Where each row of a checkpoint's matrix is in ours, int64 [sum(sizes)]: theirs has each
+    part's rows of the first key head, then of the next."""
+    parts = torch.arange(sum(sizes), device="cpu").split(sizes)
+    return torch.cat([part.view(delta.key_heads, -1) for part in parts], dim=1).flatten()
+
+
 def _parts(
     model: DeltaTransformer, matrix: str, tensor: Tensor | Levels, *, stacked: bool
 ) -> list[Target]:
@@ -109,8 +143,8 @@ def _parts(
         return [Target.whole(tensor)]
     if name in ("embedding", "head"):
         return [Target.shared(tensor, model.group, total=spec.vocab_size)]
-    if name == "projected":
-        return [Target.whole(part) for part in tensor.split(spec.delta.sizes)]
+    if name in ("projected", "rule"):
+        return _projected(spec, name, tensor)
     if name == "gate_up":
         return [Target.whole(part) for part in tensor.chunk(2)]
     if name != "qkv":

@@ -57,13 +57,18 @@ class SharedAndExperts(nn.Module):
         self, hidden: int, width: int, spec: ExpertSpec, operators: Operators, matrix: NewMatrix
     ) -> None:
         super().__init__()
-        self.shared = Mlp(hidden, width, operators, matrix)
-        self.experts = Experts(hidden, spec, operators, matrix)
+        self.shared = Mlp(hidden, width, operators, _within("shared", matrix))
+        self.experts = Experts(hidden, spec, operators, _within("experts", matrix))
         self.gate = empty(1, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self.experts(x) + linear(x, self.gate).sigmoid() * self.shared(x)
+
+
+def _within(part: str, matrix: NewMatrix) -> NewMatrix:
+    """Matrices of a part of the second half, under its name."""
+    return lambda name, *shape: matrix(name.replace("mlp.", f"mlp.{part}."), *shape)
 
 
 class Routes(NamedTuple):

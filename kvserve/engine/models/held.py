@@ -47,7 +47,7 @@ def storage_of(checkpoint: Checkpoint, spec: ModelSpec, weight: str) -> Storage:
     form = None if quantized is None else quantized.form_of(checkpoint, weight)
     if form is not None:
         return form
-    return Transposed() if weight.endswith(ALL_EXPERTS) else Plain()
+    return Transposed() if weight.endswith(ALL_EXPERTS) and spec.delta is None else Plain()
 
 
 def hold_levels(
@@ -127,7 +127,8 @@ def read_levels(storage: StoredLevels, checkpoint: Checkpoint, weight: str, targ
 
 def _experts_of(spec: ModelSpec, matrix: str) -> ExpertSpec | None:
     layer, _, name = matrix.removeprefix("layers.").partition(".")
-    return spec.experts_of(int(layer)) if name.startswith("mlp.") else None
+    of_experts = name.startswith("mlp.") and not name.startswith("mlp.shared.")
+    return spec.experts_of(int(layer)) if of_experts else None
 
 
 def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGroup) -> Hold | str:
@@ -139,7 +140,10 @@ def _hold_random(spec: ModelSpec, matrix: str, sources: list[str], group: RankGr
     form, part = quantized.form(None, matrix), spec.part(group.size)
     experts = _experts_of(part, matrix)
     inner = part.intermediate_size if experts is None else experts.intermediate_size
-    width = {"out": part.num_heads * part.head_dim, "down": inner}
+    mixed = part.num_heads * part.head_dim
+    if int(matrix.split(".")[1]) in {state.layer for state in part.states}:
+        mixed = part.delta.values
+    width = {"out": mixed, "down": inner}
     count = width.get(matrix.rpartition(".")[2], spec.hidden_size)
     groups = torch.arange(count) // (form.group or count)
     return _arranged(form, [groups], of_experts=False)

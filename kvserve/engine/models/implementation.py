@@ -20,7 +20,7 @@ _borrowed_spec = Late("engine.models.borrowed:borrowed_spec")
 _knows = Late("engine.models.borrowed:knows")
 _native_spec = Late("engine.models.delta_spec:native_spec")
 _text_part = Late("engine.models.wrapper:text_part")
-_WITH_STATES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_WITH_STATES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 _LAYERS = {
     False: ("native", "kvserve's own; --model-impl transformers runs transformers'"),
     True: ("transformers", "its modules on kvserve's cache; slower than native ones"),

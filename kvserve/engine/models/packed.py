@@ -1,4 +1,5 @@
-"""Weights in whole numbers of 4 or 8 bits, or FP8, as AWQ, GPTQ and compressed-tensors store them.
+"""Weights in whole numbers of 4 or 8 bits, or FP8, as AWQ, GPTQ, compressed-tensors and others
+store them.
 
 They are levels and scales, which are held as they are stored where there is a product for them
 (``held.py``), and else widened as they are read.
@@ -23,7 +24,8 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 @dataclass(frozen=True)
 class Packed(StoredLevels):
     """Levels of ``bits``, in groups of ``group`` inputs (0: of all), in tensors whose names end as
-    ``levels``, ``scales``, ``zeros`` and ``order`` (the group of each input).
+    ``levels``, ``scales``, ``zeros`` and ``order`` (the group of each input). ``rows`` outputs
+    share their scales; the last ones may be fewer.
 
     ``turned``: they are [inputs, outputs] and [groups, outputs], else the other way round.
     ``shifts``: where each of the numbers is that share an int32: along ``packed``, ``"inputs"`` or
@@ -46,6 +48,7 @@ class Packed(StoredLevels):
     zeros_from: int = 0
     e4m3: bool = False
     by_token: bool = False
+    rows: int = 1
 
     def parts(self, name: str) -> tuple[str, ...]:
         """The first is that of the levels."""
@@ -109,25 +112,34 @@ class Packed(StoredLevels):
         return name.removesuffix("weight") + end
 
     def _scales(self, checkpoint: Checkpoint, name: str) -> tuple[Tensor, Tensor | None]:
-        """[outputs, groups] both."""
+        """[outputs, groups] both; outputs that share scales have copies."""
         where = self._name(name, self.scales_at)
         outputs, inputs = self.shape(checkpoint, name)
-        count = -(-inputs // (self.group or inputs))
+        shape = -(-outputs // self.rows), -(-inputs // (self.group or inputs))
         scales = self._by_output(checkpoint.tensor(where))
-        if scales.numel() == 1:
-            scales = scales.view(1, 1).expand(outputs, count)
-        if scales.numel() == outputs and count == 1:
+        if not scales.is_floating_point() or scales.itemsize < 2:
+            raise ConfigError(
+                f"--model: {where} in {checkpoint.file(where)} is {str(scales.dtype)[6:]}, of "
+                "which kvserve reads no scales"
+            )
+        if scales.numel() == 1 and (self.rows == 1 or shape == (1, 1)):
+            scales = scales.view(1, 1).expand(shape)
+        if scales.numel() == outputs and shape == (outputs, 1):
             scales = scales.reshape(outputs, 1)
         zeros = None
         if self.zeros_at:
             stored = checkpoint.tensor(self._name(name, self.zeros_at))
             zeros = self._by_output(_unpacked(stored, int(self.turned), self.shifts))[:outputs]
-        if scales.shape != (outputs, count) or (zeros is not None and zeros.shape != scales.shape):
+        if scales.shape != shape or (zeros is not None and zeros.shape != scales.shape):
+            blocks = f"blocks of {self.rows} x {self.group}" if self.rows > 1 else ""
             raise ConfigError(
                 f"--model: {where} in {checkpoint.file(where)} has shape "
-                f"{tuple(checkpoint.shape(where))} for a weight of {(outputs, inputs)} in groups "
-                f"of {self.group or inputs}, or its zeros do not fit; fetch it again"
+                f"{tuple(checkpoint.shape(where))} for a weight of {(outputs, inputs)} in "
+                f"{blocks or f'groups of {self.group or inputs}'}, or its zeros do not fit; fetch "
+                "it again"
             )
+        if self.rows > 1:
+            scales = scales.repeat_interleave(self.rows, dim=0)[:outputs]
         if zeros is None:
             return scales, None
         offsets = zeros.int() + self.zeros_from - 2 ** (self.bits - 1)

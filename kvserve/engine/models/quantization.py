@@ -13,12 +13,12 @@ from typing import Any
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.fp4 import Fp4, Mxfp4
 from kvserve.engine.models.packed import Packed
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, shown
 
 _READ = (
     "kvserve reads awq (4 bits, version gemm), gptq (4 and 8 bits), auto-round in these forms, "
     "compressed-tensors (float-quantized, pack-quantized, int-quantized, nvfp4-pack-quantized, "
-    "mxfp4-pack-quantized, mixed-precision), modelopt (FP8, NVFP4) and mxfp4 (gpt-oss)"
+    "mxfp4-pack-quantized, mixed-precision), fp8 (e4m3), modelopt (FP8, NVFP4) and mxfp4 (gpt-oss)"
 )
 # At which bits of an int32 its numbers are.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -27,7 +27,7 @@ _UNUSED = tuple(
     f".{name}"
     for name in (
         *("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale"),
-        "weight_zero_point",
+        *("weight_zero_point", "activation_scale"),
     )
 )
 """How names end of tensors that weights do not need: scales of activations and of the KV cache, and
@@ -93,6 +93,7 @@ def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
         "auto-round": _parse_auto_round,
         "awq": _parse_awq,
         "compressed-tensors": _parse_compressed,
+        "fp8": _parse_fp8,
         "gptq": _parse_gptq,
         "modelopt": _parse_modelopt,
     }
@@ -196,6 +197,34 @@ def _parse_modelopt(raw: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("modelopt", forms, set(named) != {"W4A16_NVFP4"}, caches, _UNUSED)
 
 
+def _parse_fp8(raw: Mapping[str, Any], where: str) -> Quantization:
+    """A scale for each block of outputs and inputs, as DeepSeek and Qwen publish their models
+    (arXiv 2412.19437, 3.3), or one of the weight: e4m3 numbers are multiplied by it, although it
+    is called ``weight_scale_inv``. vLLM's own of that name have ``weight_scale``. What
+    ``modules_to_not_convert`` names is plain, as its tensors say."""
+    scheme, blocks = raw.get("activation_scheme", "dynamic"), raw.get("weight_block_size")
+    known = {"fmt": (None, "e4m3", "float8_e4m3fn"), "expert_dtype": (None, "fp8")}
+    known["activation_scheme"] = ("dynamic", "static")
+    for name, values in known.items():
+        if (given := raw.get(name, values[0])) not in values:
+            raise _refused(where, f"fp8 with {name} {given!r}")
+    outputs, inputs = _block(blocks, where, "fp8") if blocks is not None else (1, 0)
+    by_token = scheme == "dynamic" and not inputs
+    how: dict[str, Any] = {"e4m3": True, "by_token": by_token, "rows": outputs}
+    names = ("weight_scale_inv", "weight_scale")
+    forms = tuple(Packed(8, inputs, "weight", name, **how) for name in names)
+    return Quantization("fp8", forms, activations=True, unused=_UNUSED)
+
+
+def _block(sizes: Any, where: str, of: str) -> tuple[int, int]:
+    """Outputs and inputs that share a scale."""
+    whole = isinstance(sizes, list | tuple) and all(type(size) is int for size in sizes)
+    if not whole or len(sizes) != 2 or min(sizes) < 1:
+        raise _refused(where, f"{of} with blocks of {shown(sizes)}")
+    outputs, inputs = sizes
+    return outputs, inputs
+
+
 def _group(size: Any, where: str) -> int:
     """0 for all inputs."""
     if not isinstance(size, int) or size < -1:
@@ -234,6 +263,9 @@ def _compressed_form(group: Mapping[str, Any], raw: Mapping[str, Any], where: st
         raise refuse(f"as {kind} weights" if symmetric else f"as asymmetric {kind} weights")
     if form in _FP4:
         return _FP4[form]
+    if kind == "float8" and strategy == "block":
+        rows, size = _block(weights.get("block_structure"), where, "compressed-tensors")
+        return Packed(8, size, "weight", "weight_scale", e4m3=True, rows=rows)
     if strategy not in ("tensor", "channel", *(["group"] * packs)):
         raise refuse(f"with one scale per {strategy}")
     if kind == "float8":

@@ -255,8 +255,8 @@ class Transformer(nn.Module):
         """Lay all matrices out for ``product``. Rows are looked up in a tied head as it lies then,
         or, of oneDNN's, which cannot be looked into, in a table of its own."""
         for part in list(self.layers.modules()):
-            for name in ("qkv", "projected", "out", "router", "gate_up", "down"):
-                if hasattr(part, name):
+            for name in ("qkv", "projected", "rule", "out", "router", "gate_up", "down"):
+                if getattr(part, name, None) is not None:
                     setattr(part, name, packed(getattr(part, name), product))
         if self.spec.norms_from_one:
             for name, parameter in self.named_parameters():

@@ -10,6 +10,7 @@ pass over the window's tokens, as in the paper.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import ClassVar
 
@@ -303,7 +304,7 @@ class Kara(Policy):
     def remainder_of(self, obs: Observation, dropped: Tensor) -> Remainder:
         return obs.fitted_remainder(dropped, self._places)
 
-    @property
+    @cached_property
     def _places(self) -> range | None:
         """The queries' places in the window if attention is absolute, else ``None``."""
         return self.query_places(self.window) if self.sees_all else None

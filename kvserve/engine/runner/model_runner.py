@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -146,6 +146,8 @@ class ModelRunner:
         self.graphs = graphs
         self.most_guesses = most_guesses
         self.model = model
+        self._with_states: Any = model
+        """Of models whose layers keep states, those that take back guesses."""
         self.cache = cache
         self.batch = batch
         self.attention = attention
@@ -229,7 +231,9 @@ class ModelRunner:
         if output.drafts is None:
             self.batch.last_token[where] = token_ids
         else:
-            self.batch.confirm(output.drafts, rows, token_ids)
+            chunks = self.batch.confirm(output.drafts, rows, token_ids)
+            if self.model.spec.states:
+                self._with_states.take_back(self.cache, *chunks)
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
         """Hidden states [S, hidden] that are sampled from; also scores prompts.
@@ -286,13 +290,15 @@ class ModelRunner:
         if self.graphs is not None and not len(output.prefill.rows):
             if drafts is None:
                 replayed = self.graphs.decode(output.num_decoding, logs)
-            else:
+            elif not self.model.spec.states:
                 replayed = self.graphs.chunks(drafts.lengths, drafts.token_ids, logs)
         if replayed is not None:
             hidden.append(replayed)
         elif output.num_decoding or len(output.prefill.rows):
             input_ids, batch = self.batch.build(output)
             planned, at = self.attention.plan(batch), None
+            if drafts is not None and self.model.spec.states:
+                self._with_states.guessing = len(drafts.lengths)
             if wanted is not None and len(wanted) < len(input_ids):
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))

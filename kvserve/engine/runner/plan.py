@@ -39,6 +39,7 @@ policy_fit = LateModule("engine.runner.policy_fit")
 _read_speculation = Late("engine.runner.speculative_config:read_speculation")
 _with_states = Late("engine.runner.state_plan:with_states")
 _CPU_PREFILL = 512
+_CPU_OBSERVED = 512  # a window of Kara's
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -114,6 +115,15 @@ class EnginePlan:
         # On a CPU a step's time is in proportion to its tokens, and small chunks cost nothing.
         usual = min(most, _CPU_PREFILL) if self.device == "cpu" else most
         return scheduler.max_prefill_tokens or usual
+
+    @property
+    def max_observed_tokens(self) -> int:
+        """The most queries whose attention the events of one step work out."""
+        scheduler = self.config.scheduler
+        # A CPU wins nothing by several windows at once: one after the other holds up fewer steps.
+        most = scheduler.max_num_batched_tokens
+        usual = min(most, _CPU_OBSERVED) if self.device == "cpu" else most
+        return scheduler.max_num_observed_tokens or usual
 
     @property
     def speculation(self) -> NgramSettings | None:

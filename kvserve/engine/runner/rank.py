@@ -111,7 +111,8 @@ def build_runner(
     guesses = plan.speculation
     most_guesses, most_rows = (0, 1) if guesses is None else (guesses.num_tokens, guesses.most_rows)
     parts = model, cache, batch, attention.backend
-    steps, longest = StepParts(*parts), 1 + most_guesses
+    # Where states may be taken back, chunks of guesses are not recorded.
+    steps, longest = StepParts(*parts), 1 if spec.states else 1 + most_guesses
     graphs: DecodeGraphs | RecordedSteps | None = None
     alone = config.parallel.tensor_parallel_size == 1 and not config.enforce_eager
     if sizes:
@@ -155,7 +156,7 @@ def measure(plan: EnginePlan, model: Transformer, attention: Choice, group: Rank
         return Profile(weights, 0, 0, left - sum(group.nbytes for group in plan.groups))
     from kvserve.engine.compression.observer import event_bytes
 
-    tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_observed_tokens or 0)
+    tokens = max(scheduler.max_num_batched_tokens, plan.max_observed_tokens)
     step = taken_by(
         lambda: build_runner(plan, model, attention, smallest_pool(plan), group).rehearse(tokens)
     )

@@ -43,7 +43,7 @@ def with_states(
     cache, what = config.cache, f"the layers with states of {spec.architecture}"
     if cache.continuations == "on":
         raise ConfigError(f"--continuations on: {what} keep none of an earlier turn; use off")
-    if config.scheduler.speculative_config:
+    if config.scheduler.speculative_config and spec.delta is None:
         raise ConfigError(
             f"--speculative-config: {what} cannot take back a guess that was wrong; leave it out"
         )

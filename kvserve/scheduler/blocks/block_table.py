@@ -12,8 +12,8 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.messages.continuation import SavedTable
 from kvserve.scheduler.messages.output import TableUpdate
+from kvserve.scheduler.messages.saved_row import SavedTable
 from kvserve.scheduler.row_schema import RowArrays, per_group
 
 Rows = IntArray | slice

@@ -19,8 +19,8 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import GroupRow
 from kvserve.scheduler.messages.output import TableUpdate
+from kvserve.scheduler.messages.saved_row import GroupRow
 from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 from kvserve.scheduler.triggers.trigger import NOT_LOGGING
 

@@ -16,7 +16,8 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.continuation_index import ContinuationIndex
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation, Resumption
+from kvserve.scheduler.messages.continuation import Continuation, Resumption
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 _REMEMBERED = 256
 """How many evicted continuations are still known by their tokens."""

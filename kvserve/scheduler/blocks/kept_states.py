@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.prefix_cache import PrefixCache
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.messages.continuation import NO_PLACE
 from kvserve.scheduler.messages.output import RowMove
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.stats import EngineStats
 
 

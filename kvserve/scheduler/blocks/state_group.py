@@ -18,8 +18,8 @@ from kvserve.scheduler.blocks.block_table import Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec
 from kvserve.scheduler.blocks.kept_states import KeptStates
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import GroupRow, SavedTable
 from kvserve.scheduler.messages.output import TableUpdate
+from kvserve.scheduler.messages.saved_row import GroupRow, SavedTable
 from kvserve.scheduler.row_schema import per_row
 
 BOUNDARY = 64

@@ -7,13 +7,17 @@ the device's array of the rows' own, behind the last row.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_pool import BlockPool
-from kvserve.scheduler.messages.continuation import NO_PLACE, Continuation
 from kvserve.scheduler.messages.output import RowMove, RowMoves
+from kvserve.scheduler.messages.saved_row import NO_PLACE
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.messages.continuation import Continuation
 
 
 def num_places(max_rows: int, *, continuations: bool) -> int:

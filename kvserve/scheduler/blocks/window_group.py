@@ -14,7 +14,7 @@ from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import BlockTable, Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec, ResumeAt, TokenGroup
 from kvserve.scheduler.layout import KVLayout
-from kvserve.scheduler.messages.continuation import GroupRow
+from kvserve.scheduler.messages.saved_row import GroupRow
 
 
 class WindowGroup(TokenGroup):

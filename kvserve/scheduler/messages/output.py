@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
-from kvserve.scheduler.messages.continuation import NO_PLACE
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.messages.sequence import Sequence
 
 if TYPE_CHECKING:

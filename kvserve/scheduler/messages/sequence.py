@@ -6,12 +6,14 @@ import enum
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.column_hash import SEED
-from kvserve.scheduler.messages.continuation import Resumption
 from kvserve.scheduler.triggers.trigger import NO_EVENT, EventKind, Trigger
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.messages.continuation import Resumption
 
 
 class SequenceStatus(enum.Enum):

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvserve.scheduler.blocks.cache_group import ResumeAt
 from kvserve.scheduler.blocks.continuation_index import LookedUp
-from kvserve.scheduler.messages.continuation import MEMORY, Continuation, Resumption, SavedRow
+from kvserve.scheduler.messages.continuation import MEMORY, MISSES, Continuation, Resumption
+from kvserve.scheduler.messages.saved_row import SavedRow
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.step.saved_rows import SavedRows
 from kvserve.scheduler.triggers.trigger import RowState
@@ -40,6 +41,7 @@ class ContinuedRows(SavedRows):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
+        self.misses.update(dict.fromkeys(MISSES, 0))
         self._known: tuple[int, int, LookedUp] | None = None
 
     def save_row(self, seq: Sequence) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_manager import BlockManager
 from kvserve.scheduler.blocks.cache_group import ResumeAt
-from kvserve.scheduler.messages.continuation import Resumption, SavedRow
+from kvserve.scheduler.messages.saved_row import SavedRow
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.rows.row_table import RowTable
 from kvserve.stats import EngineStats
+
+if TYPE_CHECKING:
+    from kvserve.scheduler.messages.continuation import Resumption
 
 
 class SavedRows:

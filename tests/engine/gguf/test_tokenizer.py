@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, Qwen2Tokenizer
+from transformers import AutoTokenizer, Qwen2Tokenizer, Qwen3_5Tokenizer
 
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.gguf.tokenizer import _SPLITS
@@ -27,6 +27,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 LINES = lines(2000)
 SPACE = "\u2581"
+WHOLE = [*SPECIALS, "<think>"]
 
 
 def write_tables(
@@ -186,14 +187,25 @@ def test_smollm_cuts_digits_before_spaces(tmp_path: Path) -> None:
         assert ours.encode(line) == theirs.encode(line), line
 
 
-def test_qwen_composes_characters(tmp_path: Path) -> None:
-    """As its own tokenizer does, and llama.cpp and transformers' conversion do not."""
-    file = byte_level(tmp_path / "model.gguf", "qwen2")
+@pytest.mark.parametrize(
+    ("pre", "own"), [("qwen2", Qwen2Tokenizer), ("qwen35", Qwen3_5Tokenizer)], ids=["2", "3.5"]
+)
+def test_qwen_composes_characters(pre: str, own: Any, tmp_path: Path) -> None:
+    """As its own tokenizer does, and llama.cpp and transformers' conversion do not. Marks belong to
+    words in Qwen 3.5's."""
+    file = byte_level(tmp_path / "model.gguf", pre)
     ours = Tokenizer(str(file))
     vocab = ours.backend.get_vocab()
     merges = [tuple(pair) for pair in json.loads(ours.backend.to_str())["model"]["merges"]]
-    theirs: Any = Qwen2Tokenizer(vocab=vocab, merges=merges)  # type: ignore[arg-type]
-    for text in ("e\u0301te\u0301", "\u1112\u1161\u11ab", "A\u030a 12", "plain"):
+    theirs = own(vocab=vocab, merges=merges)
+    marks = (
+        "e\u0301te\u0301",
+        "\u1112\u1161\u11ab",
+        "A\u030a 12",
+        "plain",
+        "\u0915\u093f\u0924 x\u0305y",
+    )
+    for text in (*marks, *(line for line in LINES if not any(t in line for t in WHOLE))):
         assert ours.encode(text) == theirs.encode(text), text
     assert ours.encode("e\u0301") == ours.encode("\u00e9")
 

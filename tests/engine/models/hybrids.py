@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1], "mamba_chunk_size": 64},
 }
 
-OURS = {"qwen3_5_moe_text", "qwen3_5_text"}
+OURS = {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """Those that run on layers of our own."""
 
 

@@ -21,8 +21,10 @@ from kvserve.config import ModelConfig
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
+from kvserve.kernels.gated_delta import RowChunks
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
+from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models import decoding
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
@@ -336,6 +338,48 @@ def test_memory_for_the_cache_counts_states(
     assert blocks(4 * mib) == wanted // block_bytes * block_bytes
 
 
+@pytest.mark.parametrize("right", [0.7, *slow(0.0, 1.0)])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", *slow("qwen3_5_moe_text", "qwen3_next")])
+def test_guesses_are_taken_back(kind: str, right: float, directory: Path) -> None:
+    """Beside chunks of prompts, and rows that leave: the tokens of an engine without guesses."""
+    prompts = [*PROMPTS, HISTORY[:192] + PROMPTS[0], HISTORY]
+    wanted = tokens(make(directory, max_num_seqs=1), prompts, 48)
+    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    llm = make(directory, speculative_config=SPECULATIVE, **settings)
+    oracle = Oracle(llm, wanted.__getitem__, right)
+    leave_now_and_then(llm, np.random.default_rng(2), 0.2)
+    assert tokens(llm, prompts, 48) == wanted
+    stats = llm.stats()
+    assert stats.swaps_total and stats.preemptions_total > stats.swaps_total
+    assert oracle.guessed > 100 and abs(oracle.confirmed / oracle.guessed - right**2) < 0.31
+    llm.engine.core.scheduler.check_integrity()
+
+
+def test_states_behind_guesses_are_those_of_single_tokens(tmp_path: Path) -> None:
+    """To the last bit: of the first of three chunks two tokens count, of the last one one."""
+    llm = make(write_hybrid("qwen3_5_text", tmp_path), max_num_seqs=3)
+    model: Any = llm.engine.core.runner.model
+    layer, states = model.layers[0], next(iter(model.states.values()))[0]
+    for part in states:
+        part.normal_()
+    before = [part[:3].clone() for part in states]
+    x, counted = torch.randn(8, 64), [(0, [0, 1]), (1, [4]), (2, [5])]
+    chunks = RowChunks(torch.arange(3), torch.tensor([0, 4, 5, 8]))
+    wrong = RowChunks(torch.tensor([0, 2]), torch.tensor([0, 2, 3]))
+    with torch.inference_mode():
+        layer(x, None, states, chunks, guessing=3)
+        layer.take_back(states, torch.tensor([0, 1, 5]), wrong)
+        found = [part[:3].clone() for part in states]
+        for part, numbers in zip(states, before, strict=True):
+            part[:3] = numbers
+        for row, true in counted:
+            one = RowChunks(torch.tensor([row]), torch.tensor([0, 1]))
+            for token in true:
+                layer(x[token : token + 1], None, states, one)
+    for part, numbers in zip(states, found, strict=True):
+        assert torch.equal(part[:3], numbers)
+
+
 @pytest.mark.parametrize("dtype", ["int8", *slow("3bit")])
 @pytest.mark.parametrize(
     "policy",
@@ -427,6 +471,19 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
             stored[f"{every}gate_up_proj"] = torch.cat([gate, up], dim=1)
             stored[f"{every}down_proj"] = down
     assert tokens(make(directory), PROMPTS[:2], 8) == wanted
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_qwen3_next_with_experts(tmp_path: Path, *, normalised: bool) -> None:
+    """In all layers; where some have none, transformers' modules run it."""
+    fields = {"mlp_only_layers": [], "norm_topk_prob": normalised}
+    directory = write_hybrid("qwen3_next", tmp_path, **fields)
+    llm = check_parity(directory, PROMPTS[:4], expected(directory, PROMPTS[:4], 24), 2e-3)
+    assert isinstance(llm.engine.core.runner.model, DeltaTransformer)
+    edit_config(directory, mlp_only_layers=[1])
+    assert choose_spec(directory, ModelConfig(model=str(directory))).borrowed
+    with pytest.raises(ConfigError, match="experts and layers without, which is not built"):
+        choose_spec(directory, ModelConfig(model=str(directory), model_impl="native"))
 
 
 def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:

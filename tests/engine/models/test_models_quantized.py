@@ -35,6 +35,7 @@ from tests.quantized_checkpoints import (
     GROUP,
     MXFP4,
     auto_round,
+    block_fp8,
     fp8_config,
     gptq,
     int8,
@@ -57,9 +58,22 @@ def check(directory: Path, expected: list[Generated], **settings: Any) -> tuple[
     return row_of(llm, "weights")
 
 
+def fp8_blocks(rows: int, inputs: int) -> dict[str, Any]:
+    """compressed-tensors' FP8 with a scale for each block."""
+    config = fp8_config("block")
+    config["config_groups"]["group_0"]["weights"]["block_structure"] = [rows, inputs]
+    return config
+
+
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "fp8": ("llama", fp8_config(), {}, "FP8"),
     "fp8 by channel": ("qwen2", fp8_config("channel", format="naive-quantized"), {}, "FP8"),
+    "fp8 in blocks": ("qwen3", block_fp8(), {"hidden_size": 192, "intermediate_size": 320}, "FP8"),
+    "fp8 in small blocks": ("llama", block_fp8(48, 20), {}, "FP8"),
+    "fp8 in blocks, experts": ("qwen3-moe", block_fp8(16, 32), {}, "FP8"),
+    "fp8, one scale": ("qwen2", block_fp8(weight_block_size=None), {}, "FP8"),
+    "fp8, static": ("llama", block_fp8(activation_scheme="static"), {}, "FP8"),
+    "fp8, blocks of compressed-tensors": ("llama", fp8_blocks(64, 32), {}, "FP8"),
     "awq": ("llama", AWQ, {}, "4 bits"),
     "awq with biases": ("qwen2", AWQ, {}, "4 bits"),
     "awq, odd": ("llama", {**AWQ, "group_size": 8}, {"intermediate_size": 72}, "4 bits"),
@@ -119,7 +133,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     ),
 }
 
-WIDENED = {"fp8", "awq", "gptq, desc_act, experts", "pack, zeros, ordered"}
+WIDENED = {"fp8", "fp8 in blocks", "awq", "gptq, desc_act, experts", "pack, zeros, ordered"}
 """Each way to store levels, once."""
 
 
@@ -175,6 +189,7 @@ def test_modelopt_beside_config(tmp_path: Path) -> None:
     [
         "awq, experts",
         "mixed, FP8 and FP4",
+        "fp8 in blocks",
         *slow("gptq, 8 bits, zeros", "fp8 by channel", "awq", "pack, odd"),
     ],
 )
@@ -362,14 +377,26 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
         (nvfp4(), put("weight_scale", torch.ones(96, 4)), "a scale of 8 bits for each 16"),
         (nvfp4(), put("weight_global_scale", None), "no tensor .*up_proj.weight_global_scale"),
         ({"quant_method": "bitsandbytes"}, None, "'bitsandbytes'"),
-        ({"quant_method": "fp8"}, None, "'fp8'"),
+        (block_fp8(fmt="e5m2"), None, "fp8 with fmt 'e5m2'"),
+        (block_fp8(expert_dtype="fp4"), None, "fp8 with expert_dtype 'fp4'"),
+        (block_fp8(activation_scheme="none"), None, "fp8 with activation_scheme 'none'"),
+        (block_fp8(0), None, r"fp8 with blocks of \[0, 128\]"),
+        (block_fp8(weight_block_size=[128]), None, r"fp8 with blocks of \[128\]"),
+        (block_fp8(32, 32), put("weight_scale_inv", torch.ones(3, 1)), "in blocks of 32 x 32"),
+        (block_fp8(32, 32), put("weight_scale_inv", torch.ones(1, 1)), "in blocks of 32 x 32"),
+        (
+            block_fp8(32, 32),
+            put("weight_scale_inv", torch.ones(3, 2, dtype=torch.uint8)),
+            "weight_scale_inv in .* is uint8, of which kvserve reads no scales",
+        ),
+        (block_fp8(), put("weight_scale_inv", None), "up_proj.weight in .*no scale for it"),
         ({**AWQ, "version": "gemv"}, None, "version gemv"),
         ({**AWQ, "bits": 3}, None, "bits 3"),
         ({**AWQ, "zero_point": False}, None, "zero_point False"),
         (fp8_config(format="marlin-24"), None, "'marlin-24'"),
         (fp8_config(format="pack-quantized"), None, "as float8 weights"),
         (static_x(), None, "activations in 8 bits, not token by token"),
-        (fp8_config("block"), None, "one scale per block"),
+        (fp8_config("block"), None, "compressed-tensors with blocks of None"),
         (fp8_config(config_groups={"g": {"weights": INT4}}), None, "int4 weights"),
         (fp8_config(config_groups={}), None, "without config_groups"),
         (fp8_config(transform_config={"R1": {}}), None, "transform_config"),

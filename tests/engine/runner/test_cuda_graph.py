@@ -4,6 +4,7 @@ steps that are prepared before the one in front of them is collected: the same a
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from kvserve import LLM, SamplingParams
+from kvserve.config import EngineConfig
 from kvserve.engine.core import request_policies
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import policy_class
 from kvserve.engine.runner.model_runner import LaunchedStep
+from kvserve.engine.runner.plan import make_plan
 from kvserve.engine.sampling.grammar import SequenceGrammar
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
@@ -319,3 +322,18 @@ def test_steps_overlap_while_nothing_is_guessed(
 def test_the_startup_table_says_whether_steps_overlap(llama_dir: Path, on: bool | None) -> None:
     _, state, why = row_of(make_llm(llama_dir, "none", async_scheduling=on), "overlapped steps")
     assert state == ("on" if on else "off") and "--async-scheduling" in why
+
+
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [
+        ({}, 512, 2048),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 8}, 64, 64),
+        ({"max_num_observed_tokens": 700}, 700, 700),
+    ],
+)
+def test_events_of_a_step(llama_dir: Path, given: dict[str, Any], on_cpu: int, on_gpu: int) -> None:
+    """A CPU takes one window of Kara's a step, so that a step waits for no more than that."""
+    for device, most in (("cpu", on_cpu), ("cuda", on_gpu)):
+        plan = make_plan(EngineConfig.from_flat(model=str(llama_dir), **given))
+        assert replace(plan, device=device).max_observed_tokens == most

@@ -1,0 +1,179 @@
+"""GGUF files of mixtures of experts and of layers with states, made by the rules of llama.cpp's
+converter, beside the checkpoints that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvserve import LLM
+from kvserve.engine.models.delta_layers import DeltaTransformer
+from kvserve.engine.models.spec import read_spec
+from kvserve.log import ConfigError
+from tests.checkpoints import generate, random_prompts, write_checkpoint
+from tests.engine.models.decoding import check_parity, make, row_of, tokens
+from tests.engine.models.hybrids import write_hybrid
+from tests.engine.recorder import Recorder
+from tests.gguf_files import Kind, dequantised, write_gguf
+
+PROMPTS, TOKENS = random_prompts([5, 90, 1, 33]), 24
+FAMILIES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}
+SHAPE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    # Three value heads of a key head, and whole blocks in each.
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 32},
+    **{"linear_key_head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64},
+    **{"shared_expert_intermediate_size": 64, "mlp_only_layers": [], "num_experts": 4},
+}
+MATRICES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_ba", "in_proj_qkvz"),
+    "out_proj",
+)
+
+
+def written(family: str, directory: Path, **changes: Any) -> Path:
+    """A checkpoint of a family with states."""
+    kind = FAMILIES[family]
+    fields = SHAPE if kind != "qwen3_5_text" else {n: x for n, x in SHAPE.items() if "exp" not in n}
+    return write_hybrid(kind, directory, **{**fields, **changes})
+
+
+def logits_of(llm: LLM) -> torch.Tensor:
+    recorder = Recorder(llm)
+    tokens(llm, PROMPTS, TOKENS)
+    return torch.stack([torch.stack(recorder.logits[at]) for at in range(len(PROMPTS))])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3next as it was first"])
+def test_layers_with_states(family: str, tmp_path: Path) -> None:
+    family, _, first = family.partition(" ")
+    directory = written(family, tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "m.gguf", family, side_by_side=bool(first))
+    llm = make(file)
+    model = llm.engine.core.runner.model
+    assert isinstance(model, DeltaTransformer)
+    assert model.spec.num_layers == len(model.spec.states) == 2
+    torch.testing.assert_close(logits_of(llm), logits_of(make(directory)), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_beside_stored_types_that_are_held(family: str, kind: Kind, tmp_path: Path) -> None:
+    """Experts one by one, heads in another order, along inputs too."""
+    kinds = dict.fromkeys(MATRICES, kind)
+    directory = written(family, tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "m.gguf", family, kinds)
+    stored = dequantised(directory, kinds)
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    llm = make(file)
+    held, said = row_of(llm, "weights")[1:]
+    assert held.startswith("4 bits" if kind is Kind.Q4_1 else "8 bits") and said == "as stored"
+    torch.testing.assert_close(logits_of(llm), logits_of(make(directory)), atol=5e-3, rtol=0.0)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.F16])
+def test_mixtures_of_experts(kind: Kind, tmp_path: Path) -> None:
+    kinds = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), kind)
+    changes: dict[str, Any] = {"mlp_only_layers": [], "moe_intermediate_size": 64}
+    directory = write_checkpoint("qwen3-moe", tmp_path / "model", **changes)
+    file = write_gguf(directory, tmp_path / "m.gguf", "qwen3moe", kinds)
+    save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
+    check_parity(file, PROMPTS, generate(directory, PROMPTS, TOKENS))
+
+
+def drop(key: str) -> Callable[[gguf.GGUFWriter], None]:
+    return lambda writer: writer.kv_data[0].__delitem__(key)
+
+
+def put(key: str, value: Any) -> Callable[[gguf.GGUFWriter], None]:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0][key].value = value
+
+    return change
+
+
+def scaled(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4)
+
+
+def merged(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.0.ffn_gate_up_exps.weight", np.zeros((4, 128, 64), np.float32))
+
+
+REFUSED: dict[str, tuple[str, Callable[[gguf.GGUFWriter], None], str]] = {
+    "no keys of states": ("qwen35", drop("qwen35.ssm.group_count"), "does not set qwen35.ssm.gr"),
+    "no experts": ("qwen35moe", drop("qwen35moe.expert_count"), "does not set qwen35moe.expert_c"),
+    "heads": ("qwen35", put("qwen35.ssm.inner_size", 191), "ssm.inner_size 191 for 6 heads"),
+    "sections": (
+        "qwen35",
+        put("qwen35.rope.dimension_sections", [16, 8, 8, 0]),
+        r"rope.dimension_sections to \[16, 8, 8, 0\], which is not read",
+    ),
+    "merged": ("qwen35moe", merged, "has a tensor blk.0.ffn_gate_up_exps.weight"),
+    "routing": (
+        "qwen35moe",
+        lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
+        "sets qwen35moe.expert_gating_func to 2",
+    ),
+    "weights of experts": (
+        "qwen35moe",
+        lambda w: w.add_expert_weights_norm(False),
+        "sets qwen35moe.expert_weights_norm to False",
+    ),
+    "other counts": (
+        "qwen35moe",
+        put("qwen35moe.expert_count", 3),
+        r"experts.3.down_proj.weight \(12 such",
+    ),
+    "scaled": ("qwen35", scaled, "no GGUF into them"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_named(case: str, tmp_path: Path) -> None:
+    family, facts, message = REFUSED[case]
+    directory = written(family, tmp_path / "model")
+    file = write_gguf(directory, tmp_path / "m.gguf", family, facts=facts)
+    with pytest.raises(ConfigError, match=message):
+        make(file)
+
+
+@pytest.mark.compiler
+def test_heads_that_fill_no_blocks_are_named(tmp_path: Path) -> None:
+    directory = written("qwen35", tmp_path / "model", linear_value_head_dim=16)
+    file = write_gguf(directory, tmp_path / "m.gguf", "qwen35", {"out_proj": Kind.Q8_0})
+    with pytest.raises(ConfigError, match=r"blk.0.ssm_out.weight in blocks of 32, which its heads"):
+        make(file)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    def facts(writer: gguf.GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+        writer.kv_data[0]["qwen35.block_count"].value += 1
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.zeros((64, 128), np.float32))
+        writer.add_tensor("blk.4.attn_q.weight", np.zeros((128, 64), np.float32))
+
+    directory = written("qwen35", tmp_path / "model")
+    wanted = tokens(make(directory), PROMPTS[:2], 8)
+    llm = make(write_gguf(directory, tmp_path / "m.gguf", "qwen35", facts=facts))
+    assert len(llm.engine.core.runner.model.layers) == 4
+    assert tokens(llm, PROMPTS[:2], 8) == wanted
+
+
+def test_experts_of_other_families_are_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint("llama", tmp_path / "model")
+    file = write_gguf(
+        directory, tmp_path / "m.gguf", "llama", facts=lambda w: w.add_expert_count(4)
+    )
+    with pytest.raises(ConfigError, match="has 4 experts, which of llama are read of safetensors"):
+        read_spec(file)
