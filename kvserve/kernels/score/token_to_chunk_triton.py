@@ -1,4 +1,4 @@
-"""Scores in, kept places out: Kara's Token2Chunk in Triton, one launch for every lane of an event."""
+"""Scores in, kept places out: Kara's Token2Chunk in one launch for every lane of an event."""
 
 from __future__ import annotations
 
