@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
     GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
@@ -91,6 +92,16 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
         {
             **{"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 20, "pad_token_id": 2},
             **{"query_pre_attn_scalar": 16, "layer_types": [*_TWO_OF_THREE, *_TWO_OF_THREE[:2]]},
+        },
+    ),
+    # Larger heads in layers without windows, and the last two layers read what others hold.
+    "gemma4": (
+        Gemma4ForCausalLM,
+        {
+            **{"num_hidden_layers": 7, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
+            **{"layer_types": [*_TWO_OF_THREE[::2], *_TWO_OF_THREE[1:] * 2, _TWO_OF_THREE[1]]},
+            **{"num_kv_shared_layers": 2, "pad_token_id": 2, "hidden_size_per_layer_input": 16},
+            "vocab_size_per_layer_input": VOCAB,
         },
     ),
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),

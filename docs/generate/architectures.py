@@ -7,7 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from docs.generate.markdown import table
 from kvserve.engine.models.families import UNDIVIDED, VARIANTS
 from tests.checkpoints import architecture_of
-from tests.engine.models import test_borrowed, test_models
+from tests.engine.models import test_borrowed, test_gemmas, test_models
 from tests.engine.models.hybrids import FAMILIES, OURS
 
 _INTRO = """\
@@ -37,6 +37,9 @@ def page() -> str:
     for kind in sorted(test_borrowed.MODELS):
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
         rows.append([f"`{name}`", "transformers", "one", "tokens"])
+    for kind in sorted({kind for kind, _ in test_gemmas.KINDS.values()}):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        rows.append([f"`{name}`", "transformers", "one", "logits and tokens"])
     for kind in sorted(FAMILIES):
         name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
         form = "native on CPUs" if kind in OURS else "transformers"

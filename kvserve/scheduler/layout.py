@@ -26,6 +26,18 @@ class Granularity(enum.Enum):
 
 
 @dataclass(frozen=True)
+class WindowShape:
+    """How layers with windows lie in the pool's blocks, if their heads are of another number or
+    size: ``layers_per_block`` of them share one, with ``heads_per_block`` heads of ``head_dim``
+    each; a row has ``rows`` tables in each such group of layers."""
+
+    layers_per_block: int
+    rows: int
+    heads_per_block: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class LayerKinds:
     """A model's ``count`` layers: those in ``windowed`` see the newest tokens alone, the others all
     of them. Each kind counts its own; a model may have but one kind."""
@@ -56,6 +68,8 @@ class KVLayout:
     granularity: Granularity = Granularity.MODEL
     holds_entries: bool = True
     """Whether these layers are of the kind that sees all tokens; else rows hold nothing in them."""
+    windows: WindowShape | None = None
+    """The shape of the model's layers with windows, unless their heads are as these layers'."""
 
     @cached_property
     def layer_groups(self) -> int:

@@ -27,7 +27,8 @@ Vectors = tuple[Tensor, Tensor]
 @dataclass(frozen=True)
 class DensePass:
     """logits [T, V]; queries [L, Hq, T, D] and keys [L, Hkv, T, D] after RoPE, values in the shape
-    of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens: float32.
+    of keys, and sinks [L, Hq] if there are any, of the layers that see all tokens: float32. Queries
+    are scaled, so that logits are products times D ** -.5.
 
     Keys and values are those that events see. ``exact`` are those of every layer as they were
     computed, in float64.
@@ -66,6 +67,7 @@ def dense_pass(
     """
     heads, count = model.config.num_attention_heads, len(tokens)
     attending, full = attending_layers(model), full_layers(model)
+    places = _places(model, attending)
     rule = count, events, form, intact
     near = exact_entries(*rule, pruned=pruned)
     of_windows = exact_entries(*rule, pruned=pruned, first=False)
@@ -88,7 +90,7 @@ def dense_pass(
         return seen.tril()
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **how: Any) -> Any:
-        layer, exact = attending.index(module.layer_idx), (k[0], v[0])
+        layer, exact = places[module.layer_idx], (k[0], v[0])
         keys, values = exact
         if held is not None:
             keys, values = (x.double() for x in held[layer])
@@ -97,7 +99,9 @@ def dense_pass(
             keys = quantize(keys, form.key).widened().double()
             values = quantize(values, form.value).widened().double()
         rounded = keys, values
-        found.append((q[0], exact, rounded))
+        if module.layer_idx in attending:
+            scaled = q[0] * (how["scaling"] * q.shape[-1] ** 0.5)
+            found.append((scaled, exact, rounded))
         keys, values = (
             torch.cat(pair, dim=1).repeat_interleave(heads // len(k[0]), dim=0)
             for pair in zip(rounded, exact, strict=True)
@@ -140,7 +144,21 @@ def attention(model: PreTrainedModel, attend: Callable[..., Any]) -> Iterator[No
 def attending_layers(model: PreTrainedModel) -> list[int]:
     """transformers' numbers of the layers that have keys and values; elsewhere here, as in the
     engine, layers are counted among these."""
-    return [layer for layer, kind in enumerate(_kinds(model)) if kind != "linear_attention"]
+    modes = getattr(model.config, "kv_sharing_modes", None) or []
+    others = {layer for layer, mode in enumerate(modes) if mode == "reuse"}
+    kinds = enumerate(_kinds(model))
+    return [n for n, kind in kinds if kind != "linear_attention" and n not in others]
+
+
+def _places(model: PreTrainedModel, attending: list[int]) -> dict[int, int]:
+    """By transformers' number, ours of the layer whose keys and values each layer reads: the last
+    of its kind that has some, so its own if it has."""
+    kinds = _kinds(model)
+    return {
+        layer: max(at for at, n in enumerate(attending) if n <= layer and kinds[n] == kind)
+        for layer, kind in enumerate(kinds)
+        if kind != "linear_attention"
+    }
 
 
 def full_layers(model: PreTrainedModel) -> list[int]:

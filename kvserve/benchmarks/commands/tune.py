@@ -215,6 +215,8 @@ def request_bytes(
     entry, beside = layout.num_layers * lanes, 0.0
     log = block_bytes(layout, form) / log_form.block_tokens(layout, form, 2)
     if part.windowed:
+        if part.window_heads is not None:
+            lanes = part.window_heads[0] * form.entry_bytes(part.window_heads[1])
         beside += len(part.windowed) * lanes * (part.window or 0)
     if policy.leaves != "off":
         beside += remainder_bytes(layout)

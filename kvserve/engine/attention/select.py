@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -40,7 +40,8 @@ class Needs:
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
     stands for entries that were dropped. ``codes``: entries are held as codes. ``rest``: what
     events do not keep stays in fewer bits. Layers ``windowed`` have sliding windows; ``sinks`` and
-    ``soft_cap`` are the model's, if it has them.
+    ``soft_cap`` are the model's, if it has them; heads of layers ``windowed`` are of ``window_dim``
+    (``None``: of ``head_dim``).
     """
 
     device: str
@@ -57,6 +58,7 @@ class Needs:
     windowed: frozenset[int] = frozenset()
     sinks: bool = False
     soft_cap: float = 0.0
+    window_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,9 @@ class _Candidate:
             return NO_CODES
         if needs.rest and not self.rest:
             return "it does not read what events left in fewer bits (--policy.rest_bits 0)"
-        return self.refuse(needs)
+        return self.refuse(needs) or (
+            self.refuse(replace(needs, head_dim=needs.window_dim)) if needs.window_dim else None
+        )
 
 
 def _make_cpu(needs: Needs) -> AttentionBackend:

@@ -31,6 +31,7 @@ _quantized_blocks = Late("kernels.store.quantized_entries:QuantizedBlocks")
 _few_blocks = Late("kernels.store.few_bits:FewBlocks")
 _quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
 _few_entries = Late("engine.cache.level_entries:FewEntries")
+_window_entries = Late("engine.cache.window_entries:window_entries")
 SCRATCH_BYTES = 512 * 1024 * 1024
 """What scoring takes at once, unless a single window needs more."""
 SWAP_STAGING_BYTES = 64 * 1024 * 1024
@@ -95,6 +96,9 @@ class KVCache:
         elif self.form.quantized:
             blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = _quantized_entries(blocks, kernels, dtype)
+        self._windows = self.entries
+        if layout.windows is not None:
+            self._windows = _window_entries(self.kv, layout, self.form, kernels, dtype)
         self._log = log
         self.logs_shares = log.dtype == "int4"
         self.on_queries: Callable[[int, ForwardBatch, Tensor], None] | None = None
@@ -117,7 +121,8 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
-        self.entries.write(self.entries.index(layer, place), slots, k, v)
+        entries = self._windows if layer in self.layers.windowed else self.entries
+        entries.write(entries.index(layer, place), slots, k, v)
         if self.writers:
             k, v = self.entries.turn(k, layer), self.entries.turn(v)
         for writer, slots in zip(self.writers, batch.further, strict=False):
@@ -185,7 +190,8 @@ class KVCache:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group among those
         of its kind."""
         group, place = self._where(layer)
-        return *self.entries.layer(self.entries.index(layer, place)), group
+        entries = self._windows if layer in self.layers.windowed else self.entries
+        return *entries.layer(entries.index(layer, place)), group
 
     def hold_newest(self, tokens: int) -> None:
         """Let blocks be read as ``tokens`` entries as they were computed, too."""
@@ -223,4 +229,5 @@ class KVCache:
 
     def _where(self, layer: int) -> tuple[int, int]:
         """A layer's group among those of its kind, and its place in a block."""
-        return divmod(self.layers.places[layer], self.layout.layers_per_block)
+        own = (layer in self.layers.windowed and self.layout.windows) or self.layout
+        return divmod(self.layers.places[layer], own.layers_per_block)

@@ -22,10 +22,13 @@ from kvserve.engine.runner.policy_fit import continuation_refusal
 from kvserve.engine.runner.rank import Pool
 from kvserve.entry_format import TILE, entry_format
 from kvserve.kernels.build import why_missing
+from kvserve.late import LateModule
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.most_held import most_held
 from kvserve.scheduler.triggers.periodic import Periodic
 from kvserve.scheduler.triggers.trigger import Trigger
+
+window_plan = LateModule("engine.runner.window_plan")
 
 USUAL_LOG = "heads", "int4"
 """The form of a log that every policy of ours can use."""
@@ -95,11 +98,15 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
         state = f"{spec.window} tokens in {len(spec.windowed)} of {spec.num_layers} layers"
         others = "; policies act in the other layers" if spec.layers.full else ""
         rows.append(("sliding window", state, f"blocks behind it are given back{others}"))
+    if spec.window_heads or spec.sharing:
+        rows += window_plan.shape_rows(plan)
     lanes = spec.num_layers * layout.num_kv_heads
     size = lanes * plan.form.mean_bytes(spec.head_dim, layout.layers_per_block)
+    computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(spec.head_dim)
+    if spec.window_heads:
+        size, computed = window_plan.token_bytes(plan)
     name, share = f"auto ({dtype})", ""
     if plan.form.quantized:
-        computed = lanes * entry_format("auto", plan.dtype.itemsize).entry_bytes(spec.head_dim)
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
         newest = plan.form.newest // (2 if policy.demands.rest_bits else 1)
@@ -182,7 +189,7 @@ def _less(plan: EnginePlan) -> str:
     form, layout = entry_format("3bit", plan.dtype.itemsize), plan.layout
     sizes = layout.head_dim, layout.layers_per_block
     # What is refused with few bits says so where it is asked for.
-    if plan.form.few or layout.block_size % TILE or form.refusal(layout.head_dim) is not None:
+    if plan.form.few or layout.windows or layout.block_size % TILE or form.refusal(sizes[0]):
         return ""
     times = plan.form.mean_bytes(*sizes) / form.mean_bytes(*sizes)
     return f"; {form.name} holds {times:.1f} times as many tokens" if times > 1 else ""

@@ -50,8 +50,8 @@ def borrowed_spec(
 ) -> ModelSpec:
     """What config.json says of a decoder that transformers knows; ``ConfigError`` names what keeps
     it from running here."""
-    config = text_config(directory, overrides)
     try:
+        config = text_config(directory, overrides)
         return replace(_spec(config, architecture), wrapper=wrapper)
     except ConfigError:
         raise
@@ -71,11 +71,12 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
     attending = _attending(config)
     if not attending:
         raise refused(architecture, "none of its layers has keys and values")
+    window, windowed = _windows(config, attending)
+    (kv_heads, head_dim), of_windows = _heads(config, attending, windowed, architecture)
     heads, latent = int(config.num_attention_heads), getattr(config, "kv_lora_rank", None)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     if latent:  # held as every head reads them: keys of two parts, values filled up
         kv_heads, head_dim = heads, int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     eos = getattr(config, "eos_token_id", None)
     dtype = getattr(config, "dtype", None)
     context = getattr(config, "max_position_embeddings", None)
@@ -84,7 +85,6 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds:  # up to a chunk's length it is full attention
         context = min(context, config.attention_chunk_size)
-    window, windowed = _windows(config, attending)
     return ModelSpec(
         architecture=architecture,
         num_layers=len(attending),
@@ -92,7 +92,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        intermediate_size=int(max(width) if isinstance(width, list) else width),
         vocab_size=config.vocab_size,
         rms_norm_eps=1e-6,
         rope=RopeSpec(1.0, "transformers", context),
@@ -104,6 +104,8 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
         sinks=architecture in _SINKS,
         soft_cap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        window_heads=of_windows,
+        sharing=len(_places(config)) - len(attending),
         borrowed=True,
         states=_states_of(config, architecture) if kept else (),
     )
@@ -120,7 +122,8 @@ def knows(architecture: str) -> bool:
 
 @dataclass
 class Step:
-    """What the layers of one forward are given, nothing in a trial; ``layers`` have attended."""
+    """What the layers of one forward are given, nothing in a trial; ``layers``, by transformers'
+    numbers, have attended."""
 
     layers: list[int]
     given: tuple[ForwardBatch, LayerCache, BatchAttention] | None = None
@@ -145,7 +148,10 @@ class Borrowed(Transformer):
         self.causal = causal
         self._base: Any = causal.base_model
         self._step: Step | None = None
-        self.places = {layer: place for place, layer in enumerate(_attending(causal.config))}
+        self.places = _places(causal.config)
+        """By transformers' number of a layer, ours of the one whose keys and values it reads."""
+        self.shared = {*self.places} - {*_attending(causal.config)}
+        """Layers that read those of an earlier one, and have none."""
         for module in causal.modules():
             if hasattr(module, "layer_idx"):
                 module.kvserve_model = ref(self)
@@ -175,8 +181,8 @@ class Borrowed(Transformer):
         """``ConfigError`` if a layer does not attend as ours do; two tokens, no cache."""
         device, step = self._base.device, Step([])
         self._run(torch.arange(2, device=device), torch.arange(2, device=device), step)
-        if step.layers != list(range(self.spec.num_layers)):
-            missing = sorted({*range(self.spec.num_layers)} - {*step.layers})
+        if step.layers != [*self.places]:
+            missing = sorted({*self.places} - {*step.layers})
             why = f"layers {missing} do not hand attention over"
             raise refused(
                 self.spec.architecture, why if missing else "its layers attend more than once"
@@ -285,6 +291,11 @@ def load_borrowed(
                 f"--model: the checkpoint in {directory} has no tensor {missing[0]} "
                 f"({len(missing)} missing) of {type(causal).__name__}"
             )
+        if unknown := sorted(found["unexpected_keys"]):
+            raise ConfigError(
+                f"--model: the checkpoint in {directory} has a tensor {unknown[0]} ({len(unknown)} "
+                f"such) that {type(causal).__name__} does not; the config names another model"
+            )
     causal.requires_grad_(False)
     model: Borrowed = kind(spec, causal.to(device).eval(), dtype, device)
     model.try_out()
@@ -303,7 +314,8 @@ def _attend(
     """What transformers calls for each layer: [1, heads, T, D] -> [1, T, Hq, D].
     ``ConfigError`` names what of the ``options`` our attention does not do."""
     model: Borrowed = module.kvserve_model()
-    layer, spec, sinks = model.places[module.layer_idx], model.spec, options.get("s_aux")
+    number = module.layer_idx
+    layer, spec, sinks = model.places[number], model.spec, options.get("s_aux")
     windowed = layer in spec.windowed and options.get("sliding_window") == spec.window
     for name, known in (
         ("softcap", options.get("softcap") == spec.soft_cap),
@@ -314,8 +326,11 @@ def _attend(
     ):
         if options.get(name) is not None and not known:
             raise refused(spec.architecture, f"{type(module).__name__} passes {name}")
-    values, missing = value.shape[-1], spec.head_dim - value.shape[-1]
-    if key.shape[1] != spec.num_kv_heads or key.shape[-1] != spec.head_dim or missing < 0:
+    heads = spec.num_kv_heads, spec.head_dim
+    if layer in spec.windowed:
+        heads = spec.window_heads or heads
+    values, missing = value.shape[-1], heads[1] - value.shape[-1]
+    if (key.shape[1], key.shape[3]) != heads or missing < 0:
         shapes = f"{list(key.shape)} and values {list(value.shape)}"
         raise refused(spec.architecture, f"{type(module).__name__} passes keys {shapes}")
     if getattr(module, "is_causal", True) is False:
@@ -324,7 +339,7 @@ def _attend(
         raise refused(spec.architecture, f"{type(module).__name__} makes a mask of its own")
     step = model._step
     assert step is not None
-    step.layers.append(layer)
+    step.layers.append(number)
     if sinks is not None and layer not in model.sinks:
         model.sinks[layer] = sinks.detach().float().contiguous()
     if step.given is None:
@@ -334,6 +349,9 @@ def _attend(
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if scaling is not None and scaling != model.scale:
         q = q * (scaling / model.scale)
+    if number in model.shared:  # no event observes what it asks
+        attended = cache.turn(attention(layer, cache.turn(q), cache, None, model.sinks.get(layer)))
+        return attended[None, ..., :values], None
     cache.store(layer, batch, k, v)
     attended = attend(layer, q, batch, cache, attention, model.sinks.get(layer))
     return attended[None, ..., :values], None
@@ -359,9 +377,10 @@ def text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
 
 
 def _check_layers(config: Any, architecture: str) -> None:
-    fields = "head_dim", "num_attention_heads", "num_key_value_heads", "intermediate_size"
-    lists = [name for name in fields if isinstance(config.to_dict().get(name), list)]
-    if different := lists or sorted(getattr(config, "per_layer_attributes", None) or ()):
+    fields = "head_dim", "num_attention_heads", "num_key_value_heads"
+    different = [name for name in fields if isinstance(config.to_dict().get(name), list)]
+    by_layer = getattr(config, "per_layer_attributes", None) or set()
+    if different := different or sorted(by_layer - {"head_dim", "num_key_value_heads"}):
         raise refused(architecture, f"its layers differ in {', '.join(different)}")
     kinds, known = getattr(config, "layer_types", None) or (), _FULL | _WINDOWED
     if config.model_type in _KEEP_STATES:
@@ -387,7 +406,42 @@ def _check_layers(config: Any, architecture: str) -> None:
 def _attending(config: Any) -> list[int]:
     """transformers' numbers of the layers that have keys and values: ours count these alone."""
     kinds = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
-    return [layer for layer, kind in enumerate(kinds) if kind not in _STATES]
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
+    both = enumerate(zip(kinds, modes, strict=True))
+    return [layer for layer, (kind, mode) in both if kind not in _STATES and mode != "reuse"]
+
+
+def _places(config: Any) -> dict[int, int]:
+    """By transformers' number of each layer that attends, ours of the one whose keys and values it
+    reads: its own, or the last one of its kind that has any."""
+    attending = _attending(config)
+    places = {layer: place for place, layer in enumerate(attending)}
+    for layer, mode in enumerate(getattr(config, "kv_sharing_modes", None) or ()):
+        if mode == "reuse":
+            kind = config.layer_types[layer]
+            places[layer] = places[max(n for n in attending if config.layer_types[n] == kind)]
+    return places
+
+
+def _heads(
+    config: Any, attending: list[int], windowed: frozenset[int], architecture: str
+) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """KV heads and their size, and those of layers with windows where these are others."""
+
+    def of(config: Any) -> tuple[int, int]:
+        heads = int(config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(getattr(config, "num_key_value_heads", None) or heads), int(head_dim)
+
+    if not getattr(config, "per_layer_attributes", None):
+        return of(config), None
+    kinds: tuple[set[tuple[int, int]], ...] = (set(), set())
+    for place, layer in enumerate(attending):
+        kinds[place in windowed].add(of(config.per_layer_config[layer]))
+    if any(len(found) > 1 for found in kinds):
+        raise refused(architecture, "its layers of one kind differ in their heads")
+    (full,), (newest,) = kinds[0] or kinds[1], kinds[1] or kinds[0]
+    return full, None if newest == full else newest
 
 
 def _windows(config: Any, attending: list[int]) -> tuple[int | None, frozenset[int]]:

@@ -82,6 +82,10 @@ class ModelSpec(Flags):
     """How a file of GGUF has the weights."""
     wrapper: str = ""
     """The model that it is the text part of (``wrapper.py``)."""
+    window_heads: tuple[int, int] | None = None
+    """KV heads of layers with windows, and their size, if others have other ones."""
+    sharing: int = 0
+    """Further layers, that read the keys and values of these and have none."""
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
     states: tuple[Any, ...] = ()

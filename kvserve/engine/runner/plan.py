@@ -38,6 +38,7 @@ KEPT_SCORE_BYTES = 256 * 1024 * 1024
 policy_fit = LateModule("engine.runner.policy_fit")
 _read_speculation = Late("engine.runner.speculative_config:read_speculation")
 _with_states = Late("engine.runner.state_plan:with_states")
+window_plan = LateModule("engine.runner.window_plan")
 _CPU_PREFILL = 512
 _CPU_OBSERVED = 512  # a window of Kara's
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -186,6 +187,7 @@ class EnginePlan:
             windowed=self.spec.windowed,
             sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
+            window_dim=self.spec.window_heads and self.spec.window_heads[1],
         )
         return select_backend(name, needs)
 
@@ -240,10 +242,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             policy = policy.with_statistics(None)  # read once, for requests too
     if policy.name != "none" or kv_layout != "auto":
         granularity = policy_fit.choose_granularity(policy, kv_layout, ranks)
-    held, dim = bool(layers.full), spec.head_dim
-    layout = KVLayout(
-        num_layers, part.num_kv_heads, dim, block_size, granularity, holds_entries=held
-    )
+    shape = num_layers, part.num_kv_heads, spec.head_dim, block_size, granularity
+    layout = KVLayout(*shape, holds_entries=bool(layers.full))
+    if spec.window_heads is not None:
+        layout = window_plan.with_windows(layout, form, spec)
     groups = further_groups(layout, block_bytes(layout, form))
     chunk = config.scheduler.max_num_batched_tokens
     if layers.windowed:
@@ -252,7 +254,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         assert spec.window is not None
         groups += (WindowSpec(block_size, len(layers.windowed), spec.window, chunk),)
     if form.newest:
-        groups += _exact_specs(spec, form, layout, dtype.itemsize, chunk, policy)
+        groups += window_plan.exact_specs(spec, form, layout, dtype.itemsize, chunk, policy)
     if policy.demands.rest_bits:
         from kvserve.engine.cache.rest_rows import rest_spec
 
@@ -278,30 +280,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         groups += (of_states,)
     shared = config, directory, spec, dtype, device, layout, log, groups
     return EnginePlan(*shared, max_len, policy, statistics)
-
-
-def _exact_specs(
-    spec: ModelSpec,
-    form: EntryFormat,
-    layout: KVLayout,
-    itemsize: int,
-    chunk: int,
-    policy: Policy,
-) -> tuple[GroupSpec, GroupSpec]:
-    """The groups of entries as they were computed: half as many beside a rest, to whose bits they
-    would give more, and none for later turns, which do not go on from a rest."""
-    from kvserve.scheduler.blocks.window_group import FirstSpec, NewestSpec
-
-    size, lanes = layout.block_size, (layout.layers_per_block, layout.heads_per_block)
-    tokens = form.newest_tokens(size, layout.head_dim, itemsize, *lanes)
-    if not tokens:
-        raise ConfigError(
-            f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
-        )
-    rest = policy.demands.rest_bits > 0
-    window = -(-(form.newest // (1 + rest)) // size) * size
-    newest = NewestSpec(tokens, len(spec.layers.windowed), window, chunk, 16 * (not rest))
-    return newest, FirstSpec(tokens)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ first event. All tables name only the null block, so no real entry is read or wr
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -41,25 +42,28 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
 
 
 def _attend(runner: ModelRunner, max_tokens: int, *, events_too: bool) -> None:
-    """Run one layer's attention to a chunk for each tile, over contexts of growing length (more
-    splits); if the query log holds shares, with those too. Events that attend read all entries as
-    they are stored."""
+    """Run attention, of a layer with each size of heads, to a chunk for each tile, over contexts of
+    growing length (more splits); if the query log holds shares, with those too. Events that attend
+    read all entries as they are stored."""
     part, attention, cache = runner.model.part, runner.attention, runner.cache
-    for tokens in _CHUNKS:
+    sizes = [(0, part.head_dim)]
+    if part.window_heads is not None:
+        sizes = [(part.layers.full[0], part.head_dim), (min(part.windowed), part.window_heads[1])]
+    for tokens, (layer, dim) in product(_CHUNKS, sizes):
         if tokens > max_tokens:
             continue
         batch = runner.batch.padding(tokens)
         most, device = batch.tables.shape[3], batch.tables.device
-        q = torch.zeros(tokens, part.num_heads, part.head_dim, dtype=cache.dtype, device=device)
+        q = torch.zeros(tokens, part.num_heads, dim, dtype=cache.dtype, device=device)
         shares = torch.empty(q.shape[:2], dtype=torch.float32, device=device)
         for width in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
             planned = attention.plan(replace(batch, columns=np.array([width])))
-            planned(0, q, cache)
+            planned(layer, q, cache)
             if cache.logs_shares:
-                planned(0, q, cache, shares)
+                planned(layer, q, cache, shares)
             if events_too:
                 stored = replace(batch, columns=np.array([width]), newest=None)
-                attention.plan(stored)(0, q, cache)
+                attention.plan(stored)(layer, q, cache)
 
 
 def _draw(runner: ModelRunner) -> None:

@@ -96,7 +96,8 @@ class WindowGroup(TokenGroup):
 @dataclass(frozen=True)
 class WindowSpec(GroupSpec):
     """``num_layers`` layers of ``window`` tokens. As many of them share a table, and a block, as
-    layers of the other kind do; blocks of the last table may have room for more."""
+    layers of the other kind do, or as ``KVLayout.windows`` says; blocks of the last table may have
+    room for more."""
 
     rows = "kvserve.engine.cache.window_rows"
     makes: ClassVar[type[WindowGroup]] = WindowGroup
@@ -111,7 +112,8 @@ class WindowSpec(GroupSpec):
 
     def lanes(self, layout: KVLayout) -> tuple[int, int]:
         """Groups of layers, and tables of each."""
-        return -(-self.num_layers // layout.layers_per_block), layout.rows
+        own = layout.windows or layout
+        return -(-self.num_layers // own.layers_per_block), own.rows
 
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         return window_blocks(num_tokens, self) * math.prod(self.lanes(layout))

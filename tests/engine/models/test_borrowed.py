@@ -101,17 +101,13 @@ def test_what_cannot_run_is_refused_by_name(kind: str, message: str, tmp_path: P
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "field"), [("gemma4_text", "head_dim"), ("gemma3n_text", "intermediate_size")]
-)
-def test_layers_that_differ_are_a_line(kind: str, field: str, tmp_path: Path) -> None:
+def test_layers_that_differ_are_a_line(tmp_path: Path) -> None:
     """Reading one number of them was a traceback."""
-    config = AutoConfig.for_model(kind)
-    found: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    name = found.__name__
-    config.architectures = [name]
+    heads = {"3": {"num_attention_heads": 4}}
+    config = AutoConfig.for_model("gemma4_text", per_layer_config=heads)
+    config.architectures = [name := "Gemma4ForCausalLM"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"{name}: its layers differ in .*{field}"):
+    with pytest.raises(ConfigError, match=f"{name}: its layers differ in num_attention_heads"):
         choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
 
 

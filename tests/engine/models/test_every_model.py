@@ -18,7 +18,11 @@ from tests.thinning import slow
 QUICK = ["bart", "bert", "deepseek_v3", "gemma4", "jamba", "kimi_linear", "llama4_text", "qwen3_5"]
 TABLE = [*QUICK, *slow(*(kind for kind in NAMES if kind not in QUICK))]
 """One of each way to be refused, latent attention that is served, and a wrapper that is."""
-RUNS = {"gpt2", "kimi_linear", "llama", "olmo_hybrid", "qwen3_5", "qwen3_5_text"}
+RUNS = {
+    *("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    *("gpt2", "kimi_linear", "llama", "ministral3", "mistral3", "olmo_hybrid", "qwen3_5"),
+    *("qwen3_5_moe", "qwen3_5_text"),
+}
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 96),

@@ -21,7 +21,7 @@ from kvserve.config import ModelConfig
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
-from kvserve.kernels.gated_delta import RowChunks
+from kvserve.kernels.layer.gated_delta import RowChunks
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.guesses import SPECULATIVE, Oracle

@@ -11,7 +11,7 @@ import torch
 from kvserve import LLM
 from kvserve.engine.models import held
 from kvserve.engine.models.delta_layers import DeltaTransformer
-from kvserve.kernels.weight_levels import Levels
+from kvserve.kernels.layer.weight_levels import Levels
 from kvserve.log import ConfigError
 from tests.checkpoints import edited_tensors, random_prompts
 from tests.engine.models.decoding import make, row_of, tokens
