@@ -33,7 +33,7 @@ from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 from kvserve.kernels.score.codebook import Cover
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.outputs import KVTraceEvent
 from kvserve.scheduler.messages.event import Events

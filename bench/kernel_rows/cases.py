@@ -19,7 +19,7 @@ from kvserve.kernels.move.move_kv import gather_kv_torch, gather_torch, move_kv_
 from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.sample.sample_tokens import sample_tokens_torch
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.kernels.score.window_scores import window_scores_torch
 from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.kernels.store.coded_entries import CODE_WORDS, Codes, Slots, turns_of

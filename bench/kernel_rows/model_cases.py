@@ -37,11 +37,8 @@ from kvserve.kernels.layer.weight_levels_triton import (
     expert_linear_levels_triton,
     linear_levels_triton,
 )
-from kvserve.kernels.score.centre_scores import (
-    OFFSETS,
-    centre_scores_by_head,
-    centre_scores_triton,
-)
+from kvserve.kernels.score.centre_scores import OFFSETS, centre_scores_by_head
+from kvserve.kernels.score.centre_scores_triton import centre_scores_triton
 
 AWQ = LevelForm(4, 128, lowest=-8, offsets="zero")
 WEIGHTS = {

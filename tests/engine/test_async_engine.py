@@ -454,7 +454,7 @@ from kvserve.engine.core.core_loop import serving_core
 policy = {"name": sys.argv[1], **eval(sys.argv[2])}
 config = config_of("kvserve/tiny", policy=policy, device="cpu", num_gpu_blocks_override=200)
 core = serving_core(config, lambda stage: None)
-event = "kernels.score.window_scores", "kernels.score.token_to_chunk"
+event = "kernels.score.window_scores", "kernels.score.top_places"
 event += ("scheduler.compression.handlers",)
 print(*("kvserve." + name in sys.modules for name in event), core.stats().compactions_total)
 core.close()

@@ -54,9 +54,9 @@ from kvserve.kernels.move.move_few_triton import gather_few_triton, move_few_tri
 from kvserve.kernels.move.move_kv_triton import gather_kv_triton, gather_triton, move_kv_triton
 from kvserve.kernels.move.move_levels_triton import gather_levels_triton, move_levels_triton
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.score.centre_scores import centre_scores_triton
+from kvserve.kernels.score.centre_scores_triton import centre_scores_triton
 from kvserve.kernels.score.seen import Seen
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.kernels.store.coded_entries import Codes
 from kvserve.kernels.store.entries import Entries

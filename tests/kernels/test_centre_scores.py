@@ -13,8 +13,8 @@ from kvserve.kernels.score.centre_scores import (
     centre_scores_by_head,
     centre_scores_cpu,
     centre_scores_torch,
-    centre_scores_triton,
 )
+from kvserve.kernels.score.centre_scores_triton import centre_scores_triton
 from tests.thinning import thinned
 
 

@@ -32,7 +32,7 @@ def mask_to_indices(mask: Tensor, count: int) -> Tensor:
 def best_places(scores: Tensor, count: int, room: int = 0) -> Tensor:
     """Ascending int64 indices of the ``count`` highest scores of the last axis, with ``room`` for
     more behind them: [..., count + room]."""
-    from kvserve.kernels.score.token_to_chunk import TOP_PLACES, write_top_places
+    from kvserve.kernels.score.top_places import TOP_PLACES, write_top_places
 
     if TOP_PLACES.takes(scores, torch.float32):
         places = scores.new_empty(*scores.shape[:-1], count + room, dtype=torch.int64)
@@ -51,11 +51,12 @@ def token_to_chunk(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int)
     places; what the chosen gaps leave of the budget goes to the best tokens still outside, so
     exactly ``keep`` remain. Returns ascending int64 [..., keep].
     """
-    from kvserve.kernels.score.token_to_chunk import MOST_SCORES, token_to_chunk_triton
+    if scores.is_cuda:
+        from kvserve.kernels.score.token_to_chunk_triton import MOST_SCORES, token_to_chunk_triton
 
-    fused = scores.is_cuda and scores.shape[-1] <= MOST_SCORES
-    choose = token_to_chunk_triton if fused else token_to_chunk_torch
-    return choose(scores, keep, chunk_budget, max_chunk)
+        if scores.shape[-1] <= MOST_SCORES:
+            return token_to_chunk_triton(scores, keep, chunk_budget, max_chunk)
+    return token_to_chunk_torch(scores, keep, chunk_budget, max_chunk)
 
 
 def token_to_chunk_torch(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:

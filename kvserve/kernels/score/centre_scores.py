@@ -10,21 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled
-from kvserve.kernels.checks import check_head_dim, runs_triton
-from kvserve.kernels.dispatch import Kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from kvserve.kernels.checks import runs_triton
+from kvserve.late import Late
 
 OFFSETS = tuple(2**i for i in range(17))
 """How far ahead of the newest token the queries are that scores stand for (section 4)."""
 _COMPILED = Compiled("centre_scores")
+_centre_scores_triton = Late("kernels.score.centre_scores_triton:centre_scores_triton")
 _SMALLEST = 1e-6
 """The least deviation that scores are divided by."""
 
@@ -87,7 +84,7 @@ def centre_scores(key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool 
     """
     if _COMPILED.takes(key, torch.float32, torch.bfloat16, multiple=16):
         return centre_scores_cpu(key, vectors, spread, normalise)
-    find = centre_scores_triton if runs_triton(key) else centre_scores_by_head
+    find = _centre_scores_triton if runs_triton(key) else centre_scores_by_head
     return _best(find(key, vectors, spread), key.shape[2], normalise)
 
 
@@ -130,55 +127,3 @@ def _best(scores: Tensor, kv_heads: int, normalise: bool) -> Tensor:
         deviation, mean = torch.std_mean(scores, dim=-1, correction=0, keepdim=True)
         scores = (scores - mean) / deviation.clamp(min=_SMALLEST)
     return scores.unflatten(2, (kv_heads, -1)).amax(dim=3)
-
-
-def centre_scores_triton(key: Tensor, vectors: Tensor, spread: Tensor) -> Tensor:
-    """As ``centre_scores_by_head``, in float32: one pass over the keys."""
-    check_head_dim(key, vectors)
-    events, layers, kv_heads, length, dim = key.shape
-    heads, futures = vectors.shape[2:4]
-    out = torch.empty(events, layers, heads, length, dtype=torch.float32, device=key.device)
-    tile = max(16, 4096 // dim)
-    _scores.launch(
-        (events * layers * kv_heads, -(-length // tile)),
-        *(out, *(x.contiguous() for x in (key, vectors, spread)), length, layers * kv_heads),
-        GROUP=heads // kv_heads,
-        FUTURES=futures,
-        HALF=dim // 2,
-        TILE=tile,
-        num_warps=4,
-    )
-    return out
-
-
-@Kernel
-def _scores(
-    out,
-    keys,
-    vectors,
-    spread,
-    length,
-    lanes,
-    GROUP: tl.constexpr,
-    FUTURES: tl.constexpr,
-    HALF: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    lane = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    there = place < length
-    dims = tl.arange(0, HALF)
-    rows = keys + (lane * length + place)[:, None] * (2 * HALF) + dims[None, :]
-    low = tl.load(rows, mask=there[:, None], other=0.0).to(tl.float32)
-    high = tl.load(rows + HALF, mask=there[:, None], other=0.0).to(tl.float32)
-    magnitude = tl.sqrt(low * low + high * high)
-    for member in range(GROUP):
-        head = lane * GROUP + member
-        best = tl.full([TILE], float("-inf"), tl.float32)
-        for future in range(FUTURES):
-            vector = vectors + (head * FUTURES + future) * (2 * HALF) + dims
-            product = low * tl.load(vector)[None, :] + high * tl.load(vector + HALF)[None, :]
-            best = tl.maximum(best, tl.sum(product, axis=1))
-        weight = tl.load(spread + (lane % lanes * GROUP + member) * HALF + dims)
-        best += tl.sum(magnitude * weight[None, :], axis=1)
-        tl.store(out + head * length + place, best, mask=there)

@@ -15,7 +15,7 @@ from kvserve.engine.sampling import sampler
 from kvserve.kernels.attend import decode_inputs
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from tests.checkpoints import random_prompts, write_checkpoint
 

@@ -20,7 +20,7 @@ from kvserve.engine.policies.selection import token_to_chunk_torch
 from kvserve.engine.runner import warm_up
 from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.score.centre_scores import Centres
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout

@@ -12,7 +12,7 @@ from kvserve.engine.policies.selection import (
     stable_order,
     token_to_chunk,
 )
-from kvserve.kernels.score.token_to_chunk import TOP_PLACES
+from kvserve.kernels.score.top_places import TOP_PLACES
 from tests.engine.policies.one_row import best
 
 EXAMPLE = [9, 0.1, 0.2, 8, 7, 3, 0.5, 0.6, 0.7, 6, 0.05, 5, 0.25, 4, 0.15, 0.3]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvserve.engine.policies.selection import token_to_chunk_torch
-from kvserve.kernels.score.token_to_chunk import token_to_chunk_triton
+from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")

@@ -1,5 +1,4 @@
-"""Scores in, kept places out: the best on a CPU, and Kara's Token2Chunk on a GPU, each in one call
-for every lane of an event."""
+"""Scores in, kept places out: Kara's Token2Chunk in one launch for every lane of an event."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvserve.kernels.calls import Compiled
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.ordering import nth_highest, order_of
 
@@ -17,18 +15,6 @@ if TYPE_CHECKING:
 
 # A program holds all scores of its lane.
 MOST_SCORES = 4096
-TOP_PLACES = Compiled("top_places")
-"""For float32 scores on a CPU."""
-
-
-def write_top_places(scores: Tensor, out: Tensor, count: int) -> None:
-    """The places of the ``count`` best of ``scores [..., n]``, ascending, into the first ``count``
-    of ``out`` int64 [..., m], which is dense. Ties go to the older place."""
-    if count == 0 or not scores.numel():
-        return
-    scores, length = scores.contiguous(), scores.shape[-1]
-    rows = scores.numel() // length
-    TOP_PLACES(scores, out, rows, length, count, out.shape[-1], torch.get_num_threads())
 
 
 def token_to_chunk_triton(scores: Tensor, keep: int, chunk_budget: int, max_chunk: int) -> Tensor:
