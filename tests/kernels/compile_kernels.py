@@ -3,9 +3,9 @@
     python -m tests.kernels.compile_kernels --arch 90 --name decode
 
 prints JSON: by variant and architecture, registers per thread, bytes spilled per thread, shared
-memory per program, and for attention the warp instructions that 32 entries take in each of its
-loops. ``--write`` makes it the installed Triton's budget, of these variants and architectures. Not
-under TRITON_INTERPRET.
+memory per program, and the warp instructions of each loop: for attention those that 32 entries
+take, for products with levels those for 32 weights of each lane. ``--write`` makes it the installed
+Triton's budget, of these variants and architectures. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -416,6 +416,7 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "multiply_levels": lambda: multiply(AWQ, 1),
     "widen_levels": lambda: multiply(AWQ, 2048),
     "widen_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 2048),
+    "multiply_levels/rows": lambda: multiply(AWQ, 32),
     "multiply_levels/experts": lambda: multiply(AWQ, 512, experts=128),
     "multiply_levels/Q4_1": lambda: multiply(LevelForm(4, 32, offsets="minimum"), 64),
     "multiply_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 64),
@@ -490,8 +491,10 @@ class Compiler:
         self.ptx[name] = compiled.asm["ptx"]
         cubin = compiled.asm["cubin"]
         self.costs[name] = {**usage(cubin), "shared": compiled.metadata.shared}
-        if name in ("attend", "decode_levels"):
-            share = 32 * warps["num_warps"] / options["TILE"]
+        if name in ("attend", "decode_levels", "multiply_levels"):
+            share = 32 * warps["num_warps"] / options.get("TILE", 1)
+            if name == "multiply_levels":  # for 32 weights of each lane
+                share = 1024 * warps["num_warps"] / (options["COLUMNS"] * options["INNER"])
             for i, length in enumerate(hot_loops(cubin), 1):
                 self.costs[name][f"loop {i}"] = round(length * share)
 

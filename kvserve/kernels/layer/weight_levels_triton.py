@@ -1,7 +1,8 @@
 """Products with weights that are held as levels, in Triton: of all rows, or of each expert's.
 
 A program widens a tile of the weight as it reads it, with scales and offsets applied in float32,
-and multiplies it in the type of x; sums are float32. Each tile of 64 rows widens the weight again,
+and multiplies it in the type of x; sums are float32. Up to 32 rows meet levels of 4 bits as whole
+numbers, whose scale then meets the sums of its group. Each tile of 64 rows widens the weight again,
 so that many rows are faster if the whole weight is widened once, for torch's product.
 """
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.dispatch import Helper, Kernel, interprets
 from kvserve.kernels.layer.weight_levels import BLOCK, Levels, levels_of_rows
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
     rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
     columns = 32 if len(x) <= 16 else 64
     inner, one_group = _inner(weight)
+    # Sums of a group beside those of all would not leave registers enough for 64 rows.
+    exact = one_group and form.offsets != "minimum" and x.dtype is not torch.float32 and rows < 64
     experts = 1 if ends is None else len(ends)
     tiles = -(-len(x) // rows) + (experts - 1) * bool(len(x))
     _multiply_levels.launch(
@@ -108,6 +111,8 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         ROWS=rows,
         COLUMNS=columns,
         INNER=inner,
+        EXACT=exact,
+        ASM=not interprets(),
         num_warps=4,
         num_stages=3,
     )
@@ -163,6 +168,33 @@ def byte_numbers(stored, CODE: tl.constexpr):
     bits = stored.to(tl.uint16)
     bits = (bits & 128) << 8 | (bits & 127) << 7
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@Helper
+def with_upper_byte(both, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """int16 of the lower and of the upper four bits of bytes, below an ``UPPER`` byte."""
+    if ASM:
+        lower, upper = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            and.b32 low, $4, 0x0f0f0f0f;
+            shr.b32 high, $4, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, $5, 0x5140;
+            prmt.b32 $1, low, $5, 0x5342;
+            prmt.b32 $2, high, $5, 0x5140;
+            prmt.b32 $3, high, $5, 0x5342;
+            }""",
+            "=r,=r,=r,=r,r,r",
+            [both, tl.full((1, 1), UPPER, tl.uint8)],
+            dtype=(tl.int16, tl.int16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        lower, upper = (both & 15).to(tl.int16), (both >> 4).to(tl.int16)
+        lower, upper = lower | UPPER << 8, upper | UPPER << 8
+    return lower, upper
 
 
 @Helper
@@ -257,6 +289,8 @@ def _multiply_levels(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    EXACT: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     tile = tl.program_id(1)
     first, last, expert = tile * ROWS, tokens, 0
@@ -297,24 +331,37 @@ def _multiply_levels(
                 mask=column_mask[:, None] & known[None],
                 other=0,
             )
-            if ONE_GROUP:
-                group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
-                high_group, high_valid = group, valid
+            near = x_at(x, order, low, row_mask, width, inputs)
+            far = x_at(x, order, low + 16, row_mask, width, inputs)
+            if EXACT:
+                # An upper byte makes a level n a number: 128 + n in bfloat16, 1,024 + n in float16.
+                UPPER: tl.constexpr = 0x43 if near.dtype == tl.bfloat16 else 0x64
+                group = at // group_size
+                scale = tl.load(scales + group, mask=column_mask, other=0.0).to(tl.float32)
+                base = tl.full((COLUMNS,), (128 if UPPER == 0x43 else 1024) - LOWEST, tl.float32)
+                if OFFSETS == 1:
+                    base += tl.load(offsets + group, mask=column_mask, other=0.0).to(tl.float32)
+                base = base[:, None].to(near.dtype)
+                lower, upper = with_upper_byte(both, UPPER, ASM)
+                lower = lower.to(near.dtype, bitcast=True) - base
+                upper = upper.to(near.dtype, bitcast=True) - base
+                some = tl.dot(far, tl.trans(upper), tl.dot(near, tl.trans(lower)))
+                total += some * scale[None]
             else:
-                group, valid, high_group = low // group_size, known, (low + 16) // group_size
-                high_valid = known
-            weight = scaled(both & 15, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS)
-            numbers = x_at(x, order, low, row_mask, width, inputs)
-            total = tl.dot(
-                numbers, tl.trans(weight.to(numbers.dtype)), total, input_precision="ieee"
-            )
-            weight = scaled(
-                both >> 4, scales, offsets, column_mask, high_group, high_valid, LOWEST, OFFSETS
-            )
-            numbers = x_at(x, order, low + 16, row_mask, width, inputs)
-            total = tl.dot(
-                numbers, tl.trans(weight.to(numbers.dtype)), total, input_precision="ieee"
-            )
+                if ONE_GROUP:
+                    group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0
+                    high_group, high_valid = group, valid
+                else:
+                    group, valid, high_group = low // group_size, known, (low + 16) // group_size
+                    high_valid = known
+                weight = scaled(
+                    both & 15, scales, offsets, column_mask, group, valid, LOWEST, OFFSETS
+                )
+                total = tl.dot(near, tl.trans(weight.to(near.dtype)), total, input_precision="ieee")
+                weight = scaled(
+                    both >> 4, scales, offsets, column_mask, high_group, high_valid, LOWEST, OFFSETS
+                )
+                total = tl.dot(far, tl.trans(weight.to(near.dtype)), total, input_precision="ieee")
         else:
             place = at + tl.arange(0, INNER)
             known = place < inputs
