@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -115,11 +115,20 @@ class Compiled:
         self.name, self.file = name, file or name
 
     @cached_property
+    def _source(self) -> str:
+        """Without comments."""
+        return re.sub("//.*", "", source_of(self.file).read_text())
+
+    @cached_property
     def _fields(self) -> type[ctypes.Structure]:
-        source = source_of(self.file).read_text()
-        struct = re.search(rf"kvserve_{self.name}\(const (\w+)\*", source)
+        struct = re.search(rf"kvserve_{self.name}\(const (\w+)\*", self._source)
         assert struct is not None, f"{self.file}.cpp has no {self.name} that reads a struct"
-        return _struct(re.sub("//.*", "", source), struct[1])
+        return _struct(self._source, struct[1])
+
+    def records(self, name: str, fields: Sequence[tuple[Any, ...]]) -> ctypes.Array[Any]:
+        """Structs ``name`` side by side, for a field that points to them: keep them meanwhile."""
+        struct = _struct(self._source, name)
+        return (struct * len(fields))(*(struct(*_plain(each)) for each in fields))
 
     @cached_property
     def _fault(self) -> int:
@@ -173,9 +182,11 @@ def as_int64(x: Tensor) -> Tensor:
 
 
 def _plain(x: Any) -> Any:
-    """Tensors as their addresses, alone or in tuples."""
+    """Tensors and records as their addresses, alone or in tuples."""
     if isinstance(x, tuple):
         return tuple([y if type(y) in _PLAIN else _plain(y) for y in x])
+    if isinstance(x, ctypes.Array):
+        return ctypes.addressof(x)
     return x.data_ptr() if isinstance(x, Tensor) else x
 
 

@@ -35,6 +35,7 @@ class FewKernels(NamedTuple):
     gather: Callable[..., Tensor]
     move: Callable[..., None]
     turn: Callable[..., Tensor]
+    store_layers: Callable[..., None] = few_bits.store_layers_torch
 
 
 class StorageKernels(NamedTuple):
@@ -85,7 +86,11 @@ COMPILED = StorageKernels(
     move_levels.gather_levels_cpu,
     move_levels.move_levels_cpu,
     FewKernels(
-        few_bits.store_few_cpu, move_few.gather_few_cpu, move_few.move_few_cpu, turning.turn_cpu
+        few_bits.store_few_cpu,
+        move_few.gather_few_cpu,
+        move_few.move_few_cpu,
+        turning.turn_cpu,
+        few_bits.store_layers_cpu,
     ),
 )
 TRITON = StorageKernels(

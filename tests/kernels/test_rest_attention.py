@@ -16,8 +16,9 @@ from kvserve.kernels.store.few_bits import (
     FewBlocks,
     FewLayer,
     Shaping,
-    store_few_cpu,
     store_few_torch,
+    store_layers_cpu,
+    store_layers_torch,
 )
 
 HEADS, GROUP, ROWS, BLOCKS = 3, 3, 2, 12
@@ -91,19 +92,27 @@ def test_the_compiled_kernel_equals_the_reference(
 
 @pytest.mark.parametrize("bits", [(1, 1), (1, 2), (2, 1), (1, 4)])
 @pytest.mark.parametrize("shaped", [False, True])
-def test_one_bit_is_written_as_the_reference_writes_it(bits: tuple[int, int], shaped: bool) -> None:
-    made, dim = torch.Generator().manual_seed(3), 64
-    mean, shaping = torch.randn(1, dim, generator=made), None
-    if shaped:
-        lower = torch.eye(dim) + 0.1 * torch.randn(1, dim, dim, generator=made).tril(-1)
-        shaping = Shaping(mean, lower, torch.randperm(dim, generator=made)[None])
-    layer = FewLayer(few(bits[0]), few(bits[1]), 0, shaping or Shaping(mean))
-    size = EntryFormat("", few(bits[0]), few(bits[1])).block_bytes(2 * TILE, dim, 1, 1)
+def test_lanes_are_written_as_the_reference_writes_them(
+    bits: tuple[int, int], shaped: bool
+) -> None:
+    """Two of them, which differ in bits, together: with their means, orders and places."""
+    made, dim, size, layers = torch.Generator().manual_seed(3), 64, 0, list[FewLayer]()
+    for key, value in (bits, bits[::-1]):
+        shaping = Shaping(torch.randn(1, dim, generator=made))
+        if shaped:
+            lower = torch.eye(dim) + 0.1 * torch.randn(1, dim, dim, generator=made).tril(-1)
+            order = torch.randperm(dim, generator=made)[None]
+            shaping = shaping._replace(feedback=lower, order=order)
+        layers.append(FewLayer(few(key), few(value), size, shaping))
+        size += EntryFormat("", few(key), few(value)).block_bytes(2 * TILE, dim, 1, 1)
     pools = []
-    for store in (store_few_torch, store_few_cpu):
-        blocks = FewBlocks(torch.zeros(4, size, dtype=torch.uint8), (layer,), 1, 2 * TILE, dim)
+    for store in (store_layers_torch, store_layers_cpu):
+        pool = torch.zeros(4, size, dtype=torch.uint8)
+        blocks = FewBlocks(pool, tuple(layers), 1, 2 * TILE, dim)
         made.manual_seed(4)
-        k, v = torch.randn(2, 60, 1, dim, generator=made)
-        store(blocks, 0, torch.randperm(128, generator=made)[None, :60], k, v)
-        pools.append(blocks.pool)
+        k, v = torch.randn(2, 2, 60, 1, dim, generator=made)
+        store(blocks, (1, 0), torch.randperm(128, generator=made)[None, :60], k, v)
+        pools.append(pool)
     assert torch.equal(*pools)
+    with pytest.raises(ValueError, match="1 layers for 2"):
+        store_layers_cpu(blocks, (1,), torch.zeros(1, 60, dtype=torch.int64), k, v)

@@ -66,7 +66,7 @@ class FewEntries(RawEntries):
     ) -> None:
         self.memory, self.store_rotated = blocks.pool, None
         self.blocks = blocks
-        self._few, self.store = kernels.few, kernels.few.store
+        self._few, self.store_layers = kernels.few, kernels.few.store_layers
         self._dtype = dtype
         self._full = list(full)
         means = [blocks.layers[layer].shaping.mean for layer in full]

@@ -111,10 +111,9 @@ class RestRows(RowGroup):
     def append(self, slots: Tensor, keys: Tensor, values: Tensor, copies: list[Tensor]) -> None:
         """Store what ``read`` returned in slots int64 [S] of all lanes: rounded anew, but where the
         rest has as many bits."""
-        everywhere = slots[None]
-        of_lanes = zip(keys.flatten(0, 1), values.flatten(0, 1), strict=True)
-        for lane, (k, v) in enumerate(of_lanes):
-            self._entries.store(self.blocks, lane, everywhere, k[:, None], v[:, None])
+        everywhere, lanes = slots[None], range(self.spec.lanes)
+        new = (x.flatten(0, 1)[:, :, None] for x in (keys, values))  # [L * Hkv, S, 1, D]
+        self._entries.store_layers(self.blocks, lanes, everywhere, *new)
         for (_, _, own), copy in zip(self._equal, copies, strict=True):
             own.tiles[entries_at(self.blocks, own, everywhere)] = copy
 

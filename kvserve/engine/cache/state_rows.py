@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.row_groups import KINDS, RowGroup, Shapes
 from kvserve.engine.device.transfer import to_device
-from kvserve.engine.models.recurrent import LayerStates
+from kvserve.engine.models.states import LayerStates
 from kvserve.engine.models.transformer import Transformer
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.kept_states import StateMove

@@ -21,25 +21,23 @@ from torch import Tensor, nn
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.models.borrowed import Borrowed, Step, refused
 from kvserve.engine.models.spec import ModelSpec
+from kvserve.engine.models.states import LayerStates
 from kvserve.scheduler.blocks.state_group import LayerState
 
 _WITH_STATES = {"linear_attention", "conv", "hybrid"}
 
 
-class LayerStates(NamedTuple):
-    """One layer's states of n rows: tails ``[n, channels, columns]``, recurrent ``[n, ...]``."""
+class ModuleStates(NamedTuple):
+    """States of n rows as a module asks transformers' cache for them. In a step it writes into what
+    the first two methods return, and calls at most the last one."""
 
     tail: Tensor
     recurrent: Tensor | None
 
-    def of(self, rows: slice) -> LayerStates:
+    @classmethod
+    def of(cls, states: LayerStates, rows: slice) -> ModuleStates:
         """Views of those of ``rows``."""
-        return LayerStates(
-            self.tail[rows], None if self.recurrent is None else self.recurrent[rows]
-        )
-
-    # ---- what a module asks of transformers' cache ---------------------------------------------
-    # In a step it writes into what the first two return, and calls at most the last one.
+        return cls(*(None if x is None else x[rows] for x in states))  # type: ignore[arg-type]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.tail
@@ -108,7 +106,7 @@ class Recurrent(Borrowed):
         states, out = layers[module.layer_idx], torch.empty_like(hidden)
         for call in calls:
             given = hidden[0, call.tokens].view(-1, call.length, hidden.shape[-1])
-            made = _call(module, given, states.of(call.rows))
+            made = _call(module, given, ModuleStates.of(states, call.rows))
             if len(calls) == 1:
                 return made.view(hidden.shape)
             out[0, call.tokens] = made.view(-1, hidden.shape[-1])

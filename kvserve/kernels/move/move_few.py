@@ -41,10 +41,9 @@ def gather_few_cpu(
     """To float32 or bfloat16. ``IndexError`` as of the store."""
     slots = as_int64(slots)
     out = torch.empty(*slots.shape, blocks.dim, dtype=dtype)
-    for layer, own, found in zip(layers, slots, out, strict=True):
-        mean = None if values else blocks.layers[layer].shaping.mean
-        places = mean, found, own, *own.shape, dtype is torch.bfloat16
-        _GATHER(blocks.fields(layer), *places, refused=blocks.slot_outside)
+    _check_layers(layers, slots)
+    places = out, slots, *slots.shape, values, dtype is torch.bfloat16
+    _GATHER(blocks.told(layers), *places, refused=blocks.slot_outside)
     return out
 
 
@@ -54,6 +53,11 @@ def move_few_cpu(
     """Entry after entry. ``IndexError`` as of the store."""
     if src.shape != dst.shape:
         raise ValueError(f"move_few: slots {list(src.shape)} to {list(dst.shape)}")
-    for layer, source, target in zip(layers, as_int64(src), as_int64(dst), strict=True):
-        places = source, target, *source.shape
-        _MOVE(blocks.fields(layer), *places, refused=blocks.slot_outside)
+    _check_layers(layers, src)
+    places = as_int64(src), as_int64(dst), *src.shape
+    _MOVE(blocks.told(layers), *places, refused=blocks.slot_outside)
+
+
+def _check_layers(layers: list[int], slots: Tensor) -> None:
+    if len(layers) != len(slots):
+        raise ValueError(f"few bits: slots {list(slots.shape)} of {len(layers)} layers")

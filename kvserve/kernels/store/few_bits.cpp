@@ -23,12 +23,15 @@ typedef X::U U;
 
 }  // namespace
 
-// What a layer's entries are, and where the tiles of a block are; the launchers pass it.
-extern "C" struct FewBlocks {
+// What a layer's entries are, and where the tiles of a block are; the launchers pass one or more.
+extern "C" struct FewLayer {
   uint8_t* tiles;        // [Hb, B / 16, bytes] of block 0; blocks block_stride bytes apart
   int64_t block_stride, num_blocks, block_size, heads, dim;
   int64_t key_bits, value_bits;
   float key_factor, value_factor;
+  const float* mean;      // [H, dim], of keys
+  const float* feedback;  // [H, dim, dim], unit lower triangular, in the order; null: plain
+  const int64_t* order;   // [H, dim]
 };
 
 namespace {
@@ -44,18 +47,18 @@ struct Kind {
 };
 
 struct Layer {
-  const FewBlocks& b;
+  const FewLayer& b;
   Kind key, value;
   int64_t tile_bytes;
 
-  explicit Layer(const FewBlocks& blocks)
+  explicit Layer(const FewLayer& blocks)
       : b(blocks), key(kind(blocks, true)), value(kind(blocks, false)) {
     value.at = kTile * key.strips.bytes();
     key.code = value.at + kTile * value.strips.bytes();
     value.code = key.code + kTile;
     tile_bytes = value.code + kTile;
   }
-  static Kind kind(const FewBlocks& b, bool keys) {
+  static Kind kind(const FewLayer& b, bool keys) {
     return {Strips(keys ? b.key_bits : b.value_bits, b.dim), 0, 0,
             keys ? b.key_factor : b.value_factor, keys};
   }
@@ -67,7 +70,7 @@ struct Layer {
 };
 
 // 1 if one of the slots is not in the pool; nothing has been read or written then.
-int refusal(const FewBlocks& b, const int64_t* slots, int64_t count, int64_t* fault) {
+int refusal(const FewLayer& b, const int64_t* slots, int64_t count, int64_t* fault) {
   for (int64_t i = 0; i < count; ++i)
     if (slots[i] < 0 || slots[i] >= b.num_blocks * b.block_size) {
       *fault = slots[i];
@@ -151,14 +154,12 @@ extern "C" int kvserve_turn_heads(const TurnHeads* call) {
 // ---- new entries --------------------------------------------------------------------------------
 
 extern "C" struct StoreFew {
-  FewBlocks blocks;
-  const void* key;        // [T, R * Hb, dim], tokens key_stride numbers apart
+  const FewLayer* layers;
+  const void* key;       // [L, T, R * Hb, dim]: layers key_layer numbers apart, tokens key_stride
   const void* value;
-  const float* mean;      // [R * Hb, dim]
-  const float* feedback;  // [R * Hb, dim, dim], unit lower triangular, in the order; null: plain
-  const int64_t* order;   // [R * Hb, dim]
-  const int64_t* slots;   // [R, T]
-  int64_t* fault;         // the slot that was refused
+  const int64_t* slots;  // [R, T], of every layer
+  int64_t* fault;        // the slot that was refused
+  int64_t num_layers, key_layer, value_layer;
   int64_t key_stride, value_stride, num_tokens, num_tables, is_bf16;
 };
 
@@ -309,39 +310,47 @@ void write(const Layer& layer, const Kind& kind, const int64_t* slots, int count
   }
 }
 
+// The new entries of one layer.
 template <typename T>
-void store(const StoreFew& c) {
-  const Layer layer(c.blocks);
-  const int dim = c.blocks.dim;
+void store(const StoreFew& c, const FewLayer& b, const T* key, const T* value) {
+  const Layer layer(b);
+  const int dim = b.dim;
   alignas(64) F x[kMaxDim];
   U words[kMaxBytes / 4 + 4];
-  for (int64_t head = 0; head < c.num_tables * c.blocks.heads; ++head)
+  for (int64_t head = 0; head < c.num_tables * b.heads; ++head)
     for (int64_t first = 0; first < c.num_tokens; first += kTile) {
       const int count = std::min<int64_t>(kTile, c.num_tokens - first);
-      const int64_t* slots = c.slots + head / c.blocks.heads * c.num_tokens + first;
+      const int64_t* slots = c.slots + head / b.heads * c.num_tokens + first;
       for (const Kind* kind : {&layer.key, &layer.value}) {
         const int64_t stride = kind->keys ? c.key_stride : c.value_stride;
-        const T* from = static_cast<const T*>(kind->keys ? c.key : c.value) + first * stride + head * dim;
-        load(from, stride, count, dim, kind->keys ? c.mean + head * dim : nullptr, x);
+        const T* from = (kind->keys ? key : value) + first * stride + head * dim;
+        load(from, stride, count, dim, kind->keys ? b.mean + head * dim : nullptr, x);
         turn(x, dim);
         const I codes = codes_of(x, dim);
         const F step = scales_of(codes) * kind->factor;
         const float half = 1 << (kind->strips.bits - 1);
-        if (kind->keys && c.feedback)
-          round_shaped(x, dim, step, half, c.feedback + head * dim * dim, c.order + head * dim);
+        if (kind->keys && b.feedback)
+          round_shaped(x, dim, step, half, b.feedback + head * dim * dim, b.order + head * dim);
         else
           round_plainly(x, dim, step, half);
         pack((const I*)x, dim, kind->strips, words);
-        write(layer, *kind, slots, count, head % c.blocks.heads, words, codes);
+        write(layer, *kind, slots, count, head % b.heads, words, codes);
       }
     }
+}
+
+template <typename T>
+void store(const StoreFew& c) {
+  const T *key = static_cast<const T*>(c.key), *value = static_cast<const T*>(c.value);
+  for (int64_t i = 0; i < c.num_layers; ++i)
+    store(c, c.layers[i], key + i * c.key_layer, value + i * c.value_layer);
 }
 
 }  // namespace
 
 extern "C" int kvserve_store_few(const StoreFew* call) {
   const StoreFew& c = *call;
-  if (refusal(c.blocks, c.slots, c.num_tables * c.num_tokens, c.fault)) return 1;
+  if (refusal(*c.layers, c.slots, c.num_tables * c.num_tokens, c.fault)) return 1;
   c.is_bf16 ? store<bf16>(c) : store<float>(c);
   return 0;
 }
@@ -349,12 +358,11 @@ extern "C" int kvserve_store_few(const StoreFew* call) {
 // ---- entries by slot ----------------------------------------------------------------------------
 
 extern "C" struct GatherFew {
-  FewBlocks blocks;
-  const float* mean;     // [H, dim], of keys; null: values are read
-  void* out;             // [H, S, dim]
-  const int64_t* slots;  // [H, S]
+  const FewLayer* layers;
+  void* out;             // [L, H, S, dim]
+  const int64_t* slots;  // [L, H, S]
   int64_t* fault;
-  int64_t num_heads, length, is_bf16;
+  int64_t num_layers, num_heads, length, values, is_bf16;  // values: not keys
 };
 
 namespace {
@@ -417,70 +425,85 @@ void unload(const F* x, int count, int dim, T* to) {
   }
 }
 
+// What one layer's slots hold.
 template <typename T>
-void gather(const GatherFew& c) {
-  const Layer layer(c.blocks);
-  const Kind& kind = c.mean ? layer.key : layer.value;
-  const int dim = c.blocks.dim;
+void gather(const GatherFew& c, const FewLayer& b, const int64_t* slots, T* out) {
+  const Layer layer(b);
+  const Kind& kind = c.values ? layer.value : layer.key;
+  const int dim = b.dim;
   const float half = (1 << (kind.strips.bits - 1)) - 0.5f;
   alignas(64) F x[kMaxDim + 64];
   U words[kMaxBytes / 4 + 4];
-  T* out = static_cast<T*>(c.out);
-  for (int64_t head = 0; head < c.num_heads; ++head)
+  for (int64_t head = 0; head < c.num_heads; ++head, slots += c.length)
     for (int64_t first = 0; first < c.length; first += kTile) {
       const int count = std::min<int64_t>(kTile, c.length - first);
-      const int64_t* slots = c.slots + head * c.length + first;
-      const I codes = read(layer, kind, slots, count, head % c.blocks.heads, words);
+      const I codes = read(layer, kind, slots + first, count, head % b.heads, words);
       const F step = scales_of(codes) * kind.factor;
       unpack(words, kind.strips, x);
       for (int d = 0; d < dim; ++d) x[d] = (x[d] - half) * step;
       turn(x, dim);
-      if (c.mean)
-        for (int d = 0; d < dim; ++d) x[d] = x[d] + c.mean[head * dim + d];
+      if (kind.keys)
+        for (int d = 0; d < dim; ++d) x[d] = x[d] + b.mean[head * dim + d];
       unload(x, count, dim, out);
       out += count * dim;
     }
+}
+
+template <typename T>
+void gather(const GatherFew& c) {
+  const int64_t lane = c.num_heads * c.length;
+  for (int64_t i = 0; i < c.num_layers; ++i)
+    gather(c, c.layers[i], c.slots + i * lane, static_cast<T*>(c.out) + i * lane * c.layers[i].dim);
 }
 
 }  // namespace
 
 extern "C" int kvserve_gather_few(const GatherFew* call) {
   const GatherFew& c = *call;
-  if (refusal(c.blocks, c.slots, c.num_heads * c.length, c.fault)) return 1;
+  const int64_t count = c.num_layers * c.num_heads * c.length;
+  if (c.num_layers && refusal(*c.layers, c.slots, count, c.fault)) return 1;
   c.is_bf16 ? gather<bf16>(c) : gather<float>(c);
   return 0;
 }
 
 extern "C" struct MoveFew {
-  FewBlocks blocks;
-  const int64_t* src;  // [H, S]
+  const FewLayer* layers;
+  const int64_t* src;  // [L, H, S]
   const int64_t* dst;
   int64_t* fault;
-  int64_t num_heads, length;
+  int64_t num_layers, num_heads, length;
 };
 
+namespace {
+
 // In order, so that no destination may be the source of a later entry of its lane.
+void move(const FewLayer& b, const int64_t* src, const int64_t* dst, int64_t num_heads, int64_t length) {
+  const Layer layer(b);
+  for (int64_t i = 0; i < num_heads * length; ++i) {
+    if (dst[i] < b.block_size || src[i] == dst[i]) continue;  // block 0 is not used
+    const int64_t head = i / length % b.heads;
+    const uint8_t* from = layer.tile(src[i], head);
+    uint8_t* to = layer.tile(dst[i], head);
+    const int a = src[i] % kTile, z = dst[i] % kTile;
+    for (const Kind* kind : {&layer.key, &layer.value}) {
+      const Strips& strips = kind->strips;
+      const int some = kind->keys ? 4 : 1;  // bytes side by side
+      for (int byte = 0; byte < strips.bytes(); byte += some)
+        std::memcpy(to + kind->at + strips.place(byte, z, kind->keys),
+                    from + kind->at + strips.place(byte, a, kind->keys), some);
+      to[kind->code + z] = from[kind->code + a];
+    }
+  }
+}
+
+}  // namespace
+
 extern "C" int kvserve_move_few(const MoveFew* call) {
   const MoveFew& c = *call;
-  const FewBlocks& b = c.blocks;
-  const int64_t count = c.num_heads * c.length;
-  if (refusal(b, c.src, count, c.fault) || refusal(b, c.dst, count, c.fault)) return 1;
-  const Layer layer(b);
-  for (int64_t head = 0; head < c.num_heads; ++head)
-    for (int64_t i = head * c.length; i < (head + 1) * c.length; ++i) {
-      const int64_t src = c.src[i], dst = c.dst[i];
-      if (dst < b.block_size || src == dst) continue;  // block 0 is not used
-      const uint8_t* from = layer.tile(src, head % b.heads);
-      uint8_t* to = layer.tile(dst, head % b.heads);
-      const int a = src % kTile, z = dst % kTile;
-      for (const Kind* kind : {&layer.key, &layer.value}) {
-        const Strips& strips = kind->strips;
-        const int some = kind->keys ? 4 : 1;  // bytes side by side
-        for (int byte = 0; byte < strips.bytes(); byte += some)
-          std::memcpy(to + kind->at + strips.place(byte, z, kind->keys),
-                      from + kind->at + strips.place(byte, a, kind->keys), some);
-        to[kind->code + z] = from[kind->code + a];
-      }
-    }
+  const int64_t lane = c.num_heads * c.length, count = c.num_layers * lane;
+  if (!count) return 0;
+  if (refusal(*c.layers, c.src, count, c.fault) || refusal(*c.layers, c.dst, count, c.fault)) return 1;
+  for (int64_t i = 0; i < c.num_layers; ++i)
+    move(c.layers[i], c.src + i * lane, c.dst + i * lane, c.num_heads, c.length);
   return 0;
 }

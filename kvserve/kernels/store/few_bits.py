@@ -34,6 +34,7 @@ entries. So both are read as they meet queries and weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -258,17 +259,25 @@ class FewBlocks:
         self.pool, self.heads, self.block_size, self.dim = pool, heads, block_size, dim
         self.layers = layers
         self._views = [self._view(layer) for layer in layers]
+        self._told: dict[tuple[int, ...], Any] = {}
 
     @property
     def slot_outside(self) -> str:
         """What is said of a slot that no block has."""
         return slot_outside(len(self.pool), self.block_size)
 
-    def fields(self, layer: int) -> tuple[object, ...]:
-        """``FewBlocks`` of the C++ file."""
+    def told(self, layers: Sequence[int]) -> Any:
+        """What the C++ file is told of these layers, once: its ``FewLayer`` of each."""
+        if (known := tuple(layers)) not in self._told:
+            each = [self._fields(layer) for layer in known]
+            self._told[known] = _STORE.records("FewLayer", each)
+        return self._told[known]
+
+    def _fields(self, layer: int) -> tuple[object, ...]:
         keys, values = self._views[layer]
         sizes = self.pool.stride(0), len(self.pool), self.block_size, self.heads, self.dim
-        return (keys.tiles, *sizes, keys.form.bits, values.form.bits, keys.factor, values.factor)
+        bits, factors = (keys.form.bits, values.form.bits), (keys.factor, values.factor)
+        return keys.tiles, *sizes, *bits, *factors, *self.layers[layer].shaping
 
     def layer(self, layer: int) -> tuple[FewVectors, FewVectors]:
         """Its keys and values: [num_blocks, B, Hb, D] twice."""
@@ -335,9 +344,38 @@ def entries_at(
     return block[..., None], head[:, None, None], (place // TILE)[..., None], at
 
 
+def store_layers_torch(
+    blocks: FewBlocks, layers: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """The same of several layers, in the same slots: key, value [L', T, R * Hb, D]."""
+    for layer, k, v in zip(layers, key, value, strict=True):
+        store_few_torch(blocks, layer, slots, k, v)
+
+
 def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """For float32 or bfloat16. ``ValueError`` for shapes that do not fit each other;
     ``IndexError``, with nothing written, for a slot that is not there."""
+    _store(blocks, (layer,), slots, key, value, (0, 0))
+
+
+def store_layers_cpu(
+    blocks: FewBlocks, layers: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
+) -> None:
+    """Errors as of ``store_few_cpu``."""
+    if not len(layers) == len(key) == len(value):
+        raise ValueError(f"store_few: {len(layers)} layers for {len(key)} of new entries")
+    _store(blocks, layers, slots, key[0], value[0], (key.stride(0), value.stride(0)))
+
+
+def _store(
+    blocks: FewBlocks,
+    layers: Sequence[int],
+    slots: Tensor,
+    key: Tensor,
+    value: Tensor,
+    apart: tuple[int, int],
+) -> None:
+    """``key`` and ``value`` are the first layer's; how far ``apart`` are those of the others?"""
     tables, tokens = slots.shape
     shape, dtypes = (tokens, tables * blocks.heads, blocks.dim), (torch.float32, torch.bfloat16)
     for new in (key, value):
@@ -348,7 +386,7 @@ def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, val
                 f"{list(slots.shape)}: {list(shape)} of {dtypes} is needed, tokens dense"
             )
     _STORE(
-        *(blocks.fields(layer), key, value, *blocks.layers[layer].shaping, as_int64(slots)),
+        *(blocks.told(layers), key, value, as_int64(slots), len(layers), *apart),
         *(key.stride(0), value.stride(0), tokens, tables, key.dtype is torch.bfloat16),
         refused=blocks.slot_outside,
     )
