@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 Kind = gguf.GGMLQuantizationType
-Tables = Callable[[gguf.GGUFWriter], None]
 
 
 def write_gguf(
