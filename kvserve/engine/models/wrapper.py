@@ -21,6 +21,7 @@ _PLAIN_WITH_TEXT = {
 """Text parts that differ from the decoder in where they put images: of text, the three positions by
 which they rotate are one."""
 _SEE_ALL_OF_A_PROMPT = ("PaliGemmaForConditionalGeneration",)
+_GUESS_FOR_OTHERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 _PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
 _OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 
@@ -28,10 +29,16 @@ _OWN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 def text_part(raw: Mapping[str, Any], where: str, architecture: str) -> dict[str, Any] | None:
     """The config.json of the decoder in a wrapper; ``None`` if the model is no wrapper.
 
-    ``architecture`` is what ``raw`` names. Raises ``ConfigError`` for a config that is damaged.
+    ``architecture`` is what ``raw`` names. Raises ``ConfigError`` for a config that is damaged, or
+    of no decoder.
     """
     if architecture in VARIANTS:
         return None
+    if architecture in _GUESS_FOR_OTHERS:
+        raise ConfigError(
+            f"--model: kvserve cannot run {architecture}: it guesses tokens of another model, and "
+            "reads that one's keys and values"
+        )
     # Not for decoders of our own: loading transformers takes as long as loading torch.
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

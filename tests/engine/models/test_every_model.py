@@ -32,7 +32,8 @@ FIELDS: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **{"num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2, "vocab_size": 128},
     **{"moe_intermediate_size": 32, "layer_types": None, "mlp_layer_types": None},
-    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
+    **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+    **{"num_kv_shared_layers": 0, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2},
 }
 """Sizes under the names that configs have for them."""
 

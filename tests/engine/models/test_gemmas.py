@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 from kvserve import SamplingParams
 from kvserve.config import ModelConfig
@@ -75,7 +76,7 @@ WINDOWS = {
     "gemma4-k_eq_v": WindowShape(1, 1, 4, 16),
     "gemma4-one-full": WindowShape(1, 2, 2, 16),
     "gemma4-experts": WindowShape(3, 1, 2, 16),
-    "gemma4_unified": WindowShape(1, 2, 1, 16),
+    "gemma4_unified": WindowShape(3, 1, 2, 16),
     "gemma3n": None,
 }
 """How layers with windows lie in a block of the others."""
@@ -260,6 +261,17 @@ def test_what_two_sizes_of_heads_rule_out_is_said(tmp_path: Path) -> None:
     edit_config(tmp_path, per_layer_config={str(n): {"head_dim": 8} for n in (2, 4, 6)})
     with pytest.raises(ConfigError, match="--kv-layout head: a block holds no head of 16"):
         make(tmp_path, load_format="dummy", kv_layout="head")
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_what_guesses_for_another_model_is_not_served(kind: str, tmp_path: Path) -> None:
+    """Its text part looks like a decoder, and reads keys and values of the other model."""
+    text = {**SHAPE, **_GEMMA4, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 5}
+    config = AutoConfig.for_model(kind, text_config=text)
+    config.architectures = [NAMES[kind]]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"{NAMES[kind]}: it guesses tokens of another model"):
+        choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

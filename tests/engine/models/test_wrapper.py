@@ -74,6 +74,20 @@ BORROWED: dict[str, dict[str, Any]] = {
         "vision_config": {**SIGHT, "model_type": "siglip_vision_model"},
         "tie_word_embeddings": True,
     },
+    "gemma4": {
+        "text_config": {
+            **{**GQA, "head_dim": 16, "global_head_dim": 32, "sliding_window": 20},
+            **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128},
+        },
+        "vision_config": {
+            **SIGHT,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 1,
+        },
+        "audio_config": None,
+        "tie_word_embeddings": True,
+    },
     "exaone4_5": {
         "text_config": {**GQA, "model_type": "exaone4", "sliding_window": 20},
         "vision_config": QWEN,
