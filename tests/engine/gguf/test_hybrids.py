@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvserve import LLM
+from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.spec import read_spec
 from kvserve.log import ConfigError
@@ -177,3 +178,23 @@ def test_experts_of_other_families_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="has 4 experts, which of llama are read of safetensors"):
         read_spec(file)
+
+
+def test_blocks_across_heads_are_widened_first(tmp_path: Path) -> None:
+    """K-quants have blocks of 256 numbers, more than a head has: along inputs numbers move, not
+    blocks."""
+    sizes = {"linear_num_value_heads": 8, "linear_value_head_dim": 32}
+    directory = written("qwen35", tmp_path / "model", **sizes)
+    drawn = np.random.default_rng(0).integers(0, 256, (64, 144), np.uint8)
+    drawn[:, :4] = np.array([1e-2, 1e-3], np.float16).view(np.uint8)  # the block's two scales
+    file = tmp_path / "m.gguf"
+
+    def facts(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.ssm_out.weight", drawn, raw_dtype=Kind.Q4_K)
+
+    write_gguf(directory, file, "qwen35", facts=facts, without="layers.0.linear_attn.out_proj")
+    stored = gguf.dequantize(drawn, Kind.Q4_K).reshape(64, 4, 2, 32)
+    wanted = torch.from_numpy(stored.swapaxes(1, 2).reshape(64, 256).copy())
+    found = GgufTensors(file).tensor("model.layers.0.linear_attn.out_proj.weight")
+    assert torch.equal(found, wanted)
+    assert tokens(make(file), PROMPTS[:1], 4)
