@@ -24,9 +24,11 @@ def write_gguf(
     facts: Callable[[gguf.GGUFWriter], None] = lambda _: None,
     *,
     side_by_side: bool = False,
+    without: str | None = None,
 ) -> Path:
     """``kinds``: of tensors by the last word of their module's name (others: F32); ``facts`` adds
-    metadata and tensors of its own; ``side_by_side``: Qwen3-Next as it was converted first."""
+    metadata and tensors of its own; ``side_by_side``: Qwen3-Next as it was converted first;
+    ``without``: a module that is left out."""
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, family)
     _write_facts(writer, config, family)
@@ -40,6 +42,8 @@ def write_gguf(
     tensors: dict[str, Tensor] = load_file(checkpoint / "model.safetensors")
     numbers = {name: tensor.float().numpy() for name, tensor in tensors.items()}
     for name, values in converted(numbers, config, family, side_by_side=side_by_side).items():
+        if without is not None and without in name:
+            continue
         module, _, suffix = name.rpartition(".")
         part = module.rpartition(".")[2]
         if suffix not in ("weight", "bias"):  # linear_attn.A_log

@@ -35,7 +35,6 @@ from kvserve.scheduler.row_schema import RowArrays, per_group, per_row
 if TYPE_CHECKING:
     from kvserve.engine.cache.kept_scores import KeptScores
     from kvserve.engine.cache.row_groups import RowGroup
-    from kvserve.scheduler.messages.drafts import Drafts
     from kvserve.scheduler.messages.event import Events
 
 _kept_scores = Late("engine.cache.kept_scores:KeptScores")
@@ -198,28 +197,6 @@ class InputBatch(RowArrays):
         for group in self.groups:
             batch = group.over(batch, by_token, output.token_columns, self.rounded_at)
         return input_ids, batch
-
-    def confirm(
-        self, drafts: Drafts, rows: IntArray, token_ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take the tokens ``[S]`` that were sampled for ``rows [S]``: chunks of ``drafts``, then
-        one token of each other row. Lengths no longer count what was guessed wrong.
-
-        Returns where the chunks start, how long they are, and how many tokens of each count.
-        """
-        n, guessed = len(drafts.lengths), len(drafts.token_ids)
-        places = drafts.starts[:, None] + np.arange(int(drafts.lengths.max()))
-        right = token_ids[:guessed] == self._long(drafts.guesses)
-        # Behind a chunk's end nothing is right: its own last place says so first.
-        right = right[self._long(np.minimum(places, guessed - 1))]
-        counts = right.long().cumprod(dim=1).sum(dim=1)
-        starts, lengths = self._long(drafts.starts), self._long(drafts.lengths)
-        wrong = lengths - 1 - counts
-        self.kv_lens[:, :n] -= wrong[:, None]
-        self.num_computed[:n] -= wrong
-        self.last_token[:n] = token_ids[starts + counts]
-        self.last_token[self._long(rows[guessed:])] = token_ids[guessed:]
-        return starts, lengths, counts + 1
 
     def decoding(
         self, size: int, logs_queries: bool, starts: IntArray | None = None

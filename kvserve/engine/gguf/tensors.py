@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class GgufTensors:
             self._heads = _heads_of(self._file, self._family)
         self._from_one = self._family.startswith("gemma") or self._heads is not None
 
-    @property
+    @cached_property
     def names(self) -> set[str]:
         return set(self._stored)
 

@@ -136,10 +136,6 @@ UNDIVIDED = {
     "GptOssForCausalLM": "stores the gates and ups of experts in turns",
     "Olmo2ForCausalLM": "normalises queries and keys over all heads",
     "Phi3ForCausalLM": "stores the projections of all heads in one matrix",
-    **dict.fromkeys(
-        ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
-        "has layers with states",
-    ),
 }
 """Families that one rank has to run, and why."""
 

@@ -123,10 +123,10 @@ class ModelSpec(Flags):
                 f"--tensor-parallel-size: {self.architecture} runs on transformers' modules, which "
                 "one rank has to hold"
             )
-        if ranks > 1 and self.architecture in UNDIVIDED:
+        if ranks > 1 and (self.states or self.architecture in UNDIVIDED):
+            why = UNDIVIDED.get(self.architecture, "has layers with states")
             raise ConfigError(
-                f"--tensor-parallel-size: {self.architecture} {UNDIVIDED[self.architecture]}, so "
-                "one rank has to hold them"
+                f"--tensor-parallel-size: {self.architecture} {why}, so one rank has to hold them"
             )
         experts = self.experts
         shared = {

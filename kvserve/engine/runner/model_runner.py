@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from kvserve.engine.sampling.grammar import SequenceGrammar, TokenMasks
     from kvserve.engine.sampling.logprobs import ScoredChunk
 
+_confirm = Late("engine.runner.guesses:confirm")
 _event_parts = Late("engine.compression.event_parts:EventParts")
 _event_runner = Late("engine.compression.event_runner:EventRunner")
+_keep_states = Late("engine.runner.guesses:keep_states")
 _read_logprobs = Late("engine.sampling.logprobs:read_logprobs")
 _score_prompts = Late("engine.sampling.logprobs:score_prompts")
 
@@ -146,8 +148,6 @@ class ModelRunner:
         self.graphs = graphs
         self.most_guesses = most_guesses
         self.model = model
-        self._with_states: Any = model
-        """Of models whose layers keep states, those that take back guesses."""
         self.cache = cache
         self.batch = batch
         self.attention = attention
@@ -231,9 +231,7 @@ class ModelRunner:
         if output.drafts is None:
             self.batch.last_token[where] = token_ids
         else:
-            chunks = self.batch.confirm(output.drafts, rows, token_ids)
-            if self.model.spec.states:
-                self._with_states.take_back(self.cache, *chunks)
+            _confirm(self.model, self.cache, self.batch, output.drafts, rows, token_ids)
 
     def _sampled_hidden(self, output: SchedulerOutput, step: LaunchedStep) -> Tensor:
         """Hidden states [S, hidden] that are sampled from; also scores prompts.
@@ -298,7 +296,7 @@ class ModelRunner:
             input_ids, batch = self.batch.build(output)
             planned, at = self.attention.plan(batch), None
             if drafts is not None and self.model.spec.states:
-                self._with_states.guessing = len(drafts.lengths)
+                _keep_states(self.model, drafts)
             if wanted is not None and len(wanted) < len(input_ids):
                 at = to_device(wanted, input_ids.device)
             hidden.append(self.model(input_ids, batch, self.cache, planned, at))

@@ -3,6 +3,7 @@ converter, beside the checkpoints that they were made of."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
 
 from kvserve import LLM
+from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.spec import read_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import generate, random_prompts, write_checkpoint
+from tests.checkpoints import edited_tensors, generate, random_prompts, write_checkpoint
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import write_hybrid
 from tests.engine.recorder import Recorder
@@ -88,6 +91,49 @@ def test_mixtures_of_experts(kind: Kind, tmp_path: Path) -> None:
     file = write_gguf(directory, tmp_path / "m.gguf", "qwen3moe", kinds)
     save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
     check_parity(file, PROMPTS, generate(directory, PROMPTS, TOKENS))
+
+
+LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_text())
+"""What llama.cpp answers with the files of ``for_llama_cpp``, and which version: its server's
+``/completion`` of each prompt at temperature 0 and with ignore_eos; its cache is in float32."""
+
+
+def for_llama_cpp(family: str, directory: Path) -> Path:
+    """A file of numpy's numbers, with a tokenizer of bytes, which llama.cpp wants."""
+    sizes: dict[str, Any] = {"vocab_size": 259, "head_dim": 64}
+    if family == "qwen3moe":
+        experts = {"mlp_only_layers": [], "moe_intermediate_size": 64}
+        write_checkpoint("qwen3-moe", directory / "model", **sizes, **experts)
+    else:
+        written(family, directory / "model", **sizes)
+    rng = np.random.default_rng(0)
+    with edited_tensors(directory / "model") as stored:
+        for name in sorted(stored):
+            numbers = torch.from_numpy(rng.standard_normal(tuple(stored[name].shape))).float()
+            from_one = family == "qwen3moe" or name.endswith("linear_attn.norm.weight")
+            of_norm = name.endswith("norm.weight")
+            stored[name] = numbers * (0.2 if numbers.dim() > 1 else 0.1) + (of_norm and from_one)
+
+    def facts(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.tokens"]
+        tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+        writer.add_token_list(tokens)
+        writer.add_token_types([3, 3] + [1] * 257)
+        writer.add_token_merges(["a b"])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen35" if "35" in family else "qwen2")
+        writer.add_add_bos_token(False)
+
+    return write_gguf(directory / "model", directory / "m.gguf", family, facts=facts)
+
+
+@pytest.mark.parametrize("family", LLAMA_CPP["tokens"])
+def test_answers_are_those_of_llama_cpp(family: str, tmp_path: Path) -> None:
+    """So the files above are as its converter writes them."""
+    llm = make(for_llama_cpp(family, tmp_path))
+    for prompt, wanted in zip(LLAMA_CPP["prompts"], LLAMA_CPP["tokens"][family], strict=True):
+        # Its ignore_eos keeps the end from being chosen.
+        assert tokens(llm, [prompt], len(wanted), logit_bias={1: -100.0}) == [wanted]
 
 
 def drop(key: str) -> Callable[[gguf.GGUFWriter], None]:
@@ -177,3 +223,23 @@ def test_experts_of_other_families_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="has 4 experts, which of llama are read of safetensors"):
         read_spec(file)
+
+
+def test_blocks_across_heads_are_widened_first(tmp_path: Path) -> None:
+    """K-quants have blocks of 256 numbers, more than a head has: along inputs numbers move, not
+    blocks."""
+    sizes = {"linear_num_value_heads": 8, "linear_value_head_dim": 32}
+    directory = written("qwen35", tmp_path / "model", **sizes)
+    drawn = np.random.default_rng(0).integers(0, 256, (64, 144), np.uint8)
+    drawn[:, :4] = np.array([1e-2, 1e-3], np.float16).view(np.uint8)  # the block's two scales
+    file = tmp_path / "m.gguf"
+
+    def facts(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("blk.0.ssm_out.weight", drawn, raw_dtype=Kind.Q4_K)
+
+    write_gguf(directory, file, "qwen35", facts=facts, without="layers.0.linear_attn.out_proj")
+    stored = gguf.dequantize(drawn, Kind.Q4_K).reshape(64, 4, 2, 32)
+    wanted = torch.from_numpy(stored.swapaxes(1, 2).reshape(64, 256).copy())
+    found = GgufTensors(file).tensor("model.layers.0.linear_attn.out_proj.weight")
+    assert torch.equal(found, wanted)
+    assert tokens(make(file), PROMPTS[:1], 4)

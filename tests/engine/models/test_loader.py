@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from kvserve import LLM
-from kvserve.engine.models import plain_storage
+from kvserve.engine.models import checkpoint, plain_storage
 from kvserve.log import ConfigError
 from tests.checkpoints import (
     edit_config,
@@ -329,3 +329,23 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
     print(f"peak / size: {int(done.stdout) / size:.3f}")
     assert int(done.stdout) < 1.1 * size
     assert kind == "gguf" or int(done.stdout) > 0.95 * size
+
+
+@pytest.mark.parametrize("most", [0, 2**20])
+def test_files_are_opened_for_pieces_and_not_for_tensors(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with thousands of tensors opens in 20 ms: experts would take hours."""
+    directory = write_checkpoint("qwen3-moe", tmp_path)
+    opened, of_safetensors = list[Path](), checkpoint.safe_open
+
+    def counted(file: Path, **how: Any) -> Any:
+        opened.append(file)
+        return of_safetensors(file, **how)
+
+    monkeypatch.setattr(checkpoint, "safe_open", counted)
+    monkeypatch.setattr(checkpoint, "_MOST_READ", most)
+    wanted = tokens(make(directory), count=4)
+    stored = (directory / "model.safetensors").stat().st_size
+    assert (len(opened) <= 2 + stored // most) if most else (len(opened) > 60)
+    assert tokens(make(directory), count=4) == wanted
