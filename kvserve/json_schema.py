@@ -118,7 +118,24 @@ def _as_read(node: dict[str, Any], names: _PropertyNames, name: str, field: str)
     for length in _LENGTHS & made.keys():
         if isinstance(made[length], float) and made[length].is_integer():
             made[length] = int(made[length])
+    if made.pop("nullable", False) is True:
+        made |= _with_null(made)
     return made
+
+
+def _with_null(node: dict[str, Any]) -> dict[str, Any]:
+    """What a schema says of types, with null among them: OpenAPI 3.0's ``nullable``, which
+    transformers writes for a function's argument that may be None."""
+    kinds = node.get("type")
+    either: list[Any] = [{"type": "null"}]
+    null: dict[str, list[Any]] = {"type": ["null"], "enum": [None], "anyOf": either}
+    null["oneOf"] = either
+    said = {**node, "type": [kinds]} if isinstance(kinds, str) else node
+    return {
+        key: [*said[key], *(one for one in more if one not in said[key])]
+        for key, more in null.items()
+        if isinstance(said.get(key), list)
+    }
 
 
 class _PropertyNames:

@@ -78,10 +78,11 @@ def some_calls(functions: Sequence[Function], parallel: bool) -> StructuredOutpu
 
 def parameters(function: Function) -> dict[str, Any]:
     """A function's schema. Arguments that it does not name are forbidden unless it allows them, or
-    names some elsewhere than at its root."""
-    given = function.get("parameters") or {"properties": {}}
+    names some elsewhere than at its root. They are never null as a whole."""
+    given = {**(function.get("parameters") or {"properties": {}})}
+    given.pop("nullable", None)
     if "$ref" in given:
-        return dict(given)
+        return given
     either = [given[key] for key in _EITHER if isinstance(given.get(key), list)]
     elsewhere = any(isinstance(b, Mapping) and b.keys() & _NAMING for e in either for b in e)
     closed = not (elsewhere or "const" in given or "enum" in given)

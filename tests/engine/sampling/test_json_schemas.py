@@ -11,6 +11,7 @@ import pytest
 
 from kvserve import LLM, SamplingParams
 from kvserve.log import RequestError
+from kvserve.server.openai.structured import one_call
 from tests.grammars import takes
 
 KEYS = ("name", "age", "tags", "a b", "größe", 'q"')
@@ -99,6 +100,9 @@ def test_what_the_backend_cannot_hold_to_is_refused(schema: dict[str, Any]) -> N
         # It writes 0.1 in 17 digits, and refuses 1e-7 as decimals.
         ({"const": 0.1}, "0.1", "0.10000000000000001"),
         ({"type": "number", "minimum": 1e-7}, "0.0000001", "0.00000009"),
+        # It escapes nothing in a string that has a length, and reads a pattern against the text.
+        ({"type": "string", "maxLength": 9}, r'"a\"b"', '"a\tb"'),
+        ({"type": "string", "pattern": '^a"b$'}, r'"a\"b"', '"a"b"'),
         # outlines-core 0.2.14 makes ("a|b") of this pattern, and drops one beside a length.
         ({"type": "string", "pattern": "^a|b$"}, '"a"', '"a'),
         ({"type": "string", "pattern": "^a*$", "minLength": 2}, '"aa"', '"xy"'),
@@ -113,3 +117,27 @@ def test_what_other_libraries_pass_over_is_kept(
 ) -> None:
     assert takes(schema, right)
     assert not takes(schema, wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "wrong"),
+    [
+        ({"type": "integer", "minimum": 3}, "2"),
+        ({"type": ["string", "integer"], "maxLength": 1}, '"ab"'),
+        ({"type": "string", "enum": ["up"]}, '"down"'),
+        ({"anyOf": [{"type": "integer"}, {"const": "a"}]}, '"b"'),
+    ],
+)
+def test_nullable_means_null_too(schema: dict[str, Any], wrong: str) -> None:
+    """As transformers' ``get_json_schema`` writes an argument that may be None."""
+    assert takes({**schema, "nullable": True}, "null")
+    assert not takes({**schema, "nullable": True}, wrong)
+    assert not takes({**schema, "nullable": False}, "null")
+
+
+def test_arguments_as_a_whole_are_never_null() -> None:
+    count = {"type": "integer", "nullable": True}
+    given = {"type": "object", "properties": {"count": count}, "nullable": True}
+    schema = json.loads(one_call({"name": "f", "parameters": given}).value)
+    assert takes(schema, '{"count": null}')
+    assert not takes(schema, "null")
