@@ -11,6 +11,7 @@ from kvserve.fields import Setting, check_limits, setting, settings_of
 from kvserve.log import ConfigError, shown
 
 KV_CACHE_DTYPES = ("auto", *FORMATS)
+QUANTIZATIONS = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class ModelConfig:
     quantization: str | None = setting(
         None,
         "how the weights are quantised; config.json decides, and a value given here must agree",
-        choices=("compressed-tensors", "awq", "gptq"),
+        choices=QUANTIZATIONS,
         aliases=("-q",),
     )
     seed: int = setting(0, "seed of random weights, and of requests that have no seed")

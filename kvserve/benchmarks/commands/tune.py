@@ -25,7 +25,7 @@ from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, pol
 from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
 from kvserve.engine.cache.log_form import choose_log
-from kvserve.engine.models.borrowed import text_config
+from kvserve.engine.models.borrowed_spec import text_config
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec

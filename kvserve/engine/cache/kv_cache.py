@@ -121,7 +121,7 @@ class KVCache:
     def store(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
         """Write one layer's new keys and values: k, v [T, Hkv, D]."""
         place, slots = self._slots(layer, batch)
-        entries = self._windows if layer in self.layers.windowed else self.entries
+        entries = self._entries_of(layer)
         entries.write(entries.index(layer, place), slots, k, v)
         if self.writers:
             k, v = self.entries.turn(k, layer), self.entries.turn(v)
@@ -190,7 +190,7 @@ class KVCache:
         """Blocks of one layer, ``[num_blocks, B, Hkv/R, D]`` twice, and its layer group among those
         of its kind."""
         group, place = self._where(layer)
-        entries = self._windows if layer in self.layers.windowed else self.entries
+        entries = self._entries_of(layer)
         return *entries.layer(entries.index(layer, place)), group
 
     def hold_newest(self, tokens: int) -> None:
@@ -226,6 +226,9 @@ class KVCache:
         own = batch.windowed if layer in self.layers.windowed else batch
         assert own is not None, "a batch has the tables of all kinds of layers"
         return place, own.slots[group]
+
+    def _entries_of(self, layer: int) -> RawEntries:
+        return self._windows if layer in self.layers.windowed else self.entries
 
     def _where(self, layer: int) -> tuple[int, int]:
         """A layer's group among those of its kind, and its place in a block."""

@@ -109,7 +109,7 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     if plan.form.quantized:
         name, share = plan.form.name, f", {size / computed:.2f} of {dtype}'s"
     if plan.form.newest:
-        newest = plan.form.newest // (2 if policy.demands.rest_bits else 1)
+        newest = window_plan.newest_of(plan.form, policy)
         share += f"; the newest {newest} at most and the first also as computed"
     share += _less(plan)
     rows.append(("kv cache dtype", name, f"{size:g} bytes a token{share}; --kv-cache-dtype"))

@@ -166,7 +166,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     embedding = file.tensors.get("token_embd.weight")
     changing = (k for k, v in own.items() if np.ndim(v) or v not in _NEUTRAL.get(k, ()))
-    own_fields, with_states = _OWN_FIELDS.get(name, {}), name in WITH_STATES
+    own_fields, with_states = _fields_of(name), name in WITH_STATES
     known = {*_KNOWN, *own_fields, *(_OF_STATES if with_states else ())}
     if unknown := sorted(set(changing) - known):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")

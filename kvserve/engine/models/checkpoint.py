@@ -115,7 +115,9 @@ class SafetensorsFiles:
         shard, stored = self._stored[name]
         with self._reading(shard) as file:
             _slice(file, stored, shard)
-            return file.get_tensor(stored).clone()
+            values = file.get_tensor(stored).clone()
+            self._read += values.nbytes
+            return values
 
     def slices(self, opened: ExitStack) -> dict[str, Any]:
         """All tensors, each read when it is asked for, while the files in ``opened`` are open."""

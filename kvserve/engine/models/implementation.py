@@ -16,8 +16,8 @@ from kvserve.engine.models.spec import ModelSpec, architecture_of, has_alibi, pa
 from kvserve.late import Late
 from kvserve.log import ConfigError
 
-_borrowed_spec = Late("engine.models.borrowed:borrowed_spec")
-_knows = Late("engine.models.borrowed:knows")
+_borrowed_spec = Late("engine.models.borrowed_spec:borrowed_spec")
+_knows = Late("engine.models.borrowed_spec:knows")
 _native_spec = Late("engine.models.delta_spec:native_spec")
 _text_part = Late("engine.models.wrapper:text_part")
 _WITH_STATES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")

@@ -6,7 +6,7 @@ decide. The KV cache is not quantised by this.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,19 +89,9 @@ class Quantization:
 def parse_quantization(raw: Mapping[str, Any], where: str) -> Quantization:
     """From ``quantization_config``; ``ConfigError`` names what is not read."""
     method = raw.get("quant_method")
-    parse = {
-        "auto-round": _parse_auto_round,
-        "awq": _parse_awq,
-        "compressed-tensors": _parse_compressed,
-        "fp8": _parse_fp8,
-        "gptq": _parse_gptq,
-        "modelopt": _parse_modelopt,
-    }
-    if method in parse:
-        return parse[method](raw, where)
-    if method == "mxfp4":
-        return Quantization("mxfp4", (Mxfp4(),))
-    raise _refused(where, repr(method))
+    if method not in PARSERS:
+        raise _refused(where, repr(method))
+    return PARSERS[method](raw, where)
 
 
 def _refused(where: str, what: str) -> ConfigError:
@@ -287,3 +277,15 @@ def _compressed_form(group: Mapping[str, Any], raw: Mapping[str, Any], where: st
     if weights.get("actorder") in (True, "group"):
         how["order_at"] = "weight_g_idx"
     return Packed(bits, size, "weight_packed", "weight_scale", **how)
+
+
+PARSERS: dict[Any, Callable[[Mapping[str, Any], str], Quantization]] = {
+    "auto-round": _parse_auto_round,
+    "awq": _parse_awq,
+    "compressed-tensors": _parse_compressed,
+    "fp8": _parse_fp8,
+    "gptq": _parse_gptq,
+    "modelopt": _parse_modelopt,
+    "mxfp4": lambda raw, where: Quantization("mxfp4", (Mxfp4(),)),
+}
+"""By ``quant_method``; ``--quantization`` has these names (``config.QUANTIZATIONS``)."""

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from kvserve.engine.attention.base import ForwardBatch
-from kvserve.engine.models.borrowed import Borrowed, Step, refused
+from kvserve.engine.models.borrowed import Borrowed, Step
+from kvserve.engine.models.borrowed_spec import refused
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.states import LayerStates
 from kvserve.scheduler.blocks.state_group import LayerState

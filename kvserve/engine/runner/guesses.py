@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,7 @@ def confirm(
 ) -> None:
     """Take the tokens ``[S]`` that were sampled for ``rows [S]``: chunks of ``drafts``, then one
     token of each other row. Lengths no longer count what was guessed wrong, nor do states."""
-
-    def on_device(array: IntArray) -> Tensor:
-        return to_device(array, batch.device).long()
-
+    on_device = partial(to_device, device=batch.device)
     n, guessed = len(drafts.lengths), len(drafts.token_ids)
     places = drafts.starts[:, None] + np.arange(int(drafts.lengths.max()))
     right = token_ids[:guessed] == on_device(drafts.guesses)

@@ -74,6 +74,12 @@ def token_bytes(plan: EnginePlan) -> tuple[float, float]:
     return found[0], found[1]
 
 
+def newest_of(form: EntryFormat, policy: Policy) -> int:
+    """How many of a row's newest entries are as they were computed: half as many beside a rest, to
+    whose bits they would give more."""
+    return form.newest // (2 if policy.demands.rest_bits else 1)
+
+
 def exact_specs(
     spec: ModelSpec,
     form: EntryFormat,
@@ -82,15 +88,15 @@ def exact_specs(
     chunk: int,
     policy: Policy,
 ) -> tuple[GroupSpec, GroupSpec]:
-    """The groups of entries as they were computed: half as many beside a rest, to whose bits they
-    would give more, and none for later turns, which do not go on from a rest."""
+    """The groups of entries as they were computed; none of them are for later turns beside a rest,
+    from which these do not go on."""
     size, lanes = layout.block_size, (layout.layers_per_block, layout.heads_per_block)
     tokens = form.newest_tokens(size, layout.head_dim, itemsize, *lanes)
     if not tokens:
         raise ConfigError(
             f"--block-size: a block of {size} tokens in {form.name} cannot hold one as computed"
         )
-    rest = policy.demands.rest_bits > 0
-    window = -(-(form.newest // (1 + rest)) // size) * size
-    newest = NewestSpec(tokens, len(spec.layers.windowed), window, chunk, 16 * (not rest))
+    window = -(-newest_of(form, policy) // size) * size
+    later = 0 if policy.demands.rest_bits else 16
+    newest = NewestSpec(tokens, len(spec.layers.windowed), window, chunk, later)
     return newest, FirstSpec(tokens)

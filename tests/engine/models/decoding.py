@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ def write(kind: Any, config: Any, directory: Path) -> Path:
 
 
 @torch.no_grad()
-def expected(kind: Any, directory: Path) -> list[list[int]]:
+def expected(kind: Any, directory: Path, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
     """What transformers goes on with, by passes over whole texts."""
     model = kind.from_pretrained(directory, attn_implementation="eager")
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         for _ in range(TOKENS):
             logits = model(input_ids=ids, use_cache=False).logits[0, -1]
@@ -62,6 +62,45 @@ def tokens(
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **changes)
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def answers_beside(
+    llm: LLM, prompts: Sequence[list[int]], count: int, aborted: Mapping[int, int]
+) -> list[list[int]]:
+    """Greedy answers of ``count`` tokens to the ``prompts`` that are not ``aborted``, each of these
+    by the step that aborts it; all integrity is checked behind each step."""
+    add_all(llm, prompts, count)
+    found: dict[int, list[int]] = {}
+    step = 0
+    while llm.engine.has_unfinished_requests:
+        if step in aborted:
+            llm.engine.abort_request(str(aborted[step]))
+        for output in llm.engine.step():
+            if output.outputs[0].finish_reason == "length":
+                found[int(output.request_id)] = list(output.outputs[0].token_ids)
+        llm.engine.core.scheduler.check_integrity()
+        step += 1
+    assert found.keys() == {*range(len(prompts))} - {*aborted.values()}
+    return [found[at] for at in sorted(found)]
+
+
+def put_away(llm: LLM, prompts: Sequence[list[int]], count: int) -> None:
+    """Greedy answers of rows that go to host memory in every seventh step, as if compressed."""
+    scheduler = llm.engine.core.scheduler
+    add_all(llm, prompts, count)
+    while llm.engine.has_unfinished_requests:
+        llm.engine.step()
+        if scheduler.totals.steps_total % 7 == 3 and scheduler.rows.num_rows > 1:
+            scheduler.rows.compactions[: scheduler.rows.num_rows] = 1
+            scheduler.departures.preempt()
+        scheduler.check_integrity()
+    assert llm.stats().swaps_total == llm.stats().preemptions_total > 3
+
+
+def add_all(llm: LLM, prompts: Sequence[list[int]], count: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    for at, prompt in enumerate(prompts):
+        llm.engine.add_request(str(at), prompt, params)
 
 
 def check_parity(

@@ -22,7 +22,14 @@ from kvserve.log import ConfigError
 from kvserve.scheduler.layout import WindowShape
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
-from tests.engine.models.decoding import check_parity, make, row_of, tokens
+from tests.engine.models.decoding import (
+    answers_beside,
+    check_parity,
+    make,
+    put_away,
+    row_of,
+    tokens,
+)
 from tests.engine.models.hybrids import SHAPE, expected
 from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
@@ -119,22 +126,8 @@ def test_a_crowd_of_unequal_rows(kind: str, directory: Path) -> None:
     assert isinstance(model, Borrowed) and cache.layout.windows == WINDOWS[kind]
     assert llm.stats().steps_total < 80, "they decode together"
     assert [one.token_ids[:32] for one in wanted[:4]] == [
-        found[:32] for found in uncached(directory, PROMPTS[:4])
+        found[:32] for found in decoding.expected(AutoModelForCausalLM, directory, PROMPTS[:4])
     ]
-
-
-@torch.no_grad()
-def uncached(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """By passes of transformers over whole texts, with its plainest attention."""
-    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        for _ in range(32):
-            logits = model(input_ids=ids, use_cache=False).logits[0, -1]
-            ids = torch.cat([ids, logits.argmax().view(1, 1)], dim=1)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
@@ -152,21 +145,10 @@ def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None
     llm = make(directory, async_scheduling=True, max_num_batched_tokens=48, max_num_seqs=6)
     core = llm.engine.core
     preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.05)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    for at, prompt in enumerate(PROMPTS):
-        llm.engine.add_request(str(at), prompt, params)
-    found: dict[str, list[int]] = {}
-    for step in range(1000):
-        if step in (3, 9, 14):  # in its prompt, and as it decodes
-            llm.engine.abort_request(str({3: 7, 9: 5, 14: 6}[step]))
-        for output in llm.engine.step():
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        core.scheduler.check_integrity()
-        if len(found) >= 5 and not core.scheduler.has_work:
-            break
+    # In its prompt, and as they decode.
+    found = answers_beside(llm, PROMPTS, TOKENS, {3: 7, 9: 5, 14: 6})
     assert llm.stats().preemptions_total
-    assert [found[str(at)] for at in range(5)] == [one.token_ids for one in wanted]
+    assert found == [one.token_ids for one in wanted]
 
 
 @every_kind
@@ -191,17 +173,8 @@ def test_rows_that_were_away(kind: str, directory: Path) -> None:
     prompts = PROMPTS[3:7]
     wanted = expected(directory, prompts, TOKENS)
     llm = make(directory, max_num_seqs=4)
-    recorder, scheduler = Recorder(llm), llm.engine.core.scheduler
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    for at, prompt in enumerate(prompts):
-        llm.engine.add_request(str(at), prompt, params)
-    while llm.engine.has_unfinished_requests:
-        llm.engine.step()
-        if scheduler.totals.steps_total % 7 == 3 and scheduler.rows.num_rows > 1:
-            scheduler.rows.compactions[: scheduler.rows.num_rows] = 1
-            scheduler.departures.preempt()
-        scheduler.check_integrity()
-    assert llm.stats().swaps_total == llm.stats().preemptions_total > 3
+    recorder = Recorder(llm)
+    put_away(llm, prompts, TOKENS)
     for i, one in enumerate(wanted):
         logits = torch.stack(recorder.logits[i])
         torch.testing.assert_close(logits, one.logits, atol=1e-4, rtol=0.0)

@@ -26,7 +26,14 @@ from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models import decoding
-from tests.engine.models.decoding import check_parity, make, row_of, tokens
+from tests.engine.models.decoding import (
+    answers_beside,
+    check_parity,
+    make,
+    put_away,
+    row_of,
+    tokens,
+)
 from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
 from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
@@ -105,21 +112,10 @@ def test_what_happens_beside_a_row_and_to_it(kind: str, directory: Path) -> None
     core = llm.engine.core
     if kind != TWO_FORMS:
         preempt_now_and_then(core.scheduler, np.random.default_rng(0), 0.1)
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    for at, prompt in enumerate(PROMPTS):
-        llm.engine.add_request(str(at), prompt, params)
-    found: dict[str, list[int]] = {}
-    for step in range(500):
-        if step in (3, 9, 14):  # in its prompt, and as it decodes
-            llm.engine.abort_request(str({3: 7, 9: 5, 14: 6}[step]))
-        for output in llm.engine.step():
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-        core.scheduler.check_integrity()
-        if len(found) >= 5 and not core.scheduler.has_work:
-            break
+    # In its prompt, and as they decode.
+    found = answers_beside(llm, PROMPTS, 32, {3: 7, 9: 5, 14: 6})
     assert bool(llm.stats().preemptions_total) == (kind != TWO_FORMS)
-    assert [found[str(at)] for at in range(5)] == [one.token_ids for one in wanted]
+    assert found == [one.token_ids for one in wanted]
 
 
 @pytest.mark.parametrize("count", [20, *slow(300)])
@@ -202,17 +198,8 @@ def test_rows_that_were_away(kind: str, directory: Path) -> None:
     prompts = PROMPTS[3:7]
     wanted = expected(directory, prompts, 40)
     llm = make(directory, max_num_seqs=4)
-    recorder, scheduler = Recorder(llm), llm.engine.core.scheduler
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for at, prompt in enumerate(prompts):
-        llm.engine.add_request(str(at), prompt, params)
-    while llm.engine.has_unfinished_requests:
-        llm.engine.step()
-        if scheduler.totals.steps_total % 7 == 3 and scheduler.rows.num_rows > 1:
-            scheduler.rows.compactions[: scheduler.rows.num_rows] = 1
-            scheduler.departures.preempt()
-        scheduler.check_integrity()
-    assert llm.stats().swaps_total == llm.stats().preemptions_total > 3
+    recorder = Recorder(llm)
+    put_away(llm, prompts, 40)
     for i, one in enumerate(wanted):
         logits = torch.stack(recorder.logits[i])
         torch.testing.assert_close(logits, one.logits, atol=within(kind), rtol=0.0)

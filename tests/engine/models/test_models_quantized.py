@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from kvserve.config import ModelConfig
+from kvserve.config import QUANTIZATIONS, ModelConfig
 from kvserve.engine.models import held, plain_storage
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.loader import load_model
+from kvserve.engine.models.quantization import PARSERS
 from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.layer import linear_cpu as linear_numbers
@@ -430,3 +431,7 @@ def test_what_is_not_read_is_named(
     with pytest.raises(ConfigError, match=message) as refused:
         make(tmp_path)
     assert str(tmp_path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_flag_has_every_method_that_is_read() -> None:
+    assert {*QUANTIZATIONS} == {*PARSERS}
