@@ -30,6 +30,7 @@ from kvserve.engine.compression.observer import (
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
+from kvserve.kernels.move.events import dropped_entries
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
@@ -326,24 +327,22 @@ def _mean_of_dropped(
     """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
     logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
     layout, device = cache.layout, plan.src.device
-    counts = lanes_of(task.old_lens, layout) - start[:, None, None]
-    held, first = to_device(counts, device), to_device(start, device)[:, None, None, None]
-    length = int(counts.max())
-    # 1 for what is dropped, else 0. What does not exist is written behind the last place.
-    weights = (torch.arange(length + 1, device=device) < held[..., None]).float()
-    kept = torch.where(plan.exists, plan.src - first, length)
-    weights = weights.scatter_(-1, kept, 0.0)[..., :length]
-    # Nothing is there behind a lane's end.
-    place = torch.arange(length, device=device).minimum(held[..., None] - 1).clamp(min=0)
+    old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
+    first = np.broadcast_to(start[:, None, None], old.shape)
+    numbers = to_device(np.stack([first, old - first, new - first, old - new]), device)
+    length, count = int((old - new).max()), numbers[3, ..., None]
+    dropped = dropped_entries(plan.src, numbers[:3], length)
     lanes = layout.num_layers, layout.num_kv_heads
-    slots = slots_of(block_tables, task.rows, first + place, lanes, layout.block_size)
-    number = weights.sum(dim=-1, keepdim=True)
-    share = (weights / number.clamp(min=1)).movedim(0, 2)[..., None, :]
-    keys, values = (  # [L, Hkv, E, S, D] as they are gathered: a product by event would copy them
+    slots = slots_of(block_tables, task.rows, dropped, lanes, layout.block_size)
+    # [L, Hkv, E, 1, S]; entries are [L, Hkv, E, S, D] as they are gathered: a product by event
+    # would copy them.
+    share = (torch.arange(length, device=device) < count) / count.clamp(min=1)
+    share = share.movedim(0, 2)[..., None, :]
+    keys, values = (
         (share @ read(slots, None).unflatten(2, (len(task.rows), -1)).float())[..., 0, :]
         for read in (cache.entries.keys, cache.entries.values)
     )
-    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), number[..., 0].log())
+    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), numbers[3].float().log())
 
 
 def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "lanes.h"
 
@@ -96,6 +97,40 @@ extern "C" void kvserve_moved_entries(const MovedEntries* call) {
       else
         out[place] = start + place + evicted;
     }
+  }
+}
+
+// ---- which entries no place gets -----------------------------------------------------------------
+
+// What the launcher passes; it mirrors these fields. Strides are in numbers.
+extern "C" struct DroppedEntries {
+  const int64_t* kept;     // [E, L, H, C]
+  const int64_t* numbers;  // [3, E, L, H], dense: first, held, how many of kept count
+  int64_t* out;            // [E, L, H, length], dense
+  int64_t strides[4];
+  int64_t events, layers, heads, num_kept, length;
+};
+
+extern "C" void kvserve_dropped_entries(const DroppedEntries* call) {
+  const DroppedEntries& c = *call;
+  const int64_t lanes = c.events * c.layers * c.heads;
+  std::vector<char> stays;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t event = lane / (c.layers * c.heads);
+    const int64_t layer = lane / c.heads % c.layers, head = lane % c.heads;
+    const int64_t* kept =
+        c.kept + event * c.strides[0] + layer * c.strides[1] + head * c.strides[2];
+    const int64_t first = c.numbers[lane], held = c.numbers[lanes + lane];
+    const int64_t count = std::min(c.numbers[2 * lanes + lane], c.num_kept);
+    stays.assign(std::max<int64_t>(held, 0), 0);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t place = kept[i * c.strides[3]] - first;
+      if (place >= 0 && place < held) stays[place] = 1;
+    }
+    int64_t *out = c.out + lane * c.length, *end = out + c.length;
+    for (int64_t place = 0; place < held && out < end; ++place)
+      if (!stays[place]) *out++ = first + place;
+    std::fill(out, end, first);
   }
 }
 

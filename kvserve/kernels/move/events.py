@@ -9,8 +9,9 @@ from kvserve.kernels.calls import Compiled, as_int64
 from kvserve.kernels.store.remainder import Remainder, merged
 from kvserve.kernels.store.slot_mapping import slot_mapping
 
-_SLOT_MAPPING, _MOVED_ENTRIES, _ADD_REMAINDERS = (
-    Compiled(name, "events") for name in ("slot_mapping", "moved_entries", "add_remainders")
+_SLOT_MAPPING, _MOVED_ENTRIES, _DROPPED_ENTRIES, _ADD_REMAINDERS = (
+    Compiled(name, "events")
+    for name in ("slot_mapping", "moved_entries", "dropped_entries", "add_remainders")
 )
 
 
@@ -110,6 +111,37 @@ def moved_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     numbers = as_int64(numbers)
     out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
     _MOVED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
+    return out
+
+
+def dropped_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """The entries of each lane that are not among ``kept``, ascending: int64 [E, L, H, length].
+
+    kept: int64 [E, L, H, C]. ``numbers`` int64 [3, E, L, H] are, of each lane: its first entry that
+    may go, how many there are from it on, and how many of ``kept``, all of them from there, count.
+    Behind the last dropped one there is the first entry.
+    """
+    takes = _DROPPED_ENTRIES.takes(kept, torch.int64)
+    return (dropped_entries_cpu if takes else dropped_entries_torch)(kept, numbers, length)
+
+
+def dropped_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """The reference of ``dropped_entries``, by sorting."""
+    first, held, counts = numbers[..., None].unbind()
+    # A column more for what does not exist; as many as there can be.
+    most = kept.shape[-1] + length
+    place = torch.arange(most + 1, device=kept.device)
+    dropped = (place < held).to(torch.uint8)
+    dropped.scatter_(-1, torch.where(place[: kept.shape[-1]] < counts, kept - first, most), 0)
+    found = dropped[..., :most].argsort(dim=-1, descending=True, stable=True)[..., :length]
+    return first + torch.where(place[:length] < held - counts, found, 0)
+
+
+def dropped_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """``kept`` may have any strides."""
+    numbers = as_int64(numbers)
+    out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
+    _DROPPED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
     return out
 
 

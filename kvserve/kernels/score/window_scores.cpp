@@ -222,7 +222,12 @@ class Kernel {
           to[d] = upper_half((codes[d] >> 4) - 8) << 16 | upper_half((codes[d] & 15) - 8);
       } else if constexpr (kEach == 4) {
         uint8_t* bytes = reinterpret_cast<uint8_t*>(to);
-        for (int d = 0; d < half; ++d) bytes[d] = codes[d] & 15, bytes[half + d] = codes[d] >> 4;
+        for (int64_t d = 0; d < half; d += 4) {  // a vector is a multiple of 8
+          uint32_t some;
+          std::memcpy(&some, codes + d, sizeof some);
+          const uint32_t low = some & 0x0f0f0f0f, high = some >> 4 & 0x0f0f0f0f;
+          std::memcpy(bytes + d, &low, sizeof low), std::memcpy(bytes + half + d, &high, sizeof high);
+        }
       } else {
         for (int64_t d = 0; d < half; d += W) {
           const int some = std::min<int64_t>(W, half - d);

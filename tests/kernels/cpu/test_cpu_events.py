@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from kvserve.kernels.move.events import (
+    dropped_entries_cpu,
+    dropped_entries_torch,
     moved_entries_cpu,
     moved_entries_torch,
     slots_of_entries_cpu,
@@ -51,3 +57,23 @@ def test_moved_entries(num_kept: int) -> None:
     found = moved_entries_cpu(kept, numbers, 18)
     assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
     assert len(found.unique()) > 20
+
+
+@pytest.mark.parametrize("find", [dropped_entries_cpu, dropped_entries_torch])
+def test_dropped_entries(find: Callable[..., Tensor]) -> None:
+    """Lanes differ in what they hold and keep; one keeps all, one nothing, one holds nothing."""
+    generator = torch.Generator().manual_seed(4)
+    first, length, most = torch.tensor([3, 0, 7]), 12, 9
+    held = torch.randint(most, length + 1, (3, LAYERS, HEADS), generator=generator)
+    counts = torch.randint(0, most, held.shape, generator=generator)
+    held[0, 0, 0], counts[0, 0, 0], counts[0, 1, 0] = most, most, 0
+    held[2, 3, 1] = counts[2, 3, 1] = 0
+    numbers = torch.stack([first[:, None, None].expand_as(held), held, counts])
+    kept = torch.zeros(LAYERS, 3, HEADS, most, dtype=torch.int64).transpose(0, 1)
+    expected = torch.empty(*held.shape, length, dtype=torch.int64)
+    for at in itertools.product(*map(range, held.shape)):
+        order = first[at[0]] + torch.randperm(int(held[at]), generator=generator)
+        stay, gone = order[: counts[at]].sort().values, order[counts[at] :].sort().values
+        kept[at][: len(stay)] = stay
+        expected[at] = torch.cat([gone, first[at[0]].expand(length - len(gone))])
+    assert torch.equal(find(kept, numbers, length), expected)
