@@ -165,7 +165,7 @@ class Observer:
                 heads,
                 policy.event_trigger.log_stride,
                 fits=fits,
-                reads_values=fits or policy.demands.reads_values,
+                reads_values=fits or policy.demands.uses_values,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()

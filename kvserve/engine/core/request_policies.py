@@ -139,7 +139,7 @@ class RequestPolicies:
             )
         if (reason := self._no_statistics) is not None:
             raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
-        if policy.demands.statistics_file not in (None, self._own.get("stats")):
+        if policy.demands.stats not in (None, self._own.get("stats")):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return policy.with_statistics(None)
 

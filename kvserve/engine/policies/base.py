@@ -64,10 +64,10 @@ class Demands:
     """How queries are logged: model, fp8, int4, or auto (the engine's choice)."""
     recomputed_reduction: str | None
     """As ``query_reduction``, if queries are recomputed at the event."""
-    reads_values: bool
+    uses_values: bool
     uses_centres: bool
     scores_levels: bool
-    statistics_file: str | None
+    stats: str | None
     kept_scores: int
     """Scores per head that are kept for the next event."""
     rest_bits: float
@@ -108,6 +108,11 @@ class Policy:
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
     uses_values: ClassVar[bool] = False
     """It scores by the entries' values too (``Observation.values``)."""
+    couples_heads: ClassVar[bool] = False
+    """Its counts or choices depend on several KV heads. If so, they cover the heads of all
+    tensor-parallel ranks (``Observation.all_heads``), and each rank takes its own."""
+    couples_layers: ClassVar[bool] = False
+    """Its scores depend on several layers, which are then scored together."""
     uses_centres: ClassVar[bool] = False
     """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
@@ -121,6 +126,8 @@ class Policy:
     remainder: str | None = "off"
     rest_bits: float = 0.0
     reuse_layers: int | None = 1
+    stats: str | None = None
+    """The file of where the model's queries point."""
 
     # ---- whether its arguments can work ----
 
@@ -230,11 +237,6 @@ class Policy:
         return keep
 
     @property
-    def reads_values(self) -> bool:
-        """Whether ``score`` reads values: by default, what the class declares."""
-        return self.uses_values
-
-    @property
     def scores_levels(self) -> bool:
         """Whether ``score`` takes keys as they are held, too (``Observation.keys``)."""
         return False
@@ -251,11 +253,6 @@ class Policy:
         fits = reduction is not None and not self.kept_scores
         return "mean" if self.remainder == "fitted" and not fits else self.remainder or "off"
 
-    @property
-    def statistics_file(self) -> str | None:
-        """The file that it names of where the model's queries point."""
-        return None
-
     def with_statistics(self, file: str | None) -> Policy:
         """The same, which names another file, if it reads any."""
         return self
@@ -267,17 +264,6 @@ class Policy:
     @property
     def expects_turns(self) -> bool:
         """Whether an argument is about later prompts, which need ``--continuations on``."""
-        return False
-
-    @property
-    def couples_heads(self) -> bool:
-        """Whether counts or choices depend on several KV heads. If so, they cover the heads of all
-        tensor-parallel ranks (``Observation.all_heads``), and each rank takes its own."""
-        return False
-
-    @property
-    def couples_layers(self) -> bool:
-        """Whether scores depend on several layers, which are then scored together."""
         return False
 
     @property

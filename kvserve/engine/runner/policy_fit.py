@@ -71,7 +71,7 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
 def statistics_of(policy: Policy, spec: ModelSpec, directory: Path, beside: Path) -> Path:
     """The query statistics that the ``stats`` of a policy name, or those ``beside`` the model in
     ``directory``, where it scores by them."""
-    named = policy.demands.statistics_file
+    named = policy.demands.stats
     path = beside if named is None else Path(named)
     from kvserve.engine.compression.query_statistics import refusal
 
