@@ -74,7 +74,7 @@ class RequestPolicies:
         if wants.rest_bits not in (0.0, rest := self._plan.policy.demands.rest_bits):
             why = f"are {rest:g} on this server" if rest else "are not laid out on this server"
             return ".rest_bits", f"rest_bits {why} (--policy.rest_bits)"
-        if wants.expects_turns and not self._has_turns:
+        if wants.protect_turns and not self._has_turns:
             return ".protect_turns", NO_TURNS
         if wants.leaves != "off" and self._built.executor.runner.batch.remainders is None:
             return ".remainder", (

@@ -74,7 +74,7 @@ class Demands:
     """In how many bits stays what its events do not keep; 0: they drop it."""
     leaves: str
     """What stands for dropped entries: off, mean or fitted."""
-    expects_turns: bool
+    protect_turns: bool
     couples_heads: bool
     couples_layers: bool
     later_entries: int
@@ -126,6 +126,7 @@ class Policy:
     remainder: str | None = "off"
     rest_bits: float = 0.0
     reuse_layers: int | None = 1
+    protect_turns: bool = False
     stats: str | None = None
     """The file of where the model's queries point."""
 
@@ -134,7 +135,13 @@ class Policy:
     def __post_init__(self) -> None:
         check_arguments(self)
         self.check()
-        self._check_log()
+        if self.query_dtype == "int4":
+            allowed = "another unless query_source is log and query_reduce is heads"
+            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
+        if self.attention == "absolute":
+            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
+            require(logged, "attention", "absolute", allowed)
         if self.rest_bits:
             off, even = self.remainder == "off", self.event_kind is EventKind.REST
             require(off, "remainder", self.remainder, "off with rest_bits, which drops nothing")
@@ -144,16 +151,6 @@ class Policy:
 
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
-
-    def _check_log(self) -> None:
-        """Check that int4 goes with a log of all heads, and absolute attention with int4."""
-        if self.query_dtype == "int4":
-            allowed = "another unless query_source is log and query_reduce is heads"
-            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
-        if self.attention == "absolute":
-            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
-            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
-            require(logged, "attention", "absolute", allowed)
 
     def check_bounds(self, max_model_len: int) -> None:
         """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
@@ -260,11 +257,6 @@ class Policy:
     def as_configured(self, servers: Policy) -> Policy:
         """The same without what was chosen for its request, where ``servers`` says that."""
         return self
-
-    @property
-    def expects_turns(self) -> bool:
-        """Whether an argument is about later prompts, which need ``--continuations on``."""
-        return False
 
     @property
     def later_entries(self) -> int:

@@ -24,7 +24,7 @@ def check_policy(
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-    if policy.demands.expects_turns and not continues:
+    if policy.demands.protect_turns and not continues:
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
