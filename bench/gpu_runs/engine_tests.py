@@ -44,9 +44,10 @@ GROUPS: dict[str, list[str]] = {
         for spec in _SPECS
     },
     "policies-uneven": ["tests/engine/policies/uneven", "tests/engine/policies/test_kara.py"],
+    "policies-windows": ["tests/engine/policies/test_other_layers.py", "-k", "gpt-oss or gemma3"],
     "policies-others": [
-        *("tests/engine/policies/test_mixed_layers.py", "tests/engine/policies/test_spindlekv.py"),
-        *("tests/engine/policies/test_pyramidinfer.py", "tests/engine/compression"),
+        *("tests/engine/policies/test_pyramidinfer.py", "tests/engine/policies/test_spindlekv.py"),
+        "tests/engine/compression",
     ],
     "models": ["tests/engine/models/test_models.py"],
     "quantized": [
@@ -73,7 +74,7 @@ GROUPS: dict[str, list[str]] = {
         *(f"tests/kernels/test_{name}.py" for name in ("window_scores", "absolute_scores")),
     ],
 }
-_QUICK = ("kernels", "pressure", "cache", "policies-uneven", "policies-others")
+_QUICK = ("kernels", "pressure", "cache", "policies-uneven", "policies-windows", "policies-others")
 """Groups without their slow tests, and without those that compile for a CPU."""
 
 

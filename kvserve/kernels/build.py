@@ -101,6 +101,7 @@ def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
     return f"KVSERVE_KEY={key.code}", f"KVSERVE_VALUE={value.code}"
 
 
+@functools.cache
 def why_missing(name: str) -> str | None:
     """Why there is no library of ``name.cpp``; ``None`` if there is."""
     try:

@@ -15,6 +15,7 @@ from kvserve.scheduler.speculation.speculation import (
     NgramSettings,
     Speculation,
 )
+from kvserve.stats import EngineStats
 
 
 def naive_guess(tokens: list[int], settings: NgramSettings, count: int) -> list[int]:
@@ -73,7 +74,7 @@ class Fixed:
 
 def speculation(most_rows: int = 4) -> Speculation:
     nobody: Any = None
-    return Speculation(nobody, nobody, NgramSettings(5, 5, 5, most_rows), 64)
+    return Speculation(nobody, nobody, NgramSettings(5, 5, 5, most_rows), 64, EngineStats())
 
 
 def played(chance: float, weights: float, rows: int, tokens: int = 2_000) -> float:

@@ -208,8 +208,9 @@ def request_bytes(
     part: ModelSpec, policy: Policy, form: EntryFormat, held: Held, *, has_fp8: bool
 ) -> list[float]:
     """Bytes of a request on a card with ``part`` of the model: mean and largest."""
-    asked = policy, part, form, torch.bfloat16, "cuda", None
-    log_form, size = choose_log(*asked, has_fp8=has_fp8)
+    asked = policy.query_reduction, policy.logged_dtype
+    where = part, form, torch.bfloat16, "cuda", None
+    log_form, size = choose_log(asked, *where, has_fp8=has_fp8)
     layout = KVLayout(len(part.layers.full), part.num_kv_heads, part.head_dim, size)
     lanes = part.num_kv_heads * form.mean_bytes(part.head_dim, max(1, layout.num_layers))
     entry, beside = layout.num_layers * lanes, 0.0

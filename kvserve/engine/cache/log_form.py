@@ -9,7 +9,6 @@ import torch
 
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.policies.base import Policy
 from kvserve.entry_format import ALIGNED, TILE, EntryFormat, int4_bytes
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
@@ -53,7 +52,7 @@ class LogForm:
 
 
 def choose_log(
-    policy: Policy,
+    asked: tuple[str | None, str],
     part: ModelSpec,
     form: EntryFormat,
     dtype: torch.dtype,
@@ -63,14 +62,14 @@ def choose_log(
     has_fp8: bool,
     backend: str = "auto",
 ) -> tuple[LogForm, int]:
-    """The log of an engine on ``part`` of a model, of what its policy asks for, and the tokens of a
-    block; the policies of requests share this log.
+    """The log of an engine on ``part`` of a model, and the tokens of a block; the policies of
+    requests share this log. ``asked``: ``query_reduction`` and ``logged_dtype`` of the server's.
 
     If the server's policy logs none, the form is Kara's, unless an attention backend is named that
     cannot log it, or a block is too small for it. A block that has no size yet is made to hold a
     token's queries.
     """
-    reduction, logged = policy.query_reduction, policy.logged_dtype  # for no model yet
+    reduction, logged = asked
     if logged == "auto":
         logged = "fp8" if has_fp8 and dtype is not torch.float32 else "model"
     elif logged == "fp8" and device == "cuda" and not has_fp8:

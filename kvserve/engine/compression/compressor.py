@@ -54,7 +54,7 @@ class Compressor:
         self.on_moves: Callable[[Events, MovePlan], None] | None = None
         """Called with every plan before it is carried out, for tracers of positions."""
         self.observer = observer
-        self._cache = cache
+        self._cache, self._few = cache, cache.form.few
         self._kept_scores = kept_scores
         self._group = group
         self._remainders = remainders
@@ -130,7 +130,8 @@ class Compressor:
             chosen = policy.select(scores, windows.length, keep)
             if policy.demands.couples_heads:
                 chosen, scores = self._own(chosen, scores)
-            chosen = self._with_first(chosen, windows.part(some))
+            if self._few:
+                chosen = _with_first(chosen, windows.part(some))
             if kept_scores is not None:
                 rows = to_device(windows.rows[some], chosen.device)
                 last = chosen[..., keep - policy.carried(keep, windows.length) :]
@@ -194,8 +195,8 @@ class Compressor:
             if policy.demands.couples_heads:
                 indices, counts = self._own(indices, counts)
             self._group.add_to_fingerprint(counts)
-            indices = self._with_first(indices, windows.part(some), layout.block_size * whole or 1)
-            if self._cache.form.few:
+            if self._few:
+                indices = _with_first(indices, windows.part(some), layout.block_size * whole or 1)
                 counts = counts.clamp(min=1)
             entries = to_device(windows.entries[some], indices.device)[..., None]
             entries = at_layers(indices, scope.where) + entries
@@ -265,17 +266,6 @@ class Compressor:
         dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
         self._cache.entries.move(src, dst, runs=len(events.rows))
 
-    def _with_first(self, chosen: Tensor, windows: Windows, count: int = 1) -> Tensor:
-        """The places that windows keep, [E', L', Hkv, N]: beside entries in few bits with a row's
-        ``count`` first entries, since attention reads the first one as it was computed, always."""
-        if not self._cache.form.few or not len(at := np.flatnonzero(windows.begin == 0)):
-            return chosen
-        first = to_device(-windows.entries[at], chosen.device)[..., None]
-        places = first + torch.arange(count, device=chosen.device)
-        chosen = chosen.clone()
-        chosen[to_device(at, chosen.device), ..., :count] = places
-        return chosen
-
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
         self._group.add_to_fingerprint(tensors[0])
@@ -291,6 +281,18 @@ def _by_shape(task: Events, *sizes: IntArray) -> Iterator[tuple[Events, IntArray
     for shape in np.unique(shapes, axis=0):
         at = np.flatnonzero((shapes == shape).all(axis=1))
         yield task.part(at), at
+
+
+def _with_first(chosen: Tensor, windows: Windows, count: int = 1) -> Tensor:
+    """The places that windows keep, [E', L', Hkv, N], with a row's ``count`` first entries: of
+    entries in few bits attention reads the first one as it was computed, always."""
+    if not len(at := np.flatnonzero(windows.begin == 0)):
+        return chosen
+    first = to_device(-windows.entries[at], chosen.device)[..., None]
+    places = first + torch.arange(count, device=chosen.device)
+    chosen = chosen.clone()
+    chosen[to_device(at, chosen.device), ..., :count] = places
+    return chosen
 
 
 def _by_event(task: Events, kept: Tensor) -> Tensor:

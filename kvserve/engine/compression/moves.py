@@ -47,12 +47,6 @@ class MovePlan:
         """Entries that rows hold without any move; ``counts [E, L, Hkv]`` of them exist."""
         return cls(src, torch.zeros_like(src[:, 0, 0, 0]), to_device(counts, src.device))
 
-    @property
-    def exists(self) -> Tensor:
-        """bool [E, L, Hkv, P]."""
-        place = torch.arange(self.src.shape[-1], device=self.src.device)
-        return place < self.counts[..., None]
-
 
 def plan_moves(task: Events, kept: Tensor, chosen: IntArray, layout: KVLayout) -> MovePlan:
     """Plan events: entries before the region stay, then come kept ones, then all behind windows.

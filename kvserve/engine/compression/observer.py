@@ -101,8 +101,9 @@ class Scope:
     """What events of a policy score, decided once: ``count`` layers, the ``leaders`` (``None``:
     all); ``where [L]`` is for every layer the index of its leader among them.
 
-    ``query_heads`` vectors are read of a token; every ``log_stride``-th token's are logged. What is
-    left of dropped entries is fitted if every layer is scored (``fits``).
+    ``query_heads`` vectors are read of a token; every ``log_stride``-th token's are logged.
+    ``vector_bytes`` are those of a key and of a query. What is left of dropped entries is fitted if
+    every layer is scored (``fits``).
     """
 
     policy: Policy
@@ -110,6 +111,7 @@ class Scope:
     where: Tensor | None
     count: int
     query_heads: int
+    vector_bytes: tuple[int, int]
     log_stride: int
     fits: bool
     reads_values: bool
@@ -156,6 +158,10 @@ class Observer:
             heads = self._cache.query_log.heads
             if reduction is not None:
                 heads = self._recomputer.heads if reduction == "heads" else layout.num_kv_heads
+            key = query = 4 * layout.head_dim
+            if policy.demands.scores_levels:  # neither is widened
+                key = self._cache.dtype.itemsize * layout.head_dim
+                query = int4_bytes(layout.head_dim)
             fits = policy.demands.leaves == "fitted" and alone
             known = Scope(
                 policy,
@@ -163,9 +169,10 @@ class Observer:
                 None if alone else to_device(places, self._cache.kv.device),
                 len(scored),
                 heads,
+                (key, query),
                 policy.event_trigger.log_stride,
                 fits=fits,
-                reads_values=fits or policy.demands.reads_values,
+                reads_values=fits or policy.demands.uses_values,
             )
             if len(self._scopes) >= _REMEMBERED:
                 self._scopes.clear()
@@ -190,9 +197,7 @@ class Observer:
         # torch's operators hold them.
         length, queries, kv_heads = windows.length, len(windows.places), layout.num_kv_heads
         matrices = 2 if self._cache.kv.device.type == "cpu" else 0
-        key = query = 4 * layout.head_dim
-        if scope.policy.demands.scores_levels:  # neither is widened
-            key, query = self._cache.dtype.itemsize * layout.head_dim, int4_bytes(layout.head_dim)
+        key, query = scope.vector_bytes
         entries = kv_heads * (length + scope.policy.demands.later_entries)
         layer = entries * (1 + scope.reads_values) * (key + _SLOT_BYTES)
         layer += scope.query_heads * queries * (query + _SLOT_BYTES) + entries * _SCORE_BYTES

@@ -199,12 +199,8 @@ class EngineCore:
         traced = self._tracer().read(step.traced) if step.traced else []
         sampled, token_ids = list(output.sampled), result.token_ids
         confirmed = None if output.drafts is None else self.scheduler.confirm(output, token_ids)
-        if confirmed is not None and output.drafts is not None:
+        if confirmed is not None:
             sampled, result = confirmed.owners(sampled), result.part(confirmed.at)
-            totals = self.scheduler.totals
-            totals.drafts_total += int(np.count_nonzero(output.drafts.lengths > 1))
-            totals.draft_tokens_total += output.drafts.num_guessed
-            totals.accepted_tokens_total += int(confirmed.counts.sum()) - len(confirmed.counts)
         refused = self._end_failed(sampled, result)
         gets = [seq.status is not SequenceStatus.FINISHED for seq in sampled]
         finished = self.scheduler.update(output, token_ids, result.scores, confirmed)

@@ -49,7 +49,6 @@ class Intake:
         self._spec = built.plan.spec
         self.policies: Made[RequestPolicies] = Made(lambda: _request_policies(built))
         self._own_policy = built.plan.policy
-        built.executor.set_policy(0, self._own_policy)
         self._grammars = grammars
         self._tracer = tracer
         self._rules_of: tuple[str, RowRules | None] = "", None
@@ -101,7 +100,10 @@ class Intake:
             client=new.client,
             num_shareable=0 if prunes else self._spec.num_shareable(prompt),
         )
-        self._continue(sequence, new, policy)
+        if new.cache_salt is not None:
+            sequence.cache_seed = salted_seed(new.cache_salt)
+        if self._config.cache.continuations == "on" and policy.name != "none":
+            self._continue(sequence, new, policy)
         if self._scheduler.speculation is not None:
             sequence.guesses.refused = _speculation_refusal(new, policy)
             sequence.guesses.start = 0 if sequence.guesses.refused is None else NO_EVENT
@@ -111,11 +113,7 @@ class Intake:
         return sequence
 
     def _continue(self, sequence: Sequence, new: NewSequence, policy: Policy) -> None:
-        """Set which columns the sequence shares, and whether it leaves and takes continuations."""
-        if new.cache_salt is not None:
-            sequence.cache_seed = salted_seed(new.cache_salt)
-        if self._config.cache.continuations == "off" or policy.name == "none":
-            return
+        """Set whether the sequence leaves and takes continuations."""
         from kvserve.scheduler.messages.continuation import REFUSED, UNSUPPORTED
 
         if new.prompt_logprobs is not None or _continuation_refusal(policy, self._spec):

@@ -74,7 +74,7 @@ class RequestPolicies:
         if wants.rest_bits not in (0.0, rest := self._plan.policy.demands.rest_bits):
             why = f"are {rest:g} on this server" if rest else "are not laid out on this server"
             return ".rest_bits", f"rest_bits {why} (--policy.rest_bits)"
-        if wants.expects_turns and not self._has_turns:
+        if wants.protect_turns and not self._has_turns:
             return ".protect_turns", NO_TURNS
         if wants.leaves != "off" and self._built.executor.runner.batch.remainders is None:
             return ".remainder", (
@@ -139,7 +139,7 @@ class RequestPolicies:
             )
         if (reason := self._no_statistics) is not None:
             raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
-        if policy.demands.statistics_file not in (None, self._own.get("stats")):
+        if policy.demands.stats not in (None, self._own.get("stats")):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return policy.with_statistics(None)
 

@@ -62,6 +62,7 @@ class AdaKV(BudgetedPolicy):
     name: ClassVar[str] = "adakv"
     granularity: ClassVar[Granularity] = Granularity.HEAD
     cuts_again: ClassVar[bool] = True
+    couples_heads: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "As its scorer, and a block table per layer and head, whose last blocks are each half "
         "empty on average."
@@ -168,12 +169,8 @@ class AdaKV(BudgetedPolicy):
         return self.scores_by.logged_dtype
 
     @property
-    def reads_values(self) -> bool:
-        return self.scores_by.reads_values
-
-    @property
-    def couples_heads(self) -> bool:
-        return True
+    def uses_values(self) -> bool:  # type: ignore[override]
+        return self.scores_by.uses_values
 
     def score(self, obs: Observation) -> Tensor:
         """The scorer's scores, -inf where a shorter lane has no entry."""

@@ -64,17 +64,17 @@ class Demands:
     """How queries are logged: model, fp8, int4, or auto (the engine's choice)."""
     recomputed_reduction: str | None
     """As ``query_reduction``, if queries are recomputed at the event."""
-    reads_values: bool
+    uses_values: bool
     uses_centres: bool
     scores_levels: bool
-    statistics_file: str | None
+    stats: str | None
     kept_scores: int
     """Scores per head that are kept for the next event."""
     rest_bits: float
     """In how many bits stays what its events do not keep; 0: they drop it."""
     leaves: str
     """What stands for dropped entries: off, mean or fitted."""
-    expects_turns: bool
+    protect_turns: bool
     couples_heads: bool
     couples_layers: bool
     later_entries: int
@@ -108,6 +108,11 @@ class Policy:
     """Its scores rank single entries, so AdaKV can share out a budget by them."""
     uses_values: ClassVar[bool] = False
     """It scores by the entries' values too (``Observation.values``)."""
+    couples_heads: ClassVar[bool] = False
+    """Its counts or choices depend on several KV heads. If so, they cover the heads of all
+    tensor-parallel ranks (``Observation.all_heads``), and each rank takes its own."""
+    couples_layers: ClassVar[bool] = False
+    """Its scores depend on several layers, which are then scored together."""
     uses_centres: ClassVar[bool] = False
     """It scores by where the model's queries usually point, which was measured beforehand."""
     protects: ClassVar[str] = ""
@@ -121,13 +126,22 @@ class Policy:
     remainder: str | None = "off"
     rest_bits: float = 0.0
     reuse_layers: int | None = 1
+    protect_turns: bool = False
+    stats: str | None = None
+    """The file of where the model's queries point."""
 
     # ---- whether its arguments can work ----
 
     def __post_init__(self) -> None:
         check_arguments(self)
         self.check()
-        self._check_log()
+        if self.query_dtype == "int4":
+            allowed = "another unless query_source is log and query_reduce is heads"
+            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
+        if self.attention == "absolute":
+            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
+            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
+            require(logged, "attention", "absolute", allowed)
         if self.rest_bits:
             off, even = self.remainder == "off", self.event_kind is EventKind.REST
             require(off, "remainder", self.remainder, "off with rest_bits, which drops nothing")
@@ -137,16 +151,6 @@ class Policy:
 
     def check(self) -> None:
         """Raise ``PolicyError`` if arguments that are valid by themselves do not go together."""
-
-    def _check_log(self) -> None:
-        """Check that int4 goes with a log of all heads, and absolute attention with int4."""
-        if self.query_dtype == "int4":
-            allowed = "another unless query_source is log and query_reduce is heads"
-            require(self.query_reduction == "heads", "query_dtype", "int4", allowed)
-        if self.attention == "absolute":
-            allowed = "window unless queries are logged in 4 bits (query_dtype int4, all heads)"
-            logged = self.query_reduction == "heads" and self.logged_dtype == "int4"
-            require(logged, "attention", "absolute", allowed)
 
     def check_bounds(self, max_model_len: int) -> None:
         """Raise ``PolicyError`` if a given argument exceeds what a server's context holds."""
@@ -230,11 +234,6 @@ class Policy:
         return keep
 
     @property
-    def reads_values(self) -> bool:
-        """Whether ``score`` reads values: by default, what the class declares."""
-        return self.uses_values
-
-    @property
     def scores_levels(self) -> bool:
         """Whether ``score`` takes keys as they are held, too (``Observation.keys``)."""
         return False
@@ -251,11 +250,6 @@ class Policy:
         fits = reduction is not None and not self.kept_scores
         return "mean" if self.remainder == "fitted" and not fits else self.remainder or "off"
 
-    @property
-    def statistics_file(self) -> str | None:
-        """The file that it names of where the model's queries point."""
-        return None
-
     def with_statistics(self, file: str | None) -> Policy:
         """The same, which names another file, if it reads any."""
         return self
@@ -263,22 +257,6 @@ class Policy:
     def as_configured(self, servers: Policy) -> Policy:
         """The same without what was chosen for its request, where ``servers`` says that."""
         return self
-
-    @property
-    def expects_turns(self) -> bool:
-        """Whether an argument is about later prompts, which need ``--continuations on``."""
-        return False
-
-    @property
-    def couples_heads(self) -> bool:
-        """Whether counts or choices depend on several KV heads. If so, they cover the heads of all
-        tensor-parallel ranks (``Observation.all_heads``), and each rank takes its own."""
-        return False
-
-    @property
-    def couples_layers(self) -> bool:
-        """Whether scores depend on several layers, which are then scored together."""
-        return False
 
     @property
     def later_entries(self) -> int:

@@ -107,7 +107,7 @@ class ChunkKV(BudgetedPolicy):
         return f"of at least {self.least} (window + chunk_size)"
 
     @property
-    def couples_heads(self) -> bool:
+    def couples_heads(self) -> bool:  # type: ignore[override]
         return self.head_mode == "shared"
 
     def score(self, obs: Observation) -> Tensor:

@@ -37,6 +37,7 @@ class DynamicKV(PromptPolicy):
 
     name: ClassVar[str] = "dynamickv"
     granularity: ClassVar[Granularity] = Granularity.LAYER
+    couples_heads: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "The prompt's blocks until its end; a log of window queries; one event that scores window "
         "x prompt pairs per head, then one selection over all scores per interval layers; a block "
@@ -72,10 +73,6 @@ class DynamicKV(PromptPolicy):
         choices=("exact", "released"),
     )
     query_reduce: str = common.query_reduce()
-
-    @property
-    def couples_heads(self) -> bool:
-        return True
 
     def score(self, obs: Observation) -> Tensor:
         """Pooled votes for the entries before the window: float32 [E, L, Hkv, n - window]."""

@@ -251,10 +251,6 @@ class Kara(Policy):
         return (self.attention or chosen) == "absolute"
 
     @property
-    def expects_turns(self) -> bool:
-        return self.protect_turns
-
-    @property
     def scores_levels(self) -> bool:
         return self.sees_all and self.remainder != "fitted" and not self.score_every
 

@@ -38,6 +38,7 @@ class PyramidInfer(Policy):
     name: ClassVar[str] = "pyramidinfer"
     granularity: ClassVar[Granularity] = Granularity.LAYER
     cuts_again: ClassVar[bool] = True
+    couples_heads: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "For a moment the blocks of the whole prompt, though upper layers compute and hold less; a "
         "log of as many queries as there are recent tokens, and every period tokens an event that "
@@ -105,10 +106,6 @@ class PyramidInfer(Policy):
             Taper(self.decode_decay, self.schedule),
             self.decode_ratio,
         )
-
-    @property
-    def couples_heads(self) -> bool:
-        return True
 
     def score(self, obs: Observation) -> Tensor:
         """Weighted mean of the recent queries' attention: float32 [E, L, H, n - recent]."""

@@ -82,12 +82,6 @@ class Observation:
         """What stands for all that was dropped before: [E, L, Hkv, ...]; ``None``: nothing was."""
         return self.left()
 
-    @property
-    def shares(self) -> Tensor:
-        """Logarithms of the newest entries' shares of attention: float32 [E, L, Hq, W]."""
-        assert not isinstance(self.queries, Tensor), "absolute attention goes with a log in 4 bits"
-        return self.queries.shares
-
     def mass(
         self,
         aggregate: str,
@@ -106,7 +100,8 @@ class Observation:
         if places is None:
             keys = keys[..., :span, :]
         else:
-            seen = Seen(self.shares, recent or span, places.start, places.step, self.later)
+            assert not isinstance(self.queries, Tensor), "absolute attention needs a log in 4 bits"
+            seen = Seen(self.queries.shares, recent or span, places.start, places.step, self.later)
         if self.values is not None:  # something is fitted
             device = self.values.device
             log_sums = torch.empty(self.queries.shape[:-1], device=device)
@@ -156,7 +151,11 @@ class Observation:
 
     def _beside(self, absolute: bool) -> tuple[Any, ...]:
         """What causal kernels are told beside queries and keys."""
-        return self.missing, self.shares if absolute else None, self.remainder, self.sinks
+        shares = None
+        if absolute:
+            assert not isinstance(self.queries, Tensor), "absolute attention needs a log in 4 bits"
+            shares = self.queries.shares
+        return self.missing, shares, self.remainder, self.sinks
 
     def accumulated_mass(self) -> Tensor:
         """Attention received since each entry came, or from the observed queries alone without

@@ -92,10 +92,6 @@ class TriAttention(Policy):
         allowed = f"small enough to drop an entry of every {self.period}"
         require(dropped >= 1, "ratio", self.ratio, allowed)
 
-    @property
-    def statistics_file(self) -> str | None:
-        return self.stats
-
     def with_statistics(self, file: str | None) -> TriAttention:
         return replace(self, stats=file)
 
@@ -116,11 +112,11 @@ class TriAttention(Policy):
         return Rounds(budget, self.period, self.protect_prompt)
 
     @property
-    def couples_heads(self) -> bool:
+    def couples_heads(self) -> bool:  # type: ignore[override]
         return self.mode == "union"
 
     @property
-    def couples_layers(self) -> bool:
+    def couples_layers(self) -> bool:  # type: ignore[override]
         return self.mode != "per_layer_per_head"
 
     def score(self, obs: Observation) -> Tensor:

@@ -45,6 +45,7 @@ class WindowKV(Policy):
 
     name: ClassVar[str] = "windowkv"
     granularity: ClassVar[Granularity] = Granularity.LAYER
+    couples_heads: ClassVar[bool] = True
     cost: ClassVar[str] = (
         "The prompt's blocks until its end; a log of window queries; one event that scores window "
         "x prompt pairs per head, in one layer of every reuse_layers; a block table per layer."
@@ -149,10 +150,6 @@ class WindowKV(Policy):
         assert self.budget is not None
         mean, shape = self.budget - self.protected, Fraction(str(self.pyramid))
         return group_budgets(mean, num_groups, self.reuse_layers, shape, self.rule)
-
-    @property
-    def couples_heads(self) -> bool:
-        return True
 
     def score(self, obs: Observation) -> Tensor:
         """Each entry gets its window's score: float32 [E, L', Hkv, n - window].

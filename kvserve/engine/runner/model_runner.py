@@ -38,6 +38,7 @@ _confirm = Late("engine.runner.guesses:confirm")
 _event_parts = Late("engine.compression.event_parts:EventParts")
 _event_runner = Late("engine.compression.event_runner:EventRunner")
 _keep_states = Late("engine.runner.guesses:keep_states")
+_masks_of = Late("engine.sampling.grammar:TokenMasks.of")
 _read_logprobs = Late("engine.sampling.logprobs:read_logprobs")
 _score_prompts = Late("engine.sampling.logprobs:score_prompts")
 
@@ -267,14 +268,10 @@ class ModelRunner:
         step.grammars = self.batch.sampling.grammars(rows)
         allowed: TokenMasks | None = None
         if step.grammars:
-            from kvserve.engine.sampling.grammar import TokenMasks, allowed_bits
-
             if self._last is not None:
                 self._last.collect()  # a mask depends on the token before
             # On a GPU the forward is still running while the host works out the masks.
-            bits = allowed_bits(step.grammars, logits.shape[1])
-            places = [place for place, _ in step.grammars]
-            allowed = TokenMasks.of(places, bits, logits.device)
+            allowed = _masks_of(step.grammars, logits)
         argmax = self.model.operators.argmax
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)

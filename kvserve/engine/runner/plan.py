@@ -224,7 +224,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     if form.few and size is not None and size % TILE:
         raise ConfigError(f"--block-size: {size} is no multiple of {TILE}, as {form.name} needs")
     log, block_size = choose_log(
-        *(policy, part, form, dtype, device, config.cache.block_size),
+        *((policy.query_reduction, policy.logged_dtype), part, form),
+        *(dtype, device, config.cache.block_size),
         has_fp8=device == "cuda" and _has_fp8(),
         backend=config.attention_backend,
     )

@@ -24,7 +24,7 @@ def check_policy(
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
-    if policy.demands.expects_turns and not continues:
+    if policy.demands.protect_turns and not continues:
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
@@ -71,7 +71,7 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
 def statistics_of(policy: Policy, spec: ModelSpec, directory: Path, beside: Path) -> Path:
     """The query statistics that the ``stats`` of a policy name, or those ``beside`` the model in
     ``directory``, where it scores by them."""
-    named = policy.demands.statistics_file
+    named = policy.demands.stats
     path = beside if named is None else Path(named)
     from kvserve.engine.compression.query_statistics import refusal
 

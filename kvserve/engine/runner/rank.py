@@ -121,7 +121,7 @@ def build_runner(
         # Without a policy that logs, queries are logged only if a request brings one.
         kinds = BOTH_KINDS if plan.policy.demands.query_reduction else BOTH_KINDS[:1]
         graphs = _recorded_steps(steps, longest, kinds)
-    return ModelRunner(
+    runner = ModelRunner(
         *parts,
         group,
         graphs,
@@ -129,6 +129,8 @@ def build_runner(
         statistics=plan.statistics,
         most_guesses=most_guesses,
     )
+    runner.policies[0] = plan.policy
+    return runner
 
 
 def ready_runner(

@@ -102,16 +102,6 @@ class SequenceGrammar:
         )
 
 
-def allowed_bits(
-    grammars: Sequence[tuple[int, SequenceGrammar]], vocab_size: int
-) -> np.ndarray[Any, Any]:
-    """What may be sampled next under each of G grammars, a bit per token: int32 [G, ceil(V/32)]."""
-    bits = np.full((len(grammars), -(-vocab_size // 32)), -1, np.int32)
-    for row, (_, grammar) in zip(bits, grammars, strict=True):
-        grammar.fill(row)
-    return bits
-
-
 class GrammarCompiler:
     """Compiles grammars, each text once; the tokenizer is read for the first one.
 
@@ -196,12 +186,13 @@ class TokenMasks(NamedTuple):
     bits: Tensor
 
     @classmethod
-    def of(
-        cls, places: Sequence[int], bits: np.ndarray[Any, Any], device: torch.device
-    ) -> TokenMasks:
-        """bits: int32 [G, ceil(V / 32)], on the host."""
-        held = to_device(bits.view(np.uint8), device, torch.uint8)
-        return cls(to_device(places, device), held)
+    def of(cls, grammars: Sequence[tuple[int, SequenceGrammar]], logits: Tensor) -> TokenMasks:
+        """What G grammars, each with the place of its row in ``logits [S, V]``, allow next."""
+        bits = np.full((len(grammars), -(-logits.shape[1] // 32)), -1, np.int32)
+        for row, (_, grammar) in zip(bits, grammars, strict=True):
+            grammar.fill(row)
+        places = to_device([place for place, _ in grammars], logits.device)
+        return cls(places, to_device(bits.view(np.uint8), logits.device, torch.uint8))
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of ``logits [S, V]`` with -inf for what the masks do not allow."""

@@ -9,7 +9,7 @@ from kvserve.kernels.calls import Compiled, as_int64
 from kvserve.kernels.store.remainder import Remainder, merged
 from kvserve.kernels.store.slot_mapping import slot_mapping
 
-_SLOT_MAPPING, _MOVED_ENTRIES, _DROPPED_ENTRIES, _ADD_REMAINDERS = (
+_SLOT_MAPPING, MOVED_ENTRIES, DROPPED_ENTRIES, _ADD_REMAINDERS = (
     Compiled(name, "events")
     for name in ("slot_mapping", "moved_entries", "dropped_entries", "add_remainders")
 )
@@ -90,8 +90,9 @@ def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     how many of ``kept`` count; how many entries fewer there are; and how many places exist, behind
     which there is entry 0. Places behind those of kept entries take what came behind them.
     """
-    takes = _MOVED_ENTRIES.takes(kept, torch.int64)
-    return (moved_entries_cpu if takes else moved_entries_torch)(kept, numbers, length)
+    if MOVED_ENTRIES.takes(kept, torch.int64):
+        return entries_cpu(MOVED_ENTRIES, kept, numbers, length)
+    return moved_entries_torch(kept, numbers, length)
 
 
 def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
@@ -106,14 +107,6 @@ def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     return torch.where(place < counts, src, 0)
 
 
-def moved_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """``kept`` may have any strides."""
-    numbers = as_int64(numbers)
-    out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
-    _MOVED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
-    return out
-
-
 def dropped_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     """The entries of each lane that are not among ``kept``, ascending: int64 [E, L, H, length].
 
@@ -121,8 +114,9 @@ def dropped_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     may go, how many there are from it on, and how many of ``kept``, all of them from there, count.
     Behind the last dropped one there is the first entry.
     """
-    takes = _DROPPED_ENTRIES.takes(kept, torch.int64)
-    return (dropped_entries_cpu if takes else dropped_entries_torch)(kept, numbers, length)
+    if DROPPED_ENTRIES.takes(kept, torch.int64):
+        return entries_cpu(DROPPED_ENTRIES, kept, numbers, length)
+    return dropped_entries_torch(kept, numbers, length)
 
 
 def dropped_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
@@ -137,11 +131,11 @@ def dropped_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     return first + torch.where(place[:length] < held - counts, found, 0)
 
 
-def dropped_entries_cpu(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """``kept`` may have any strides."""
+def entries_cpu(find: Compiled, kept: Tensor, numbers: Tensor, length: int) -> Tensor:
+    """What ``MOVED_ENTRIES`` or ``DROPPED_ENTRIES`` finds; ``kept`` may have any strides."""
     numbers = as_int64(numbers)
     out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
-    _DROPPED_ENTRIES(kept, numbers, out, kept.stride(), *kept.shape, length)
+    find(kept, numbers, out, kept.stride(), *kept.shape, length)
     return out
 
 

@@ -249,10 +249,3 @@ def over_group(x: Tensor, reduction: str, dim: int) -> Tensor:
     if reduction == "rms":
         return x.square().mean(dim).sqrt()
     return x.sum(dim) if reduction == "sum" else x.mean(dim)
-
-
-def five_dims(x: Tensor) -> Tensor:
-    """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
-    while x.dim() < 5:
-        x = x[None]
-    return x.flatten(0, -5)

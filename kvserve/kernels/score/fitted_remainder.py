@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvserve.kernels.calls import Compiled
 from kvserve.kernels.checks import runs_triton
-from kvserve.kernels.score.causal_scores import Queries, five_dims, logits_of
+from kvserve.kernels.score.causal_scores import Queries, logits_of
 from kvserve.kernels.score.seen import Given
-from kvserve.kernels.score.window_scores import takes
+from kvserve.kernels.score.window_scores import five_dims, takes
 from kvserve.kernels.store.int4_log import Int4Queries
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late

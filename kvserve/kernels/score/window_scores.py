@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvserve.kernels.calls import Compiled
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, runs_triton
-from kvserve.kernels.score.causal_scores import Queries, five_dims, logits_of, over_group
+from kvserve.kernels.score.causal_scores import Queries, logits_of, over_group
 from kvserve.kernels.score.seen import Given, Seen
 from kvserve.kernels.store.int4_log import Int4Queries
 from kvserve.kernels.store.quantized_entries import LevelKeys
@@ -106,6 +106,13 @@ def window_scores_cpu(
         *(keys.dtype is torch.bfloat16, torch.get_num_threads()),
     )
     return out
+
+
+def five_dims(x: Tensor) -> Tensor:
+    """[..., heads, S, D] with two leading dimensions; a view, unless there are more."""
+    while x.dim() < 5:
+        x = x[None]
+    return x.flatten(0, -5)
 
 
 def window_probs(query: Queries, key: Tensor, scale: float, seen: Seen | None = None) -> Tensor:

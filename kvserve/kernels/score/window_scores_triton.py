@@ -12,8 +12,9 @@ from torch import Tensor
 from kvserve.kernels import dispatch
 from kvserve.kernels.checks import AGGREGATES, GROUP_AGGREGATES, check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel, Tile, tile_of
-from kvserve.kernels.score.causal_scores import Queries, five_dims
+from kvserve.kernels.score.causal_scores import Queries
 from kvserve.kernels.score.seen import Given, Seen
+from kvserve.kernels.score.window_scores import five_dims
 from kvserve.kernels.store.int4_log import Int4Queries
 from kvserve.kernels.store.int4_log_triton import widened
 

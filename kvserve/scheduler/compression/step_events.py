@@ -225,5 +225,6 @@ def _some_of(candidates: list[Events], at: IntArray) -> Iterator[Events]:
     for events in candidates:
         own = at[(at >= first) & (at < first + len(events.rows))] - first
         if len(own):
-            yield events.part(own)
+            whole = np.array_equal(own, np.arange(len(events.rows)))
+            yield events if whole else events.part(own)
         first += len(events.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -39,11 +40,8 @@ class RestBlocks(NamedTuple):
     blocks: IntArray
 
 
-def _later() -> IntArray:
-    """What a field holds that an earlier stage leaves empty."""
-    return np.zeros(0, np.int32)
-
-
+_later: Callable[[], Any] = np.zeros(0, np.int32).copy
+"""What a field holds that an earlier stage leaves empty."""
 _BY_EVENT = (
     "rows",
     "seq_ids",

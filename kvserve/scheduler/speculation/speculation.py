@@ -18,10 +18,11 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.blocks.block_manager import BlockManager
-from kvserve.scheduler.messages.drafts import Confirmed, Drafts
+from kvserve.scheduler.messages.drafts import Confirmed, Drafts, confirmed_of
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.sequence import SequenceStatus
 from kvserve.scheduler.rows.row_table import RowTable
+from kvserve.stats import EngineStats
 
 _FACTORS = np.random.default_rng(0).integers(2**20, 2**30, 64) * 2 + 1
 _SMALL: list[int] = _FACTORS.tolist()
@@ -175,11 +176,16 @@ class Speculation:
     nothing while its newest token is unknown."""
 
     def __init__(
-        self, rows: RowTable, blocks: BlockManager, settings: NgramSettings, max_tokens: int
+        self,
+        rows: RowTable,
+        blocks: BlockManager,
+        settings: NgramSettings,
+        max_tokens: int,
+        totals: EngineStats,
     ) -> None:
         """For steps of at most ``max_tokens``."""
         self._rows, self._blocks, self._settings = rows, blocks, settings
-        self._max_tokens = max_tokens
+        self._max_tokens, self._totals = max_tokens, totals
 
     def propose(self) -> Drafts | None:
         """The drafts of a step, for its decoding rows.
@@ -238,6 +244,16 @@ class Speculation:
         token_ids[behind == 0] = rows.token_ids[np.arange(n), rows.num_tokens[:n] - 1]
         token_ids[behind > 0] = np.concatenate(list(guesses.values()))
         return Drafts(lengths, token_ids)
+
+    def confirm(self, output: SchedulerOutput, sampled: IntArray) -> Confirmed | None:
+        """What sequences get of the sampled tokens, if the step had drafts; counted here."""
+        if (drafts := output.drafts) is None:
+            return None
+        confirmed = confirmed_of(drafts, sampled, self._rows.stop_ids[: len(drafts.lengths)])
+        self._totals.drafts_total += int(np.count_nonzero(drafts.lengths > 1))
+        self._totals.draft_tokens_total += drafts.num_guessed
+        self._totals.accepted_tokens_total += len(confirmed.at) - len(confirmed.counts)
+        return confirmed
 
     def take_in(
         self, output: SchedulerOutput, sampled: IntArray, confirmed: Confirmed

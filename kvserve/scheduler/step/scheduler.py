@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvserve.scheduler.messages.drafts import Confirmed, Drafts
     from kvserve.scheduler.speculation.speculation import Speculation
 
-_confirmed_of = Late("scheduler.messages.drafts:confirmed_of")
 _continuations = Late("scheduler.blocks.continuations:Continuations")
 _continued_rows = Late("scheduler.step.continued_rows:ContinuedRows")
 _state_admission = Late("scheduler.step.state_admission:StateAdmission")
@@ -89,8 +88,8 @@ class Scheduler:
         self._admission: Admission = admission(parts, self.departures, settings)
         self.speculation: Speculation | None = None
         if settings.speculation is not None:
-            budget = settings.max_num_batched_tokens
-            self.speculation = _speculation(rows, self.blocks, settings.speculation, budget)
+            budget, how = settings.max_num_batched_tokens, settings.speculation
+            self.speculation = _speculation(rows, self.blocks, how, budget, self.totals)
         self._arrivals = 0
 
     # ---- requests ----------------------------------------------------------------------------
@@ -237,11 +236,7 @@ class Scheduler:
 
     def confirm(self, output: SchedulerOutput, token_ids: IntArray) -> Confirmed | None:
         """What sequences get of the sampled tokens, if the step had drafts."""
-        if output.drafts is None:
-            return None
-        stop_ids = self.rows.stop_ids[: output.num_decoding]
-        confirmed: Confirmed = _confirmed_of(output.drafts, token_ids, stop_ids)
-        return confirmed
+        return None if self.speculation is None else self.speculation.confirm(output, token_ids)
 
     def update(
         self,

@@ -39,13 +39,14 @@ class Parser(argparse.ArgumentParser):
         """``parse_args`` that suggests a similar flag for an unknown one. Of commands with
         ``--policy-args`` each ``--policy.FIELD VALUE`` is a field of that mapping. Flags of vLLM
         that ask for nothing are accepted, and flags may have underscores."""
-        words, policy_args = self._asking(argv), dict[str, Any]()
+        words, policy_args = list(argv), dict[str, Any]()
+        if any(action.dest == _POLICY_ARGS for action in self._actions):
+            words, policy_args = _split(argv)
+        words = self._asking(words)
         # Before what is missing: who writes these means another flag.
         for flag in (word.partition("=")[0] for word in words):
             if why := self.instead.get(flag.replace("_", "-")):
                 raise UsageError(f"unknown flag {flag}; {why}")
-        if any(action.dest == _POLICY_ARGS for action in self._actions):
-            words, policy_args = _split(words)
         namespace, unknown = self.parse_known_args(words)
         if policy_args:
             setattr(namespace, _POLICY_ARGS, policy_args)
@@ -100,6 +101,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
+        if flag == "--policy_args":
+            flag = "--policy-args"
         if not flag.startswith("--policy.") and flag != "--policy-args":
             rest.append(word)
             continue

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from kvserve import LLM, SamplingParams
-from tests.checkpoints import Generated, random_prompts
+from tests.checkpoints import Generated, edited_tensors, random_prompts
 from tests.engine.recorder import Recorder
 
 PROMPTS = random_prompts([5, 60, 1, 33])
@@ -84,10 +86,13 @@ def answers_beside(
     return [found[at] for at in sorted(found)]
 
 
-def put_away(llm: LLM, prompts: Sequence[list[int]], count: int) -> None:
-    """Greedy answers of rows that go to host memory in every seventh step, as if compressed."""
-    scheduler = llm.engine.core.scheduler
-    add_all(llm, prompts, count)
+def check_away(
+    directory: Path, prompts: Sequence[list[int]], expected: Sequence[Generated], within: float
+) -> None:
+    """The logits of rows that go to host memory in every seventh step, as if compressed."""
+    llm = make(directory, max_num_seqs=4)
+    recorder, scheduler = Recorder(llm), llm.engine.core.scheduler
+    add_all(llm, prompts, len(expected[0].token_ids))
     while llm.engine.has_unfinished_requests:
         llm.engine.step()
         if scheduler.totals.steps_total % 7 == 3 and scheduler.rows.num_rows > 1:
@@ -95,6 +100,9 @@ def put_away(llm: LLM, prompts: Sequence[list[int]], count: int) -> None:
             scheduler.departures.preempt()
         scheduler.check_integrity()
     assert llm.stats().swaps_total == llm.stats().preemptions_total > 3
+    for i, one in enumerate(expected):
+        logits = torch.stack(recorder.logits[i])
+        torch.testing.assert_close(logits, one.logits, atol=within, rtol=0.0)
 
 
 def add_all(llm: LLM, prompts: Sequence[list[int]], count: int) -> None:
@@ -123,6 +131,19 @@ def check_parity(
             logits = torch.stack(recorder.logits[i])
             torch.testing.assert_close(logits, one.logits, atol=within, rtol=0.0)
     return llm
+
+
+def wrap(kind: str, architecture: str, directory: Path) -> None:
+    """Rewrite a checkpoint as one of the model ``kind`` that has it as its text part."""
+    with edited_tensors(directory) as stored:
+        for name in [name for name in stored if name.startswith("model.")]:
+            stored[f"model.language_model.{name[6:]}"] = stored.pop(name)
+        for other in ("vision_tower", "embed_vision", "audio_tower", "visual"):
+            stored[f"model.{other}.weight"] = torch.zeros(2, 2)
+    text = json.loads((directory / "config.json").read_text())
+    whole = AutoConfig.for_model(kind).to_dict()
+    whole |= {"architectures": [architecture], "text_config": text}
+    (directory / "config.json").write_text(json.dumps(whole, default=str))
 
 
 def row_of(llm: LLM, name: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ whom, and after whatever has happened to them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
 from tests.engine.models.decoding import (
     answers_beside,
+    check_away,
     check_parity,
     make,
-    put_away,
     row_of,
     tokens,
+    wrap,
 )
 from tests.engine.models.hybrids import SHAPE, expected
 from tests.engine.recorder import Recorder
@@ -171,13 +171,7 @@ def test_behind_a_prefix_hit(kind: str, directory: Path) -> None:
 def test_rows_that_were_away(kind: str, directory: Path) -> None:
     """In host memory, as they decode."""
     prompts = PROMPTS[3:7]
-    wanted = expected(directory, prompts, TOKENS)
-    llm = make(directory, max_num_seqs=4)
-    recorder = Recorder(llm)
-    put_away(llm, prompts, TOKENS)
-    for i, one in enumerate(wanted):
-        logits = torch.stack(recorder.logits[i])
-        torch.testing.assert_close(logits, one.logits, atol=1e-4, rtol=0.0)
+    check_away(directory, prompts, expected(directory, prompts, TOKENS), 1e-4)
 
 
 @pytest.mark.parametrize("form", ["int8", *slow("fp8", "k8v4")])
@@ -256,7 +250,7 @@ def test_every_tensor_is_read(kind: str, wrapped: bool, tmp_path: Path) -> None:
     wanted = tokens(make(tmp_path), PROMPTS[:2], 8)
     prefix = "model.language_model." if wrapped else "model."
     if wrapped:
-        wrap(kind, tmp_path)
+        wrap(kind, f"{kind.capitalize()}ForConditionalGeneration", tmp_path)
     with edited_tensors(tmp_path) as stored:
         own = stored[f"{prefix}layers.4.self_attn.k_proj.weight"]
         stored[f"{prefix}layers.6.self_attn.k_proj.weight"] = own.clone()
@@ -274,17 +268,3 @@ def test_every_tensor_is_read(kind: str, wrapped: bool, tmp_path: Path) -> None:
             make(tmp_path)
         with edited_tensors(tmp_path) as stored:
             stored[prefix + name] = kept
-
-
-def wrap(kind: str, directory: Path) -> None:
-    """Rewrite a checkpoint as one of the model that has it as its text part."""
-    with edited_tensors(directory) as stored:
-        for name in [name for name in stored if name.startswith("model.")]:
-            stored[f"model.language_model.{name[6:]}"] = stored.pop(name)
-        for other in ("vision_tower", "embed_vision", "audio_tower"):
-            stored[f"model.{other}.weight"] = torch.zeros(2, 2)
-    text = json.loads((directory / "config.json").read_text())
-    whole = AutoConfig.for_model(kind).to_dict()
-    name = f"{kind.capitalize()}ForConditionalGeneration"
-    whole |= {"architectures": [name], "text_config": text}
-    (directory / "config.json").write_text(json.dumps(whole, default=str))

@@ -3,7 +3,6 @@ computed, beside whom, and after whatever has happened to them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
@@ -28,11 +27,12 @@ from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models import decoding
 from tests.engine.models.decoding import (
     answers_beside,
+    check_away,
     check_parity,
     make,
-    put_away,
     row_of,
     tokens,
+    wrap,
 )
 from tests.engine.models.hybrids import FAMILIES, OURS, expected, write_hybrid
 from tests.engine.recorder import Recorder
@@ -196,13 +196,7 @@ def leave_now_and_then(llm: LLM, rng: np.random.Generator, probability: float) -
 def test_rows_that_were_away(kind: str, directory: Path) -> None:
     """In host memory, as they decode: they come back bit for bit."""
     prompts = PROMPTS[3:7]
-    wanted = expected(directory, prompts, 40)
-    llm = make(directory, max_num_seqs=4)
-    recorder = Recorder(llm)
-    put_away(llm, prompts, 40)
-    for i, one in enumerate(wanted):
-        logits = torch.stack(recorder.logits[i])
-        torch.testing.assert_close(logits, one.logits, atol=within(kind), rtol=0.0)
+    check_away(directory, prompts, expected(directory, prompts, 40), within(kind))
 
 
 @pytest.mark.parametrize("count", [24, *slow(300)])
@@ -477,17 +471,8 @@ def test_a_wrapper_serves_its_text(tmp_path: Path) -> None:
     """Qwen 3.5 is published as one that also sees; names of its file begin otherwise."""
     directory = write_hybrid("qwen3_5_text", tmp_path)
     wanted = tokens(make(directory), PROMPTS[:2], 8)
-    with edited_tensors(directory) as stored:
-        for name in list(stored):
-            if name.startswith("model."):
-                stored[f"model.language_model.{name[6:]}"] = stored.pop(name)
-        stored["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
-    text = json.loads((directory / "config.json").read_text())
-    whole = AutoConfig.for_model("qwen3_5").to_dict()
-    whole |= {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
-    (directory / "config.json").write_text(json.dumps(whole, default=str))
-    llm = make(directory)
-    assert tokens(llm, PROMPTS[:2], 8) == wanted
+    wrap("qwen3_5", "Qwen3_5ForConditionalGeneration", directory)
+    assert tokens(make(directory), PROMPTS[:2], 8) == wanted
 
 
 def test_layers_with_states_alone_are_refused(tmp_path: Path) -> None:

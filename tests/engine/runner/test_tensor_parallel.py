@@ -82,7 +82,8 @@ class Kept:
         llm.engine.core.runner.compressor.on_moves = self._on_moves
 
     def _on_moves(self, task: Events, plan: MovePlan) -> None:
-        self.plans.append(plan.src[:, :, :1].masked_fill(~plan.exists[:, :, :1], -1))
+        sources = torch.cat([plan.src, plan.counts[..., None]], dim=-1)
+        self.plans.append(sources[:, :, :1])
 
 
 @pytest.mark.compiler

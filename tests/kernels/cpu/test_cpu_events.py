@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvserve.kernels.move.events import (
-    dropped_entries_cpu,
+    DROPPED_ENTRIES,
+    MOVED_ENTRIES,
     dropped_entries_torch,
-    moved_entries_cpu,
+    entries_cpu,
     moved_entries_torch,
     slots_of_entries_cpu,
     slots_of_entries_torch,
@@ -54,12 +56,12 @@ def test_moved_entries(num_kept: int) -> None:
     kept = torch.randint(20, 60, (LAYERS, 3, HEADS, num_kept)).transpose(0, 1)
     limits = (9, 4, num_kept + 1, 30, 19)
     numbers = torch.stack([torch.randint(limit, shape) for limit in limits])
-    found = moved_entries_cpu(kept, numbers, 18)
+    found = entries_cpu(MOVED_ENTRIES, kept, numbers, 18)
     assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
     assert len(found.unique()) > 20
 
 
-@pytest.mark.parametrize("find", [dropped_entries_cpu, dropped_entries_torch])
+@pytest.mark.parametrize("find", [partial(entries_cpu, DROPPED_ENTRIES), dropped_entries_torch])
 def test_dropped_entries(find: Callable[..., Tensor]) -> None:
     """Lanes differ in what they hold and keep; one keeps all, one nothing, one holds nothing."""
     generator = torch.Generator().manual_seed(4)
