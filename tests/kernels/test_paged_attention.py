@@ -105,7 +105,7 @@ def test_compiled_shapes(
     shape: Shape, held: list[int], lengths: list[int], dtype: torch.dtype
 ) -> None:
     case = make(shape, held, lengths, dtype)
-    case.query.mul_(min(1.0, 16 / shape.dim**0.5))  # logits are no larger than those of heads of 256
+    case.query.mul_(min(1.0, 16 / shape.dim**0.5))  # logits as of heads of 256
     assert_same("cpu", case.inputs())
 
 
