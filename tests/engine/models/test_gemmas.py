@@ -223,7 +223,7 @@ def test_what_two_sizes_of_heads_rule_out_is_said(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size: Gemma4ForCausalLM"),
         (
             {"policy": {"name": "kara", "query_source": "recompute"}},
-            "query_source recompute wants what windows",
+            "query_source recompute wants what windows and states have given back; use log$",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
