@@ -57,6 +57,7 @@ GROUPS: dict[str, list[str]] = {
         *("tests/engine/models/test_borrowed.py", "tests/engine/models/test_wrapper.py"),
         "tests/engine/models/test_experts.py",
     ],
+    "hybrids": ["tests/engine/models/test_hybrids.py"],
     "parity": ["tests/engine/test_parity.py"],
     "pressure": ["tests/engine/test_pressure.py", "tests/engine/runner/test_continuations.py"],
     "cache": ["tests/engine/cache", "tests/engine/sampling/test_logprobs.py"],
@@ -70,7 +71,8 @@ GROUPS: dict[str, list[str]] = {
         "tests/kernels/on_triton",
         "--deselect=tests/kernels/on_triton/test_triton_compile.py",
         *(f"tests/kernels/test_{name}.py" for name in ("elementwise", "decode_inputs")),
-        *(f"tests/kernels/test_{name}.py" for name in ("remainder", "centre_scores")),
+        *(f"tests/kernels/test_{name}.py" for name in ("remainder", "gated_delta")),
+        "tests/kernels/test_centre_scores.py",
         *(f"tests/kernels/test_{name}.py" for name in ("window_scores", "absolute_scores")),
     ],
 }

@@ -1,5 +1,5 @@
 """Cases of contexts in parts, of layers with windows and sinks, of scores by where queries point,
-and of weights held as levels."""
+of weights held as levels, and of layers with states."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.kernel_rows.cases import SHAPES, Case, Setting, event_cases, step_cases
 from bench.kernel_rows.level_cases import (
@@ -27,6 +28,7 @@ from bench.kernel_rows.stored_cases import (
 )
 from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
+from kvserve.kernels.layer import gated_delta, gated_delta_triton
 from kvserve.kernels.layer.weight_levels import (
     LevelForm,
     Levels,
@@ -146,6 +148,38 @@ def weight_cases(setting: Setting) -> Iterator[Case]:
     )
 
 
+def state_cases(setting: Setting) -> Iterator[Case]:
+    """A layer that keeps states: of each row a token, or a third of the context beside a token."""
+    heads, key_heads, dim = SHAPES[setting.shape]
+    channels, rows, device = (2 * key_heads + heads) * dim, setting.rows, setting.device
+    taps, scale = setting.random(4, channels), setting.random(dim)
+    decay = torch.randn(2, heads, device=device)
+    tails, states = setting.random(rows, channels, 3), torch.randn(rows, heads, dim, dim)
+    states = states.to(device)
+    for kernel, longest in (("a token", 1), ("chunks", setting.context // 3)):
+        starts = torch.tensor([0, *[longest] * (rows - 1), 1], device=device).cumsum(0)
+        chunks = gated_delta.RowChunks(torch.arange(rows, device=device), starts, longest)
+        x = setting.random(int(starts[-1]), channels + heads * (dim + 2))
+        parts = x.split([channels, heads * dim, heads, heads], dim=1)
+
+        def run(own: Any, chunks: Any = chunks, parts: Any = parts) -> Tensor:
+            """What is read, and the states behind it."""
+            (qkv, gate, b, a), tail, state = parts, tails.clone(), states.clone()
+            qkv = own.causal_convolution(qkv, taps, tail, chunks)
+            read = own.gated_delta_rule(qkv, b, a, decay, state, chunks)
+            read = own.gated_norm(read, scale, gate, 1e-6)
+            return torch.cat([read.flatten(), tail.flatten(), state.flatten()])
+
+        triton, plain = partial(run, gated_delta_triton), partial(run, gated_delta)
+        yield Case(f"states of {kernel}", triton, plain, 2 * states.nbytes)
+    yield Case(
+        "gate",
+        partial(gated_delta_triton.sigmoid_gate, scale[None], taps[:1, :dim]),
+        partial(gated_delta.sigmoid_gate, scale[None], taps[:1, :dim]),
+        3 * scale.nbytes,
+    )
+
+
 GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     "step": step_cases,
     "event": event_cases,
@@ -160,6 +194,7 @@ GROUPS: dict[str, Callable[[Setting], Iterator[Case]]] = {
     "window": window_cases,
     "centres": centre_cases,
     "weights": weight_cases,
+    "states": state_cases,
 }
 """All kernels, by what needs them. Groups share no tensors."""
 

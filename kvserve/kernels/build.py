@@ -55,6 +55,7 @@ _X86 = {
 }
 _ARM = {"armv8-a": {"asimd"}}
 
+WIDE = {False: (), True: ("KVSERVE_MAX_HEAD_DIM=512",)}  # attention's: are heads beyond 256?
 _failures: dict[tuple[object, ...], str] = {}
 """Why a build failed, by what was asked, ``PATH`` and cache folder: each event asks, and the same
 compiler is not waited for again."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.build import (
     PREBUILT,
+    WIDE,
     BuildError,
     defines_of,
     levels_of_this_machine,
@@ -24,7 +25,7 @@ def libraries() -> Iterator[tuple[str, tuple[str, ...]]]:
     sources = Path(__file__).parent.glob("*/*.cpp")
     yield from ((name, ()) for name in sorted(source.stem for source in sources))
     defines = {defines_of(form.key, form.value) for form in FORMATS.values()}
-    yield from (("paged_attention", each) for each in sorted(defines))
+    yield from (("paged_attention", each) for each in (*sorted(defines), WIDE[True]))
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ from kvserve.kernels.attend.decode_inputs import (
 )
 from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.layer import gated_delta_triton as delta
 from kvserve.kernels.layer.elementwise_triton import (
     add_rms_norm_triton,
     quantize_rows_triton,
@@ -45,6 +46,7 @@ from kvserve.kernels.layer.elementwise_triton import (
     rotate_triton,
     silu_and_mul_triton,
 )
+from kvserve.kernels.layer.gated_delta import RowChunks
 from kvserve.kernels.layer.weight_levels import LevelForm, Levels
 from kvserve.kernels.layer.weight_levels_triton import (
     expert_linear_levels_triton,
@@ -256,6 +258,17 @@ def multiply(form: LevelForm, rows: int, experts: int | None = None) -> None:
         expert_linear_levels_triton(x, weight, new(experts, dtype=torch.int32))
 
 
+def rule(longest: int) -> None:
+    """64 chunks of a layer with states of Qwen 3.5 9B's shape: 16 heads of keys, 32 of values."""
+    tokens, channels, chunks = 64 * longest, 8192, RowChunks(slots(64), slots(65), longest)
+    x, ab = new(tokens, channels + 4096), new(tokens, 64)
+    rates, states = (new(*s, dtype=torch.float32) for s in ((2, 32), (64, 32, 128, 128)))
+    taps, tails = new(4, channels), new(64, channels, 3)
+    mixed = delta.causal_convolution(x[:, :channels], taps, tails, chunks)
+    read = delta.gated_delta_rule(mixed, ab[:, :32], ab[:, 32:], rates, states, chunks)
+    delta.gated_norm(read, new(128), x[:, channels:], 1e-6)
+
+
 def levels_variants(what: str, *forms: str) -> dict[str, Callable[[], object]]:
     """What is done to a cache of levels of each form; the first, int8, has no name of its own."""
     lanes, new_entries = slots(32, 8, 4096), new(64, 8, 128)
@@ -421,6 +434,9 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "multiply_levels/Q4_1": lambda: multiply(LevelForm(4, 32, offsets="minimum"), 64),
     "multiply_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 64),
     "multiply_levels/FP8": lambda: multiply(LevelForm(8, 4096, torch.float32, e4m3=True), 64),
+    "delta_rule/steps": lambda: rule(1),
+    "delta_rule/pieces": lambda: rule(512),
+    "sigmoid_gate": lambda: delta.sigmoid_gate(new(64, 4096), new(64, 8192)[:, 4096:]),
     "token_to_chunk": lambda: choose(480, 144),
     "token_to_chunk/longest": lambda: choose(4096, 1000),
     "sample_tokens": sample,
@@ -430,11 +446,12 @@ VARIANTS: dict[str, Callable[[], object]] = {
 
 
 SPILLING = {
-    80: ("decode/few", "decode/many", "prefill/dim256"),
+    80: ("decode/few", "decode/many", "prefill/dim256", "delta_rule/pieces"),
     90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
     100: ("prefill/dim64", "prefill/float32", "prefill/window", "prefill/newest"),
 }
-"""Variants that spill 8 to 32 bytes under one of the Tritons; ``prefill/newest`` spills 104."""
+"""Variants that spill 8 to 32 bytes under one of the Tritons; ``prefill/newest`` spills 104, and
+``delta_rule/pieces`` 408."""
 
 
 def is_budgeted(name: str, arch: int) -> bool:

@@ -77,6 +77,7 @@ def kernels_of(group: str, granularity: Granularity) -> set[str]:
         "window": {"decode in a window", "prefill in a window"},
         "centres": {"scores by centres", "scores by the best centre"},
         "weights": {*(f"product in {form}" for form in WEIGHTS), *products},
+        "states": {"states of a token", "states of chunks", "gate"},
     }[group]
 
 

@@ -1,4 +1,5 @@
-"""The gated delta rule, its convolution and its gates: compiled, beside a float64 reference."""
+"""The gated delta rule, its convolution and its gates: compiled and by Triton, beside a float64
+reference."""
 
 from __future__ import annotations
 
@@ -10,17 +11,22 @@ from torch import Tensor
 
 from kvserve.kernels.layer import gated_delta as reference
 from kvserve.kernels.layer import gated_delta_cpu as compiled
+from kvserve.kernels.layer import gated_delta_triton as on_gpu
 from kvserve.kernels.layer.gated_delta import RowChunks
 
-pytestmark = pytest.mark.compiler
+pytestmark = pytest.mark.usefixtures("device")
 ROWS = 9
 LENGTHS = [1, 5, 0, 37, 1]
 SHAPES = [(2, 4, 16, 16, 4), (1, 3, 24, 40, 4), (3, 3, 10, 12, 3), (1, 1, 128, 128, 2)]
 """Heads of keys, heads, their dimensions, and taps."""
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-dtypes = pytest.mark.parametrize(
-    ("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
-)
+WITHIN = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# The interpreter rounds to bfloat16 in its own way: that is for a GPU.
+KINDS = [
+    *(pytest.param(compiled, x, marks=pytest.mark.compiler) for x in compiled.DTYPES),
+    *((on_gpu, x) for x in list(WITHIN)[: 2 + torch.cuda.is_available()]),
+]
+kinds = pytest.mark.parametrize(("functions", "dtype"), KINDS)
 
 
 class Case(NamedTuple):
@@ -40,14 +46,14 @@ class Case(NamedTuple):
 
 def chunks_of(lengths: list[int]) -> RowChunks:
     """Of rows in no order."""
-    rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))[: len(lengths)]
-    return RowChunks(rows, torch.tensor([0, *lengths]).cumsum(0))
+    rows = torch.tensor([4, 7, 0, 8, 2, 1])[: len(lengths)]
+    return RowChunks(rows, torch.tensor([0, *lengths]).cumsum(0), max(lengths))
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, lengths: list[int]) -> Case:
     key_heads, heads, key_dim, value_dim, taps = shape
     channels, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
@@ -84,22 +90,63 @@ def doubled(case: Case) -> Case:
     return Case(**numbers)
 
 
-@dtypes
-@shapes
-def test_a_step_of_unequal_chunks(
-    shape: tuple[int, ...], dtype: torch.dtype, within: float
-) -> None:
-    """Rows that are not in it, and one without a token, keep their states bit for bit."""
-    case = make(shape, dtype, LENGTHS)
-    found, wanted = run(compiled, case), run(reference, doubled(case))
+def agrees(functions: Any, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``functions`` find, near the reference."""
+    found, wanted = run(functions, case), run(reference, doubled(case))
+    within = WITHIN[case.qkv.dtype]
     for own, its in zip(found, wanted, strict=True):
         torch.testing.assert_close(own.double(), its, atol=within, rtol=within)
+    return found
+
+
+@kinds
+@shapes
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 4, 0, 3, 1], [1, 1, 0, 1, 1]])
+def test_a_step_of_unequal_chunks(
+    functions: Any, dtype: torch.dtype, shape: tuple[int, ...], lengths: list[int]
+) -> None:
+    """Rows that are not in it, and one without a token, keep their states bit for bit."""
+    case = make(shape, dtype, lengths)
+    _, tails, states = agrees(functions, case)
     still = [row for row in range(ROWS) if row not in case.chunks.rows[[0, 1, 3, 4]].tolist()]
-    assert torch.equal(found[1][still], case.tails[still])
-    assert torch.equal(found[2][still], case.states[still])
-    assert not torch.equal(found[2][case.chunks.rows[0]], case.states[case.chunks.rows[0]])
+    assert torch.equal(tails[still], case.tails[still])
+    assert torch.equal(states[still], case.states[still])
+    assert not torch.equal(states[case.chunks.rows[0]], case.states[case.chunks.rows[0]])
 
 
+@kinds
+@pytest.mark.parametrize("lengths", [[16], [17, 15, 1], [5, 48, 33]])
+@pytest.mark.parametrize("kind", ["forgets", "forgets all", "repeats"])
+def test_strong_gates_and_one_token_again_and_again(
+    functions: Any, dtype: torch.dtype, lengths: list[int], kind: str
+) -> None:
+    """A gate that keeps e^-1e5, or nothing, costs no digit of what comes after it. Tokens of one
+    key, each of which takes back what the last one wrote, are as far apart as others."""
+    case = make((1, 2, 32, 32, 4), dtype, lengths)
+    if kind == "repeats":
+        case.qkv[:, :64] = case.qkv[0, :64]
+        case.b[:], case.a[:] = 20.0, -12.0
+    else:
+        case.a[::7] = 6e4 if kind == "forgets" else torch.inf
+    agrees(functions, case)
+
+
+@pytest.mark.parametrize("longest", [1, 3, 20])
+def test_rows_that_are_padding(longest: int) -> None:
+    """On a GPU a captured step has some; what they give are numbers."""
+    case = make(SHAPES[1], torch.float32, [1, longest, 2, longest])
+    right = run(on_gpu, case)
+    rows = case.chunks.rows.clone()
+    rows[[0, 2]] = -1
+    read, tails, states = run(on_gpu, case._replace(chunks=case.chunks._replace(rows=rows)))
+    assert read.isfinite().all()
+    assert torch.equal(read[1 : 1 + longest], right[0][1 : 1 + longest])
+    for found, wanted, before in ((tails, right[1], case.tails), (states, right[2], case.states)):
+        wanted[case.chunks.rows[[0, 2]]] = before[case.chunks.rows[[0, 2]]]
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_neither_cuts_nor_other_rows_nor_threads_change_a_bit(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -127,17 +174,17 @@ def test_neither_cuts_nor_other_rows_nor_threads_change_a_bit(
     assert torch.equal(tails[row], whole[1][row]) and torch.equal(states[row], whole[2][row])
 
 
-@dtypes
+@kinds
 @shapes
-def test_gates(shape: tuple[int, ...], dtype: torch.dtype, within: float) -> None:
-    case = make(shape, dtype, LENGTHS)
+def test_gates(functions: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    case, within = make(shape, dtype, LENGTHS), WITHIN[dtype]
     x = case.gate.flip(0).contiguous()
     heads = x.unflatten(1, (shape[1], -1))
-    found = compiled.gated_norm(heads, case.scale, case.gate, 1e-6)
+    found = functions.gated_norm(heads, case.scale, case.gate, 1e-6)
     given = heads.double(), case.scale.double(), case.gate.double()
     wanted = reference.gated_norm(given[0], given[1], given[2], 1e-6)
     torch.testing.assert_close(found.double(), wanted, atol=within, rtol=within)
-    opened = compiled.sigmoid_gate(x, case.gate)
+    opened = functions.sigmoid_gate(x, case.gate)
     wanted = reference.sigmoid_gate(x.double(), case.gate.double())
     torch.testing.assert_close(opened.double(), wanted, atol=within, rtol=within)
 
@@ -160,6 +207,7 @@ def test_the_reference_is_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(read.flatten(), torch.tensor([5.0 * 2**-0.5]).double())
 
 
+@pytest.mark.compiler
 def test_what_does_not_fit_is_refused() -> None:
     case = make(SHAPES[0], torch.float32, [3])
     rule = case.qkv.contiguous(), case.b, case.a, case.decay, case.states
@@ -175,7 +223,8 @@ def test_what_does_not_fit_is_refused() -> None:
         compiled.gated_delta_rule(*rule, case.chunks._replace(rows=torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"gated_delta_rule: .* do not fit"):
         compiled.gated_delta_rule(*rule[:3], case.decay.double(), case.states, case.chunks)
-    with pytest.raises(ValueError, match=r"causal_convolution: .* do not fit"):
-        compiled.causal_convolution(case.qkv.half(), case.taps, case.tails, case.chunks)
-    with pytest.raises(ValueError, match=r"gate: .* does not fit"):
-        compiled.sigmoid_gate(case.qkv.contiguous(), case.gate)
+    for functions in (compiled, on_gpu):
+        with pytest.raises(ValueError, match=r"causal_convolution: .* do not fit"):
+            functions.causal_convolution(case.qkv.half(), case.taps, case.tails, case.chunks)
+        with pytest.raises(ValueError, match=r"gate: .* does not fit"):
+            functions.sigmoid_gate(case.qkv.contiguous(), case.gate)

@@ -16,7 +16,7 @@ from kvserve.entry_format import FORMATS
 from kvserve.folders import install
 from kvserve.kernels import storage
 from kvserve.kernels.attend import paged_attention_cpu
-from kvserve.kernels.build import BuildError, defines_of, load_library
+from kvserve.kernels.build import WIDE, BuildError, defines_of, load_library
 from kvserve.kernels.storage import StorageKernels
 from kvserve.late import Late
 from kvserve.log import ConfigError, logger
@@ -39,9 +39,8 @@ class Needs:
     ``log_shares``: queries are logged with the share of their attention that newest entries got.
     ``form``: what entries are stored as, a value of ``--kv-cache-dtype``. ``remainders``: something
     stands for entries that were dropped. ``codes``: entries are held as codes. ``rest``: what
-    events do not keep stays in fewer bits. Layers ``windowed`` have sliding windows; ``sinks`` and
-    ``soft_cap`` are the model's, if it has them; heads of layers ``windowed`` are of ``window_dim``
-    (``None``: of ``head_dim``).
+    events do not keep stays in fewer bits. Layers ``windowed`` have sliding windows, and heads of
+    ``window_dim`` if not of ``head_dim``; ``sinks`` and ``soft_cap`` are the model's, if any.
     """
 
     device: str
@@ -116,14 +115,15 @@ class _Candidate:
 
 def _make_cpu(needs: Needs) -> AttentionBackend:
     load_library("storage")
-    _cpu_library(needs)
+    for dim in {needs.head_dim, needs.window_dim or needs.head_dim}:
+        _cpu_library(replace(needs, head_dim=dim))
     how = needs.scale, needs.block_size, needs.soft_cap
     return PagedAttention(paged_attention_cpu.paged_attention_cpu, *how, all_starts=True)
 
 
 def _cpu_library(needs: Needs) -> CDLL:
     if needs.form == "auto":
-        return load_library("paged_attention")
+        return load_library("paged_attention", *WIDE[needs.head_dim > 256])
     form = FORMATS[needs.form]
     return load_library("paged_attention", *defines_of(form.key, form.value))
 
@@ -161,7 +161,7 @@ _CANDIDATES = (
         codes=True,
         rest=True,
         dtypes=paged_attention_cpu.DTYPES,
-        refuse=lambda needs: paged_attention_cpu.refusal(needs.head_dim),
+        refuse=lambda needs: paged_attention_cpu.refusal(needs.head_dim, needs.form != "auto"),
     ),
     _Candidate(
         name="triton",

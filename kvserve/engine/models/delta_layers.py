@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +23,19 @@ from kvserve.engine.models.linear import linear
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Layer, LayerBase, Transformer, attend
-from kvserve.kernels.layer import gated_delta_cpu as gated_delta
 from kvserve.kernels.layer.gated_delta import RowChunks
+from kvserve.late import LateModule
+
+_KERNELS = [LateModule(f"kernels.layer.gated_delta_{name}") for name in ("cpu", "triton")]
+
+
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def kernels_for(x: Tensor) -> LateModule:
+    """Functions of ``gated_delta.py`` for numbers where ``x`` is."""
+    return _KERNELS[on_gpu(x)]
 
 
 class GatedLayer(Layer):
@@ -47,7 +59,8 @@ class GatedLayer(Layer):
         both = norm(q, self.q_norm, eps), norm(k, self.k_norm, eps)
         q = self.store(both, v, rope, batch, cache, index)
         attended = attend(index, q, batch, cache, attention, None).flatten(1)
-        return gated_delta.sigmoid_gate(attended, gate.flatten(1))
+        opened: Tensor = kernels_for(x).sigmoid_gate(attended, gate.flatten(1))
+        return opened
 
 
 class Guessed(NamedTuple):
@@ -108,7 +121,7 @@ class DeltaLayer(LayerBase):
             before = states.tail[:guessing].clone(), states.recurrent[:guessing].clone()
             self.guessed = Guessed(qkv, b, a, *before)
         read = self._read(qkv, b, a, states, chunks)
-        mixed = gated_delta.gated_norm(read, self.scale, gate, eps)
+        mixed = kernels_for(x).gated_norm(read, self.scale, gate, eps)
         return self.second_half(hidden, mixed, wanted)
 
     def take_back(self, states: Any, tokens: Tensor, chunks: RowChunks) -> None:
@@ -122,8 +135,25 @@ class DeltaLayer(LayerBase):
 
     def _read(self, qkv: Tensor, b: Tensor, a: Tensor, states: Any, chunks: RowChunks) -> Tensor:
         """[T, H, Dv]; the chunks' states are those behind them from here on."""
-        qkv = gated_delta.causal_convolution(qkv, self.taps, states.tail, chunks)
-        return gated_delta.gated_delta_rule(qkv, b, a, self.decay, states.recurrent, chunks)
+        kernels = kernels_for(qkv)
+        qkv = kernels.causal_convolution(qkv, self.taps, states.tail, chunks)
+        read: Tensor = kernels.gated_delta_rule(qkv, b, a, self.decay, states.recurrent, chunks)
+        return read
+
+
+def chunks_of(batch: ForwardBatch) -> RowChunks:
+    """Those of a forward. On a GPU the rows of padding, which sees nothing, are below zero."""
+    if not on_gpu(batch.last):
+        return RowChunks(to_device(batch.rows, "cpu"), to_device(batch.starts, "cpu"))
+    device, count = batch.last.device, len(batch.rows)
+    longest = int(np.diff(batch.starts).max())
+    if longest == 1 and np.array_equal(batch.rows, np.arange(count)):  # nothing from the host:
+        starts = torch.arange(count + 1, device=device)  # a graph would copy it again and again
+        rows = starts[:-1]
+    else:
+        rows, starts = to_device(batch.rows, device), to_device(batch.starts, device)
+    seen = batch.last[0, 0, starts[:-1]]
+    return RowChunks(torch.where(seen < 0, -1, rows), starts, longest)
 
 
 class DeltaTransformer(Transformer):
@@ -152,7 +182,7 @@ class DeltaTransformer(Transformer):
         """As ``Transformer.forward``."""
         hidden, added, place = self.embed(input_ids), None, 0
         rope = self.rotary.at(batch.positions, batch.prompt_lens)
-        chunks = RowChunks(to_device(batch.rows, "cpu"), to_device(batch.starts, "cpu"))
+        chunks = chunks_of(batch)
         states, last = self.states[cache], len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kept = wanted if index == last else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.families import ExpertSpec, Fields
 from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
+from kvserve.folders import install
 from kvserve.kernels.build import why_missing
 from kvserve.kernels.layer.gated_delta_cpu import DTYPES, MAX_DIM, MAX_TAPS
 from kvserve.log import ConfigError, shown
@@ -128,12 +130,14 @@ def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
     """Why our own layers do not run it here."""
     delta, rope, raw = _delta_of(config), _rope_of(config), config.raw
-    if device != "cpu":
-        return "has layers whose kernels are for CPUs alone; leave it out"
-    if model.dtype not in _DTYPES:
+    if device == "cpu" and model.dtype not in _DTYPES:
         return f"has layers whose kernels take float32 and bfloat16, not {model.dtype}"
-    if (missing := why_missing("gated_delta")) is not None:
+    if device == "cpu" and (missing := why_missing("gated_delta")) is not None:
         return f"has layers whose kernels are not there: {missing}"
+    if device != "cpu" and find_spec("triton") is None:
+        return f"has layers whose kernels are not there: Triton is not ({install('cuda')})"
+    if device != "cpu" and model.dtype not in ("auto", "bfloat16") and _experts_of(config):
+        return f"has experts, whose products are in bfloat16 on a GPU, not in {model.dtype}"
     if max(delta.key_dim, delta.value_dim) > MAX_DIM or not 1 < delta.taps <= MAX_TAPS:
         return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
     if rope.get("rope_type", rope.get("type", "default")) != "default":

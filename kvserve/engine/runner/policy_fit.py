@@ -20,7 +20,8 @@ def check_policy(
 ) -> None:
     """``ConfigError`` if the model cannot be served under the policy, with entries of this form."""
     if (reason := policy_refusal(policy, spec, form)) is not None:
-        raise ConfigError(f"--policy: {reason}; use --policy none")
+        hint = "; use --policy none" * ("; use " not in reason)
+        raise ConfigError(f"--policy: {reason}{hint}")
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")

@@ -37,6 +37,9 @@
 #define KVSERVE_KEY 0
 #define KVSERVE_VALUE 0
 #endif
+#ifndef KVSERVE_MAX_HEAD_DIM  // 512 for larger heads: rows of queries lie so far apart
+#define KVSERVE_MAX_HEAD_DIM 256
+#endif
 
 namespace {
 
@@ -66,7 +69,7 @@ constexpr bool kLevels = KVSERVE_KEY != 0, kFew = KVSERVE_KEY == 64;
 
 constexpr int kTileRows = 32;
 constexpr int kPartEntries = 1024;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = KVSERVE_MAX_HEAD_DIM;
 constexpr int kKept = 3;  // numbers of a part beside its sums: largest logit, total, and of the newest
 constexpr int kFewRows = 8;  // up to so many, as in decoding, read entries as they are held
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares, check_attention
-from kvserve.kernels.build import defines_of
+from kvserve.kernels.build import WIDE, defines_of
 from kvserve.kernels.calls import Compiled
 from kvserve.late import Late
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvserve.kernels.store.remainder import Remainder
 
 DTYPES = (torch.float32, torch.bfloat16)
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 512
 _COMPILED = Compiled("paged_attention")
 _check_newest = Late("kernels.attend.paged_attention:check_newest")
 _REFUSALS = {
@@ -42,11 +42,12 @@ def instructions(library: ctypes.CDLL) -> str:
     return str(name(), "ascii")
 
 
-def refusal(head_dim: int) -> str | None:
-    """Why the kernel does not take heads of this size; ``None`` if it does."""
-    if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= MAX_HEAD_DIM:
+def refusal(head_dim: int, levels: bool = False) -> str | None:
+    """Why the kernel does not take heads of this size, or their ``levels``; ``None`` if it does."""
+    most = 256 if levels else MAX_HEAD_DIM
+    if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= most:
         return None
-    return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+    return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {most}"
 
 
 def paged_attention_cpu(
@@ -112,7 +113,7 @@ def _attend(
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
     out = torch.empty(q.shape, dtype=q.dtype if log_sums is None else torch.float32)
     num_rows, per_row, columns = tables.shape
-    defines: tuple[str, ...] = ()
+    defines: tuple[str, ...] = WIDE[q.shape[2] > 256]
     steps: tuple[Tensor | None, ...] = (None,) * 3
     head_stride = 0
     few: tuple[Tensor | float | None, ...] = (0, 0, None, None, 0, 0)
@@ -142,18 +143,8 @@ def _attend(
         coded = counts, slots, vectors, slot_tables, vector_tables, turns
         widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
     _COMPILED(
-        *(
-            q,
-            out,
-            k,
-            v,
-            tables,
-            chunks.rows,
-            chunks.starts,
-            chunks.last,
-            chunks.first,
-            chunks.always,
-        ),
+        *(q, out, k, v, tables),
+        *(chunks.rows, chunks.starts, chunks.last, chunks.first, chunks.always),
         *(sinks, *(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
         *(*(remainder or (None,) * 3), *coded, *steps),
         *(head_stride, *few, *widths),
@@ -170,7 +161,7 @@ def _attend(
 def _problem(q: Tensor, keys: AnyEntries, values: AnyEntries, chunks: QuerySegments) -> str | None:
     """What this kernel asks for beside ``check_attention``."""
     dim = q.shape[2]
-    if (why := refusal(dim)) is not None:
+    if (why := refusal(dim, not isinstance(keys, Tensor))) is not None:
         return why
     if q.dtype not in DTYPES:
         return f"dtype {q.dtype}: one of {DTYPES} is needed"

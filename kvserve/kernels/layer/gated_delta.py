@@ -16,11 +16,13 @@ LEAST_LENGTH = 1e-6
 
 
 class RowChunks(NamedTuple):
-    """Consecutive tokens of some rows, int64 on the CPU: those of ``rows [S]``'s i-th are
-    ``starts[i]`` to ``starts[i + 1]``, of ``starts [S + 1]``. No row is there twice."""
+    """Consecutive tokens of some rows, int64: those of ``rows [S]``'s i-th are ``starts[i]`` to
+    ``starts[i + 1]``, of ``starts [S + 1]``. No row is there twice, but for those below zero, of
+    which nothing is kept. On a GPU the host knows the ``longest`` chunk's tokens."""
 
     rows: Tensor
     starts: Tensor
+    longest: int = 0
 
     def tokens(self) -> list[tuple[int, slice]]:
         """Each chunk's row and tokens."""
@@ -72,6 +74,27 @@ def gated_delta_rule(
             out[t] = torch.einsum("hkv,hk->hv", state, q[t])
         states[row] = state
     return out.to(qkv.dtype)
+
+
+def rule_sizes(qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, states: Tensor) -> int:
+    """How many heads of keys the operands of a kernel have: all with dense rows, ``decay`` and
+    ``states`` dense and in float32. ``ValueError`` if they do not fit."""
+    _, heads, key_dim, value_dim = states.shape
+    tokens, width = qkv.shape
+    key_heads = (width - heads * value_dim) // (2 * key_dim)
+    fits = [
+        width == 2 * key_heads * key_dim + heads * value_dim,
+        key_heads > 0 and heads % key_heads == 0,
+        decay.shape == (2, heads),
+        a.shape == b.shape == (tokens, heads) and a.stride() == b.stride(),
+        qkv.stride(1) == a.stride(1) == 1 and a.dtype is b.dtype is qkv.dtype,
+        decay.dtype is states.dtype is torch.float32,
+        decay.is_contiguous() and states.is_contiguous(),
+    ]
+    if not all(fits):
+        given = [f"{list(each.shape)} {each.dtype}" for each in (qkv, b, a, decay, states)]
+        raise ValueError(f"gated_delta_rule: {given} do not fit")
+    return key_heads
 
 
 def unit(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled
-from kvserve.kernels.layer.gated_delta import RowChunks
+from kvserve.kernels.layer.gated_delta import RowChunks, rule_sizes
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_TAPS, MAX_DIM = 8, 256
@@ -43,18 +43,8 @@ def gated_delta_rule(
     """qkv: [T, 2 Hk Dk + H Dv], b, a: [T, H], all with dense rows; decay: [2, H] and states:
     [rows, H, Dk, Dv], dense and in float32."""
     rows, heads, key_dim, value_dim = states.shape
-    tokens, width = qkv.shape
-    key_heads = (width - heads * value_dim) // (2 * key_dim)
-    fits = [
-        width == 2 * key_heads * key_dim + heads * value_dim,
-        key_heads > 0 and heads % key_heads == 0,
-        max(key_dim, value_dim) <= MAX_DIM and decay.shape == (2, heads),
-        a.shape == b.shape == (tokens, heads) and a.stride() == b.stride(),
-        qkv.stride(1) == a.stride(1) == 1 and a.dtype is b.dtype is qkv.dtype,
-        decay.dtype is states.dtype is torch.float32,
-        decay.is_contiguous() and states.is_contiguous(),
-    ]
-    _check("gated_delta_rule", qkv, all(fits))
+    tokens, key_heads = len(qkv), rule_sizes(qkv, b, a, decay, states)
+    _check("gated_delta_rule", qkv, max(key_dim, value_dim) <= MAX_DIM)
     out = torch.empty(tokens, heads, value_dim, dtype=qkv.dtype)
     numbers = tokens * heads * key_dim * value_dim
     sizes = key_heads, heads, key_dim, value_dim, qkv.stride(0), a.stride(0)
@@ -91,8 +81,8 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor | None, heads: int, eps: floa
 
 def _of(chunks: RowChunks, tokens: int, rows: int) -> tuple[object, ...]:
     """What a call says of its chunks; ``fault`` is left out."""
-    at, starts = chunks
-    dense = all(x.dtype is torch.int64 and x.is_contiguous() for x in chunks)
+    at, starts, _ = chunks
+    dense = all(x.dtype is torch.int64 and x.is_contiguous() for x in (at, starts))
     if not dense or len(starts) != len(at) + 1:
         raise ValueError("chunks: dense int64 rows [S] and starts [S + 1] are needed")
     return at, starts, len(at), tokens, rows

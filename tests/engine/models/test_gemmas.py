@@ -217,7 +217,7 @@ def test_what_two_sizes_of_heads_rule_out_is_said(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size: Gemma4ForCausalLM"),
         (
             {"policy": {"name": "kara", "query_source": "recompute"}},
-            "query_source recompute wants what windows",
+            "query_source recompute wants what windows and states have given back; use log$",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -268,3 +268,15 @@ def test_every_tensor_is_read(kind: str, wrapped: bool, tmp_path: Path) -> None:
             make(tmp_path)
         with edited_tensors(tmp_path) as stored:
             stored[prefix + name] = kept
+
+
+@pytest.mark.compiler
+def test_heads_of_the_sizes_that_are_published(tmp_path: Path) -> None:
+    """256 and 512: the compiled kernel takes both, but no levels of the larger ones."""
+    write("gemma4", tmp_path, head_dim=256, global_head_dim=512, num_attention_heads=2)
+    with edited_tensors(tmp_path) as stored:  # attention's logits would reach 512 otherwise
+        for name in (name for name in stored if name.endswith("q_norm.weight")):
+            stored[name] *= 0.1
+    llm = check_parity(tmp_path, PROMPTS[:2], expected(tmp_path, PROMPTS[:2], 8), 1e-4)
+    assert row_of(llm, "attention")[1] == "cpu"
+    assert row_of(make(tmp_path, kv_cache_dtype="int8"), "attention")[1] == "torch"

@@ -17,9 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvserve import LLM, SamplingParams
 from kvserve.config import ModelConfig
+from kvserve.engine.models import delta_layers
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.recurrent import Recurrent
+from kvserve.engine.runner.cuda_graph import DecodeGraphs
+from kvserve.kernels.dispatch import Kernel
 from kvserve.kernels.layer.gated_delta import RowChunks
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
@@ -389,6 +392,31 @@ def test_events_beside_others_on_our_own_layers(
     assert stats.compactions_total and stats.preemptions_total and stats.swaps_total
 
 
+def test_kernels_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU would run them: in Triton's interpreter, decoding steps padded as for graphs and one
+    ahead of the host. Padding is of no row."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+    monkeypatch.setattr(delta_layers, "on_gpu", lambda x: True)
+    directory = write_hybrid("qwen3_5_text", tmp_path)
+    wanted, seen = expected(directory, PROMPTS[:4], 10), set[str]()
+    launch = Kernel.launch
+
+    def watched(kernel: Kernel, *args: Any, **options: Any) -> None:
+        name = kernel.source.__name__
+        seen.add(name)
+        if name == "_by_steps" and (args[6] < 0).any():
+            seen.add("padding")
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", watched)
+    settings: dict[str, Any] = {"cudagraph_capture_sizes": (4,), "max_num_batched_tokens": 40}
+    how = {"async_scheduling": True, "max_num_seqs": 4, **settings}
+    llm = check_parity(directory, PROMPTS[:4], wanted, within("qwen3_5_text"), **how)
+    assert seen == {"_convolve", "_by_pieces", "_by_steps", "_gate", "padding"}
+    graphs = llm.engine.core.runner.graphs
+    assert isinstance(graphs, DecodeGraphs) and graphs.replays
+
+
 def test_what_our_own_layers_do_not_run_goes_to_transformers(tmp_path: Path) -> None:
     """Named if ours were asked for."""
     directory = write_hybrid("qwen3_5_text", tmp_path)
@@ -398,7 +426,6 @@ def test_what_our_own_layers_do_not_run_goes_to_transformers(tmp_path: Path) -> 
 
     assert not chosen().borrowed and not chosen(dtype="bfloat16").borrowed
     for device, settings, why in (
-        ("cuda", {}, "kernels are for CPUs alone"),
         ("cpu", {"dtype": "float16"}, "kernels take float32 and bfloat16, not float16"),
     ):
         assert chosen(device, **settings).borrowed

@@ -38,7 +38,7 @@ NAMES = {
     ],
     "layers": [
         *("rms_norm", "rotate", "silu_and_mul", "quantize_rows", "sample_tokens"),
-        *("multiply_levels", "widen_levels"),
+        *("multiply_levels", "widen_levels", "delta_rule/steps", "delta_rule/pieces"),
     ],
 }
 
