@@ -6,7 +6,7 @@ set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q torch==2.13.0 kvpress==0.5.5
+"$work/venv/bin/pip" install -q torch==2.13.0 kvpress==0.5.5 transformers==5.2.0
 cd "$work"
 "$work/venv/bin/python" - <<'PYTHON'
 from importlib.metadata import version
