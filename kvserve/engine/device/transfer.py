@@ -18,9 +18,9 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
     memory is queued like a kernel; torch keeps that memory until the copy is done.
     """
     host = torch.as_tensor(array, dtype=dtype)
-    if torch.device(device).type != "cuda":
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 class HostCopy:
