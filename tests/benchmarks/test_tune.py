@@ -17,6 +17,7 @@ from kvserve.engine.models.spec import parse_spec
 from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import entry_format
 from kvserve.server.cli import commands as cli
+from tests.checkpoints import write_checkpoint
 from tests.thinning import slow
 
 KARA = {"name": "kara", "window": 32, "buffer": 8, "ratio": 0.25, "period": 8}
@@ -62,8 +63,8 @@ def test_the_sums_of_a_32b_model_with_4_bits_on_two_cards(
     flags = ("--quantization", "4", "--device", "a6000", "--tensor-parallel-size", "2")
     status, saved = tune(tmp_path, "--model", "32B", *flags)
     assert status == 0 and saved["device"]["type"] == "arithmetic"
-    matrices = 64 * (5120 * 128 * 2 * (64 + 8) + 3 * 5120 * 25600)
-    weights = matrices * 4.156 / 8 + 2 * 2 * 151936 * 5120
+    layers = 64 * (5120 * 128 * 2 * (64 + 8) + 3 * 5120 * 25600 + 2 * (5120 + 128)) + 5120
+    weights = layers * 4.156 / 8 + 2 * 2 * 151936 * 5120
     pool = 2 * (0.9 * 48 - 1.5) * 2**30 - weights
     by_name = {(row["policy"], row["kv_cache_dtype"]): row for row in saved["rows"]}
     none, kara = by_name["none", "auto"], by_name["kara", "auto"]
@@ -90,7 +91,7 @@ def test_what_lies_beside_a_request_s_entries() -> None:
     _, most = request_bytes(spec, kara, form, held, has_fp8=True)
     remainder = 12 * 8 * (2 * 64 * 2 + 4)
     assert most == pytest.approx(12 * entry * (held.most + 128) + log + remainder, rel=0.02)
-    held_bytes, read = weights_bytes(spec, 16)
+    held_bytes, read = weights_bytes(spec, 16, Path())
     assert held_bytes - read == 2 * 201088 * 2880
 
 
@@ -130,3 +131,15 @@ def test_the_sums_of_a_model_whose_layers_keep_states(
     none = saved["rows"][0]
     assert none["pool_entries"] == pytest.approx(pool / token)
     assert none["request_mib"] == pytest.approx((3500 * token + state) / 2**20)
+
+
+def test_a_form_that_windows_of_other_heads_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused in the engine's words."""
+    model = write_checkpoint("gemma4", tmp_path / "model")
+    flags = "--model", str(model), "--device", "l4", "--input-len", "10", "--output-len", "20"
+    status, saved = tune(tmp_path, *flags, "--kv-cache-dtype", "auto", "k8v4")
+    assert status == 0 and {row["kv_cache_dtype"] for row in saved["rows"]} == {"auto", "k8v4"}
+    assert tune(tmp_path / "none", *flags, "--kv-cache-dtype", "auto", "3bit") == (2, {})
+    assert "dtype 3bit: the model's layers with windows have other" in capsys.readouterr().err

@@ -26,11 +26,14 @@ from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
 from kvserve.engine.cache.log_form import choose_log
 from kvserve.engine.models.borrowed_spec import text_config
+from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec, parse_spec
+from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
+from kvserve.engine.runner.window_plan import windows_refusal
 from kvserve.entry_format import EntryFormat, entry_format
 from kvserve.log import ConfigError
 from kvserve.scheduler.layout import KVLayout
@@ -179,28 +182,22 @@ def follow(policy: Policy, num_prompt: int, num_output: int) -> Held:
     return Held(entries / num_output, logged / num_output, most, most_logged)
 
 
-def weights_bytes(spec: ModelSpec, bits: float) -> tuple[float, float]:
-    """Bytes of all weights, and of those that a step of many tokens reads."""
-    mlp = 3 * spec.hidden_size * spec.intermediate_size
-    if spec.experts is not None:
-        each = 3 * spec.hidden_size * spec.experts.intermediate_size
-        mlp = spec.experts.count * (each + spec.hidden_size)
-    heads = 2 * (spec.num_heads + spec.num_kv_heads)
-    layers = spec.num_layers * (spec.hidden_size * heads * spec.head_dim + mlp) * bits / 8
-    head = 2.0 * spec.vocab_size * spec.hidden_size
-    return layers + head * (1 if spec.tied_embeddings else 2), layers + head
-
-
-def borrowed_bytes(directory: Path, bits: float) -> tuple[float, float]:
-    """The same of transformers' modules, whose parameters are counted, by the config alone."""
-    from transformers import AutoModelForCausalLM
-
+def weights_bytes(spec: ModelSpec, bits: float, directory: Path) -> tuple[float, float]:
+    """Bytes of all weights, and of those that a step of many tokens reads. The parameters are
+    counted, by the config alone (transformers' modules by that in ``directory``)."""
+    model: Any
     with torch.device("meta"):
-        causal = AutoModelForCausalLM.from_config(text_config(directory, {}))
-    head = causal.lm_head.weight
-    tables = {head, causal.get_input_embeddings().weight}  # one if the head is the embedding
-    both = sum(each.numel() for each in tables)
-    layers = (sum(each.numel() for each in causal.parameters()) - both) * bits / 8
+        if spec.borrowed:
+            from transformers import AutoModelForCausalLM
+
+            model = AutoModelForCausalLM.from_config(text_config(directory, {}))
+            head, embedding = model.lm_head.weight, model.get_input_embeddings().weight
+        else:
+            kind = Transformer if spec.delta is None else DeltaTransformer
+            model = kind(spec, torch.bfloat16, "meta")
+            head, embedding = model.head, model.embedding
+    both = sum(each.numel() for each in {head, embedding})  # one if the head is the embedding
+    layers = (sum(each.numel() for each in model.parameters()) - both) * bits / 8
     return layers + 2.0 * both, layers + 2.0 * head.numel()
 
 
@@ -236,6 +233,7 @@ class Arithmetic:
     def __init__(self, args: argparse.Namespace, policies: Sequence[PolicySpec]) -> None:
         self._args, self._policies = args, policies
         name = self._name = args.shape or _SHORT.get(args.model.lower(), args.model)
+        directory = Path()
         if name in LARGE_SHAPES:
             spec = parse_spec(LARGE_SHAPES[name], name)
         else:
@@ -248,8 +246,14 @@ class Arithmetic:
         if args.input_len + args.output_len > spec.max_position:
             args.fail(f"--output-len: the model's longest context has {spec.max_position} tokens")
         self._part = spec.part(args.tensor_parallel_size)
-        bits = _BITS[args.quantization]
-        whole = borrowed_bytes(directory, bits) if spec.borrowed else weights_bytes(spec, bits)
+        part, self._forms = self._part, list[EntryFormat]()
+        for form in (entry_format(dtype, 2) for dtype in args.kv_cache_dtype or _DTYPES):
+            refusal = form.refusal(part.head_dim) or windows_refusal(part, form)
+            if refusal and args.kv_cache_dtype:
+                args.fail(f"--kv-cache-dtype {form.name}: {refusal}")
+            if not refusal:
+                self._forms.append(form)
+        whole = weights_bytes(spec, _BITS[args.quantization], directory)
         self._weights, self._read = (bytes_ / args.tensor_parallel_size for bytes_ in whole)
         memory, self._bandwidth = CARDS[args.device]
         self._states = sum(state.row_bytes(2) for state in spec.states)
@@ -263,12 +267,7 @@ class Arithmetic:
         self._rows: list[dict[str, Any]] = []
 
     def measure(self) -> None:
-        for dtype in self._args.kv_cache_dtype or _DTYPES if self._pool > 0 else ():
-            form = entry_format(dtype, 2)
-            if refusal := form.refusal(self._part.head_dim):
-                if self._args.kv_cache_dtype:
-                    self._args.fail(f"--kv-cache-dtype {dtype}: {refusal}")
-                continue
+        for form in self._forms if self._pool > 0 else ():
             for spec in self._policies:
                 self._rows.append(self._row(spec, form))
 

@@ -25,14 +25,8 @@ def with_windows(layout: KVLayout, form: EntryFormat, spec: ModelSpec) -> KVLayo
     """
     assert spec.window_heads is not None
     num_heads, dim = spec.window_heads
-    if (reason := form.refusal(dim)) is not None:
-        raise ConfigError(f"--kv-cache-dtype {form.name}: {reason}; auto holds heads of any size")
-    if form.few:
-        raise ConfigError(
-            f"--kv-cache-dtype {form.name}: the model's layers with windows have other heads "
-            f"({num_heads} of {dim}) than the others ({layout.num_kv_heads} of {layout.head_dim}); "
-            "use auto, int8, fp8 or k8v4"
-        )
+    if (reason := windows_refusal(spec, form)) is not None:
+        raise ConfigError(f"--kv-cache-dtype {form.name}: {reason}")
     room, count, found = block_bytes(layout, form), len(spec.windowed), []
     for rows in range(1, num_heads + 1):
         layer = form.block_bytes(layout.block_size, dim, 1, num_heads // rows)
@@ -46,6 +40,21 @@ def with_windows(layout: KVLayout, form: EntryFormat, spec: ModelSpec) -> KVLayo
         )
     _, rows, layers = min(found)
     return replace(layout, windows=WindowShape(layers, rows, num_heads // rows, dim))
+
+
+def windows_refusal(spec: ModelSpec, form: EntryFormat) -> str | None:
+    """Why layers with windows whose heads are others cannot hold entries in this form."""
+    if spec.window_heads is None:
+        return None
+    num_heads, dim = spec.window_heads
+    if (reason := form.refusal(dim)) is not None:
+        return f"{reason}; auto holds heads of any size"
+    if form.few:
+        return (
+            f"the model's layers with windows have other heads ({num_heads} of {dim}) than the "
+            f"others ({spec.num_kv_heads} of {spec.head_dim}); use auto, int8, fp8 or k8v4"
+        )
+    return None
 
 
 def shape_rows(plan: EnginePlan) -> list[Row]:
