@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,9 +100,9 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_any(text: str) -> Any:
-    """Numbers, booleans, null and JSON as such; anything else is the text itself."""
+    """Numbers (``.5`` too), booleans, null and JSON as such; anything else is the text itself."""
     try:
-        return json.loads(text)
+        return json.loads(re.sub(r"^(-?)\.", r"\g<1>0.", text))
     except ValueError:
         return text
 

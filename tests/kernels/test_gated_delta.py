@@ -131,6 +131,20 @@ def test_strong_gates_and_one_token_again_and_again(
     agrees(functions, case)
 
 
+@kinds
+def test_a_chunk_alone(functions: Any, dtype: torch.dtype) -> None:
+    """A short one gives the same bits beside long ones."""
+    case = make(SHAPES[0], dtype, [3, 37])
+    alone = case._replace(
+        **{name: getattr(case, name)[:3] for name in ("qkv", "gate", "b", "a")},
+        chunks=chunks_of([3]),
+    )
+    (found, _, states), (wanted, _, expected) = run(functions, case), run(functions, alone)
+    row = case.chunks.rows[0]
+    assert torch.equal(found[:3], wanted)
+    assert torch.equal(states[row], expected[row])
+
+
 @pytest.mark.parametrize("longest", [1, 3, 20])
 def test_rows_that_are_padding(longest: int) -> None:
     """On a GPU a captured step has some; what they give are numbers."""

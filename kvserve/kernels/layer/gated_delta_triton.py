@@ -55,19 +55,21 @@ def gated_delta_rule(
     _, heads, key_dim, value_dim = states.shape
     out = torch.empty(len(qkv), heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     values = min(_VALUES, max(16, 1 << (value_dim - 1).bit_length()))
-    more: dict[str, Any] = {"num_warps": 4}
+    grid = len(chunks.rows), heads, -(-value_dim // values)
+    given = out, qkv, b, a, decay, states, chunks.rows, chunks.starts
+    sizes: dict[str, Any] = {
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEYS": max(16, 1 << (key_dim - 1).bit_length()),
+        "VALUES": values,
+        "STEPS": _STEPS,
+    }
+    how = qkv.stride(0), a.stride(0), key_heads, heads
+    # Each takes its own chunks: a row's bits do not depend on the rows beside it.
+    _by_steps.launch(grid, *given, *how, **sizes, num_warps=4)
     if chunks.longest > _STEPS:
-        more = {"TOKENS": _PIECE, "PRECISION": _precision(qkv.dtype), "num_warps": 8}
-    (_by_pieces if chunks.longest > _STEPS else _by_steps).launch(
-        (len(chunks.rows), heads, -(-value_dim // values)),
-        *(out, qkv, b, a, decay, states, chunks.rows, chunks.starts),
-        *(qkv.stride(0), a.stride(0), key_heads, heads),
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEYS=max(16, 1 << (key_dim - 1).bit_length()),
-        VALUES=values,
-        **more,
-    )
+        sizes |= {"TOKENS": _PIECE, "PRECISION": _precision(qkv.dtype)}
+        _by_pieces.launch(grid, *given, *how, **sizes, num_warps=8)
     return out
 
 
@@ -204,16 +206,19 @@ def _by_steps(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + chunk)
+    row, start, end = tl.load(rows + chunk), tl.load(starts + chunk), tl.load(starts + chunk + 1)
+    if end - start > STEPS:
+        return
     key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     place = states + ((row * heads + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None]
     held = is_key[:, None] & is_value[None] & (row >= 0)
     state = tl.load(place, mask=held, other=0.0)
     query = qkv + head // (heads // key_heads) * KEY_DIM
-    for token in range(tl.load(starts + chunk), tl.load(starts + chunk + 1)):
+    for token in range(start, end):
         at = token * token_stride
         q = tl.load(query + at + key, mask=is_key, other=0.0).to(tl.float32)
         k = tl.load(query + at + key_heads * KEY_DIM + key, mask=is_key, other=0.0).to(tl.float32)
@@ -247,6 +252,7 @@ def _by_pieces(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    STEPS: tl.constexpr,
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -254,7 +260,9 @@ def _by_pieces(
     change d = (1 + strict lower (beta k k' G))^-1 beta (v - G0 k S); they read
     q G0 S + lower (q k' G) d, and S becomes G0 S + (k G)' d."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    row, end = tl.load(rows + chunk), tl.load(starts + chunk + 1)
+    row, begin, end = tl.load(rows + chunk), tl.load(starts + chunk), tl.load(starts + chunk + 1)
+    if end - begin <= STEPS:
+        return
     key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     place = states + ((row * heads + head) * KEY_DIM + key[:, None]) * VALUE_DIM + value[None]
@@ -264,7 +272,7 @@ def _by_pieces(
     of_values = 2 * key_heads * KEY_DIM + head * VALUE_DIM + value
     t = tl.arange(0, TOKENS)
     before, same = t[:, None] > t[None], t[:, None] == t[None]
-    for start in range(tl.load(starts + chunk), end, TOKENS):
+    for start in range(begin, end, TOKENS):
         token, known = start + t, start + t < end
         at, mask = token[:, None] * token_stride, known[:, None] & is_key[None]
         k = tl.load(query + at + key_heads * KEY_DIM, mask=mask, other=0.0).to(tl.float32)

@@ -80,6 +80,8 @@ KARA = {"window": 32, "ratio": "1/3", "align": "block", "protect_prompt": True, 
             {},
         ),
         (("--policy.window", "-1"), {"policy_args": {"window": -1}}, {}),
+        (("--policy.decay", ".5"), {"policy_args": {"decay": 0.5}}, {}),
+        (("--policy.decay", "-.5"), {"policy_args": {"decay": -0.5}}, {}),
     ],
 )
 def test_flags_are_settings(
