@@ -195,7 +195,7 @@ def test_a_cached_build_needs_no_compiler(
     ("needs", "why"),
     [
         (Needs("cpu", torch.float16, 16, 16, 0.25), "dtype float16 is not float32 or bfloat16"),
-        (Needs("cpu", torch.float32, 12, 16, 0.25), "head_dim 12 is not a multiple of 8 up to 256"),
+        (Needs("cpu", torch.float32, 12, 16, 0.25), "head_dim 12 is not a multiple of 8 up to 512"),
     ],
 )
 def test_what_the_compiled_backend_does_not_do(needs: Needs, why: str) -> None:
