@@ -55,10 +55,10 @@ _X86 = {
 }
 _ARM = {"armv8-a": {"asimd"}}
 
-WIDE = {False: (), True: ("KVSERVE_MAX_HEAD_DIM=512",)}  # attention's: are heads beyond 256?
+USUAL_DIM = 256  # of heads; attention to larger ones is compiled with:
+WIDE = {False: (), True: ("KVSERVE_MAX_HEAD_DIM=512",)}
 _failures: dict[tuple[object, ...], str] = {}
-"""Why a build failed, by what was asked, ``PATH`` and cache folder: each event asks, and the same
-compiler is not waited for again."""
+"""Why builds failed, by what was asked, ``PATH`` and cache folder: none is tried twice."""
 
 
 class BuildError(RuntimeError):

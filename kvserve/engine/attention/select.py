@@ -16,7 +16,7 @@ from kvserve.entry_format import FORMATS
 from kvserve.folders import install
 from kvserve.kernels import storage
 from kvserve.kernels.attend import paged_attention_cpu
-from kvserve.kernels.build import WIDE, BuildError, defines_of, load_library
+from kvserve.kernels.build import USUAL_DIM, WIDE, BuildError, defines_of, load_library
 from kvserve.kernels.storage import StorageKernels
 from kvserve.late import Late
 from kvserve.log import ConfigError, logger
@@ -123,7 +123,7 @@ def _make_cpu(needs: Needs) -> AttentionBackend:
 
 def _cpu_library(needs: Needs) -> CDLL:
     if needs.form == "auto":
-        return load_library("paged_attention", *WIDE[needs.head_dim > 256])
+        return load_library("paged_attention", *WIDE[needs.head_dim > USUAL_DIM])
     form = FORMATS[needs.form]
     return load_library("paged_attention", *defines_of(form.key, form.value))
 

@@ -56,8 +56,8 @@ class RequestPolicies:
         if self._allowed == "none" and name != "none" and not self._is_servers(policy):
             why = "this server does not let requests choose a policy (--allow-request-policy none)"
             return "", why
-        if (reason := policy_refusal(policy, plan.spec, plan.form)) is not None:
-            return "", f"{reason}; use none"
+        if (reason := policy_refusal(policy, plan.spec, plan.form, "none")) is not None:
+            return "", reason
         if not wants.granularity.fits(layout.granularity):
             return "", (
                 f"policy {name} needs lengths that differ by {wants.granularity.value}; start the "

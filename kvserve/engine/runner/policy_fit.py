@@ -19,9 +19,8 @@ def check_policy(
     policy: Policy, spec: ModelSpec, form: EntryFormat, max_len: int, *, continues: bool
 ) -> None:
     """``ConfigError`` if the model cannot be served under the policy, with entries of this form."""
-    if (reason := policy_refusal(policy, spec, form)) is not None:
-        hint = "; use --policy none" * ("; use " not in reason)
-        raise ConfigError(f"--policy: {reason}{hint}")
+    if (reason := policy_refusal(policy, spec, form, "--policy none")) is not None:
+        raise ConfigError(f"--policy: {reason}")
     window = policy.event_trigger.num_queries
     if window > max_len:
         raise ConfigError(f"--policy.window: {window} exceeds the context of {max_len} tokens")
@@ -29,28 +28,27 @@ def check_policy(
         raise ConfigError(f"--policy.protect_turns: {NO_TURNS}")
 
 
-def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat) -> str | None:
-    """Why the model may not be served under this policy, if so."""
+def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat, none: str) -> str | None:
+    """Why the model may not be served under this policy, if so, and what to use: ``none``, unless
+    another argument will do."""
     if policy.name == "none":
         return None
-    wants = policy.demands
+    name, wants, why = policy.name, policy.demands, spec.policy_refusal
     prunes = wants.event_kind is EventKind.PRUNED
+    mixed = (spec.windowed or spec.states) and spec.layers.full
     if prunes and form.few:
-        return (
-            f"{policy.name} may drop a row's first entry, which {form.name} keeps and k8v4 does not"
-        )
-    if spec.borrowed and prunes:
-        return f"{policy.name} prunes between layers, and these are transformers' own"
-    if spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):
-        return f"the model caps its logits, and {policy.name} scores by logits that are not"
-    if (spec.windowed or spec.states) and spec.layers.full:
-        if prunes:
-            return f"{policy.name} drops tokens between layers, and some have sliding windows"
-        if wants.event_kind is EventKind.CODED:
-            return f"{policy.name} is not built for layers with sliding windows or states"
-        if wants.recomputed_reduction is not None:
-            return "query_source recompute wants what windows and states have given back; use log"
-    return spec.policy_refusal
+        why = f"{name} may drop a row's first entry, which {form.name} keeps and k8v4 does not"
+    elif spec.borrowed and prunes:
+        why = f"{name} prunes between layers, and these are transformers' own"
+    elif spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):
+        why = f"the model caps its logits, and {name} scores by logits that are not"
+    elif mixed and prunes:
+        why = f"{name} drops tokens between layers, and some have sliding windows"
+    elif mixed and wants.event_kind is EventKind.CODED:
+        why = f"{name} is not built for layers with sliding windows or states"
+    elif mixed and wants.recomputed_reduction is not None:
+        return "query_source recompute wants what windows and states have given back; use log"
+    return why and f"{why}; use {none}"
 
 
 def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares, check_attention
-from kvserve.kernels.build import WIDE, defines_of
+from kvserve.kernels.build import USUAL_DIM, WIDE, defines_of
 from kvserve.kernels.calls import Compiled
 from kvserve.late import Late
 
@@ -44,7 +44,7 @@ def instructions(library: ctypes.CDLL) -> str:
 
 def refusal(head_dim: int, levels: bool = False) -> str | None:
     """Why the kernel does not take heads of this size, or their ``levels``; ``None`` if it does."""
-    most = 256 if levels else MAX_HEAD_DIM
+    most = USUAL_DIM if levels else MAX_HEAD_DIM
     if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= most:
         return None
     return f"head_dim {head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {most}"
@@ -113,7 +113,7 @@ def _attend(
     check_attention(q, keys, values, tables, chunks, codes, shares, remainder, sinks, problem)
     out = torch.empty(q.shape, dtype=q.dtype if log_sums is None else torch.float32)
     num_rows, per_row, columns = tables.shape
-    defines: tuple[str, ...] = WIDE[q.shape[2] > 256]
+    defines: tuple[str, ...] = WIDE[q.shape[2] > USUAL_DIM]
     steps: tuple[Tensor | None, ...] = (None,) * 3
     head_stride = 0
     few: tuple[Tensor | float | None, ...] = (0, 0, None, None, 0, 0)

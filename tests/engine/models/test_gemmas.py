@@ -17,7 +17,7 @@ from kvserve import SamplingParams
 from kvserve.config import ModelConfig
 from kvserve.engine.models.borrowed import Borrowed
 from kvserve.engine.models.implementation import choose_spec
-from kvserve.log import ConfigError
+from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.layout import WindowShape
 from tests.checkpoints import edit_config, edited_tensors, random_prompts
 from tests.engine.models import decoding
@@ -222,6 +222,9 @@ def test_what_two_sizes_of_heads_rule_out_is_said(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             make(tmp_path, **settings)
+    recompute = SamplingParams(kv_policy={"name": "kara", "query_source": "recompute"})
+    with pytest.raises(RequestError, match=r"windows and states have given back; use log$"):
+        make(tmp_path).generate([3, 4], recompute, use_tqdm=False)
     edit_config(tmp_path, per_layer_config={"2": {"head_dim": 64}, "4": {"head_dim": 32}})
     with pytest.raises(ConfigError, match="layers of one kind differ in their heads"):
         choose_spec(tmp_path, ModelConfig(model=str(tmp_path)))
