@@ -156,7 +156,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"input": 5}, "input"),
         ({"input": [5]}, "input"),
         ({"input": [{"type": "function_call_output", "output": [5]}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "store=false"),
         ({"input": [{"type": ["x"]}]}, "input"),
         ({"input": of_user({"type": ["x"]})}, "input"),
         ({"input": of_user({"type": "input_image"})}, "input"),
