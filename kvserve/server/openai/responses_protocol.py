@@ -167,8 +167,8 @@ class ResponsesRequest(BaseModel):
                     history.skip(i, kind)
             else:
                 raise RequestError(
-                    f"input[{i}]: items of type {kind!r} are not supported: nothing is stored here; "
-                    "send the items themselves, as clients do with store=false",
+                    f"input[{i}]: items of type {kind!r} are not supported: nothing is stored "
+                    "here; send the items themselves, as clients do with store=false",
                     param="input",
                 )
             if thought and messages and messages[-1]["role"] == "assistant":
