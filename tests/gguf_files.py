@@ -35,10 +35,7 @@ def write_gguf(
     facts(writer)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config.get("num_key_value_heads"),
-    }
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors: dict[str, Tensor] = load_file(checkpoint / "model.safetensors")
     numbers = {name: tensor.float().numpy() for name, tensor in tensors.items()}
     for name, values in converted(numbers, config, family, side_by_side=side_by_side).items():

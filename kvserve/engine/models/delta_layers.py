@@ -80,12 +80,7 @@ class DeltaLayer(LayerBase):
     these have no matrix of their own (``rule``)."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        operators: Operators,
-        group: RankGroup,
-        matrix: NewMatrix,
+        self, spec: ModelSpec, index: int, operators: Operators, group: RankGroup, matrix: NewMatrix
     ) -> None:
         delta = spec.delta
         super().__init__(spec, index, operators, group, matrix, delta.values)
