@@ -79,11 +79,7 @@ SETTINGS = _by_name(
 """Of ``LLM(...)``, and with dashes of the command line, which has some of them. A ``*`` stands for
 any end."""
 
-FLAGS = {
-    "-pp": "pipeline_parallel_size",
-    "-O": "optimization_level",
-    "-cc": "compilation_config",
-}
+FLAGS = {"-pp": "pipeline_parallel_size", "-O": "optimization_level", "-cc": "compilation_config"}
 """Short flags of absent settings; ``-O3`` is ``-O 3``."""
 
 FIELDS = _by_name(

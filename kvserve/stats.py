@@ -168,9 +168,7 @@ class EngineStats:
         shown="continuations.in_host_memory",
     )
     resumed_total: int = _counter(
-        "kv_resumed",
-        "Sequences that went on from a kept row",
-        shown="continuations.resumed_total",
+        "kv_resumed", "Sequences that went on from a kept row", shown="continuations.resumed_total"
     )
     resumed_from_host_total: int = _counter(
         "kv_resumed_from_host",

@@ -35,10 +35,7 @@ def write_gguf(
     facts(writer)
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config.get("num_key_value_heads"),
-    }
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     tensors: dict[str, Tensor] = load_file(checkpoint / "model.safetensors")
     numbers = {name: tensor.float().numpy() for name, tensor in tensors.items()}
     for name, values in converted(numbers, config, family, side_by_side=side_by_side).items():
@@ -70,8 +67,15 @@ def _write_facts(writer: gguf.GGUFWriter, config: dict[str, Any], family: str) -
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    heads, convolving = config["num_key_value_heads"], family.startswith("lfm2")
+    attending = ["full" in kind for kind in config.get("layer_types") or ()]
+    writer.add_head_count_kv([heads * each for each in attending] if convolving else heads)
+    writer.add_layer_norm_rms_eps(config["norm_eps" if convolving else "rms_norm_eps"])
+    if convolving:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if family == "lfm2moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_token_list([f"<{n}>" for n in range(config["vocab_size"])])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_key_length(head_dim)
@@ -134,9 +138,16 @@ def converted(
             experts.setdefault(f"{layer}.mlp.experts.{rest.partition('.')[2]}", []).append(values)
         elif ".linear_attn." in name:
             found |= _rule_converted(name, values, config, family, side_by_side)
+        elif ".feed_forward.experts." in name:  # gguf's table has them without "model."
+            layer, _, rest = name.removeprefix("model.").partition("experts.")
+            own = f"{layer}experts.{rest.partition('.')[2]}"
+            experts.setdefault(own, []).append(values)
+        elif name.endswith(".conv.conv.weight"):
+            found[name] = values.squeeze(1)
         elif family in ("qwen35", "qwen35moe", "qwen3next") and name.endswith("norm.weight"):
             found[name] = values + 1
         else:
+            name = name.replace(".expert_bias", ".expert_bias.bias")
             found[name] = values.squeeze(0) if "shared_expert_gate" in name else values
     return found | {name: np.stack(parts) for name, parts in experts.items()}
 

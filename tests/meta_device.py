@@ -93,8 +93,9 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     traced.clear()
 
 
-def small_engine(folder: Path, policy: dict[str, Any], **settings: Any) -> LLM:
-    """A bfloat16 engine of three layers; six rows, chunks of up to 32 tokens, four heads."""
+def small_engine(folder: Path, policy: dict[str, Any] | str, **settings: Any) -> LLM:
+    """A bfloat16 engine of three layers, or of the ``model`` given; six rows, chunks of up to 32
+    tokens, four heads."""
     defaults: dict[str, Any] = {
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
@@ -104,7 +105,7 @@ def small_engine(folder: Path, policy: dict[str, Any], **settings: Any) -> LLM:
         "num_gpu_blocks_override": 240,
     }
     sizes = {"num_attention_heads": settings.pop("heads", 4), "head_dim": settings.pop("dim", 16)}
-    model = write_checkpoint("llama", folder, **sizes)
+    model = settings.pop("model", None) or write_checkpoint("llama", folder, **sizes)
     return LLM(str(model), policy=policy, **defaults | settings)
 
 

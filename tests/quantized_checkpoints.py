@@ -141,10 +141,7 @@ def to_block_fp8(
     by_block = torch.tensor(np.array(blocks) / 448).to(scales)
     each = by_block.double().numpy()[np.arange(outputs) // rows][:, np.arange(width) // inputs]
     codes = e4m3_codes(weight / each)
-    stored = {
-        "weight": torch.tensor(codes).view(torch.float8_e4m3fn),
-        "weight_scale_inv": by_block,
-    }
+    stored = {"weight": torch.tensor(codes).view(torch.float8_e4m3fn), "weight_scale_inv": by_block}
     return stored, e4m3_values()[codes] * each
 
 

@@ -143,8 +143,7 @@ def test_rows_of_several_types_are_called_by_their_policy(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["kara:window=128,ratio=0.3@k8v4", '{"name":"kara","window":128,"ratio":0.3}'],
+    "text", ["kara:window=128,ratio=0.3@k8v4", '{"name":"kara","window":128,"ratio":0.3}']
 )
 def test_policy_specs_are_read(text: str) -> None:
     spec = policy_spec(text)

@@ -22,10 +22,7 @@ _VALUES = {
 }
 _FILES = ("--save-result", "--save-markdown", "--save-plots")
 _LEFT_OUT = ("--minutes",)
-_ADDED = {
-    "bench throughput": ["--num-warmups", "0", "--disable-tqdm"],
-    "eval": ["--disable-tqdm"],
-}
+_ADDED = {"bench throughput": ["--num-warmups", "0", "--disable-tqdm"], "eval": ["--disable-tqdm"]}
 _ONCE = ("--policy",)
 """Flags of which a measurement has dozens, one setting each."""
 

@@ -11,10 +11,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 RESULTS = "bench/results/2026-11-24-triattention"
-NAMES = {
-    "full cache": "none",
-    "snapkv:trigger=threshold": "snapkv",
-}
+NAMES = {"full cache": "none", "snapkv:trigger=threshold": "snapkv"}
 
 
 def measured(name: str) -> dict[tuple[str, str], Any]:

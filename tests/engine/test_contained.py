@@ -372,9 +372,7 @@ async def test_a_grammar_that_fails_on_the_way(
         assert await run("again", ignore_eos=True) == alone
 
 
-async def test_a_text_that_cannot_be_made_ends_its_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_text_that_cannot_be_made_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     take, broken = OutputProcessor._take, False
 
     def fail(self: OutputProcessor, branch: Any, *args: Any) -> None:

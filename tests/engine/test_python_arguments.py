@@ -118,10 +118,7 @@ def test_the_template_s_arguments(llm: LLM) -> None:
         ({"chat_template_kwargs": 3}, "chat_template_kwargs must be a mapping"),
         ({"chat_template_content_format": "openai"}, "is found by trying it"),
         ({"lora_request": 1}, "merge them into the weights"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "exclude each other",
-        ),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
     ):
         with pytest.raises(RequestError, match=re.escape(said)) as refused:
             prompt(**wrong)

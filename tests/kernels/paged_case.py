@@ -113,10 +113,7 @@ class Case:
 
 
 def make(
-    shape: Shape,
-    held: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype = torch.float32,
+    shape: Shape, held: Sequence[int], lengths: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Case:
     """Chunk s is the last ``lengths[s]`` tokens of a row of ``held[s]`` entries (in other tables
     and groups: up to 3 fewer). The last row of the tables is nobody's, and the others are the

@@ -11,11 +11,7 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS
 from kvserve.kernels.checks import AGGREGATES, GQA_REDUCTIONS, GROUP_AGGREGATES
-from kvserve.kernels.score.causal_scores import (
-    causal_scores,
-    over_group,
-    past_scores,
-)
+from kvserve.kernels.score.causal_scores import causal_scores, over_group, past_scores
 from kvserve.kernels.score.seen import Seen
 from kvserve.kernels.score.window_scores import (
     window_scores,

@@ -171,7 +171,7 @@ def test_one_kernel_s_error_leaves_the_others(device: str, monkeypatch: pytest.M
     assert found["store"].error and "illegal memory access" in found["store"].error
     assert not found["decode"].right and found["decode"].relative_norm == pytest.approx(0.1)
     assert [kernel for kernel, difference in found.items() if not difference.right] == [
-        *("decode", "decode in a graph", "prefill", "store"),
+        *("decode", "decode in a graph", "prefill", "store")
     ]
     assert found["sample"].right
 
@@ -224,10 +224,7 @@ def test_targets_name_the_worst() -> None:
 
 
 def test_a_run_goes_on_where_it_stopped(
-    device: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, timed = tiny(Granularity.MODEL, device), []
 

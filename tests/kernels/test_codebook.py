@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.kernels.score.codebook import (
-    Cover,
-    build,
-    directions,
-    extend,
-    match,
-    scales,
-)
+from kvserve.kernels.score.codebook import Cover, build, directions, extend, match, scales
 
 E1_DEGREES = [0, 5, 10, 19, 20, 28, 60]
 

@@ -29,13 +29,7 @@ KINDS = [
 ]
 EACH = pytest.mark.parametrize(("kind", "dtype"), KINDS)
 WIDTHS = thinned(
-    {
-        "kind,dtype": KINDS,
-        "tokens": TOKENS,
-        "width": [8, 48, 131, 1024],
-    },
-    together=2,
-    rest=False,
+    {"kind,dtype": KINDS, "tokens": TOKENS, "width": [8, 48, 131, 1024]}, together=2, rest=False
 )
 pytestmark = pytest.mark.usefixtures("device")
 

@@ -207,8 +207,7 @@ def check(response: httpx.Response, status: int, param: str | None = None, code:
 
 
 @pytest.mark.parametrize(
-    ("route", "case"),
-    [(route, case) for route, cases in REFUSED.items() for case in cases],
+    ("route", "case"), [(route, case) for route, cases in REFUSED.items() for case in cases]
 )
 def test_a_refusal_names_its_field(server: RunningServer, route: str, case: Case) -> None:
     fields, param, *words = case

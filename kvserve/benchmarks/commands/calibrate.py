@@ -34,12 +34,7 @@ from kvserve.engine.cache.entry_statistics import FILE as TABLE
 from kvserve.engine.cache.entry_statistics import OF_HEADS, measured
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.compression.query_statistics import (
-    FILE,
-    QueryStatistics,
-    identity_of,
-    refusal,
-)
+from kvserve.engine.compression.query_statistics import FILE, QueryStatistics, identity_of, refusal
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Transformer

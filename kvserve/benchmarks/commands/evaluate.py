@@ -54,8 +54,7 @@ _TRIALS = 8
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser,
-    more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {},
+    parser: argparse.ArgumentParser, more_tasks: Mapping[str, Callable[[Source], TaskPrompts]] = {}
 ) -> None:
     tasks = {**BUILT_TASKS, **more_tasks}
     parser.set_defaults(task_builders=tasks)

@@ -10,13 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.benchmarks.datasets.long_chain import long_chain
-from kvserve.benchmarks.datasets.task_text import (
-    Sample,
-    chain,
-    needles,
-    recall,
-    redundant_chain,
-)
+from kvserve.benchmarks.datasets.task_text import Sample, chain, needles, recall, redundant_chain
 
 _PIECE = re.compile(r"[A-Za-z]+|\d|[^\w\s]")
 

@@ -55,7 +55,7 @@ class StateRows(RowGroup):
 
     def begin(self, rows: Tensor) -> None:
         for array in self._arrays:
-            array[:, rows] = 0
+            array.index_fill_(1, rows, 0)
 
     def move(self, to: Tensor, source: Tensor) -> None:
         for array in self._arrays:

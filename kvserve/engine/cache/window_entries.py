@@ -17,11 +17,7 @@ from kvserve.scheduler.layout import KVLayout
 
 
 def window_entries(
-    kv: Tensor,
-    layout: KVLayout,
-    form: EntryFormat,
-    kernels: StorageKernels,
-    dtype: torch.dtype,
+    kv: Tensor, layout: KVLayout, form: EntryFormat, kernels: StorageKernels, dtype: torch.dtype
 ) -> RawEntries:
     """Blocks ``kv [num_blocks, ...]`` as layers with windows see them: ``[num_blocks, layers, 2, B,
     heads, D]`` of ``layout.windows``, or levels of these. Bytes behind are not used."""

@@ -160,12 +160,7 @@ class Coder:
         return by_row[:, at].transpose(0, 1)
 
     def _encode(
-        self,
-        task: Events,
-        policy: SpindleKV,
-        entries: Tensor,
-        coded: Tensor,
-        tables: CodeTables,
+        self, task: Events, policy: SpindleKV, entries: Tensor, coded: Tensor, tables: CodeTables
     ) -> tuple[Found, Tensor]:
         """Code the first ``coded [E, L, H]`` of ``entries [E, L, H, N]``; count new vectors too."""
         keys, values = self._read(task.rows, entries, tables.kv)

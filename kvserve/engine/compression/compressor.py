@@ -209,11 +209,7 @@ class Compressor:
             yield some, KeptEntries(entries, at_layers(counts, scope.where), left)
 
     def run_observed(
-        self,
-        events: Events,
-        policy: Policy,
-        found: Mapping[int, Kept],
-        block_tables: Tensor,
+        self, events: Events, policy: Policy, found: Mapping[int, Kept], block_tables: Tensor
     ) -> None:
         """Carry out events with the entries that ``observe`` found in an earlier step; those that
         keep whole blocks move nothing."""

@@ -90,8 +90,7 @@ class EngineCore:
         self._stats_due = 0.0
         layout = self.scheduler.layout
         self.info: EngineInfo = replace(
-            built.info,
-            token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size,
+            built.info, token_bytes=self._sequences.block_bytes * layout.groups // layout.block_size
         )
         self._summary = built.summary
         self._overlaps = built.plan.overlaps

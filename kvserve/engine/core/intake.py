@@ -38,10 +38,7 @@ class Intake:
     """Builds sequences from what clients send; ``RequestError`` says what is wrong with it."""
 
     def __init__(
-        self,
-        built: BuiltEngine,
-        grammars: Made[GrammarCompiler],
-        tracer: Made[KVTracer],
+        self, built: BuiltEngine, grammars: Made[GrammarCompiler], tracer: Made[KVTracer]
     ) -> None:
         self._config = config = built.plan.config
         self._info = built.info

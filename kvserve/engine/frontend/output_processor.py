@@ -19,13 +19,7 @@ from kvserve.engine.messages import (
 )
 from kvserve.late import Late, Made
 from kvserve.log import RequestError, logger
-from kvserve.outputs import (
-    CompletionOutput,
-    KVCacheDetails,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from kvserve.outputs import CompletionOutput, KVCacheDetails, Logprob, RequestMetrics, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -99,9 +99,7 @@ def _tools_form(text_of: Callable[..., str], user: Sequence[Message]) -> Forms:
     return listed if not text_of(forms, user, None) and text_of(listed, user, None) else forms
 
 
-def _odd_conversations(
-    shown: tuple[str, ...],
-) -> list[tuple[str, list[Message], tuple[str, ...]]]:
+def _odd_conversations(shown: tuple[str, ...]) -> list[tuple[str, list[Message], tuple[str, ...]]]:
     """The field of ``Forms`` that a template may need for each, and what has to show."""
     user = conversation()
     both = conversation(called_conversation(content=_TEXT + "2", reasoning=_THOUGHT))

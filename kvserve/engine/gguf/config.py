@@ -17,6 +17,8 @@ from kvserve.log import shown
 _ARCHITECTURES = {
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "llama": ("LlamaForCausalLM", "llama"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -52,7 +54,11 @@ _DELTA = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_CONV = {"attention.head_count": "num_attention_heads", "shortconv.l_cache": "conv_L_cache"}
+_CONV["attention.layer_norm_rms_epsilon"] = "norm_eps"
 _OWN_FIELDS = {
+    "lfm2": _CONV,
+    "lfm2moe": {**_CONV, **_EXPERTS, "leading_dense_block_count": "num_dense_layers"},
     "qwen35": _DELTA,
     "qwen35moe": {**_DELTA, **_EXPERTS, **_SHARED},
     "qwen3moe": _EXPERTS,
@@ -89,11 +95,13 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     ),
 }
 """Further keys of llama.cpp, and the values with which they change nothing."""
+_OWN_NEUTRAL = {"lfm2moe": {"expert_gating_func": (2.0,)}}  # sigmoid
 
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING["penalty_repeat"] = "repetition_penalty"
 
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_WHOLE["token_embd_norm"] = "model.embedding_norm"  # the last norm of LFM2
 _OF_A_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -121,9 +129,18 @@ _QWEN35 |= {
     f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
 }
 _QWEN35["ffn_gate_inp_shexp"] = "mlp.shared_expert_gate"
+_OF_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _NAMES = {"gemma2": _GEMMA, "gemma3": _GEMMA, "phi3": _PHI3, "qwen3moe": _MOE}
 _NAMES |= dict.fromkeys(WITH_STATES, _QWEN35)
-_OF_EXPERTS = {f"ffn_{name}_exps": f"{name}_proj" for name in ("gate", "up", "down")}
+_LFM2 = {
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v")},
+    **{f"attn_{name}_norm": f"self_attn.{name}_layernorm" for name in ("q", "k")},
+    **{"attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "ffn_norm": "ffn_norm"},
+    **{"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
+    **{"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"},
+}
+_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), _LFM2)
 _OF_RULE = {
     "attn_gate.weight": ("in_proj_z.weight",),
     "attn_qkv.weight": ("in_proj_qkv.weight",),
@@ -165,7 +182,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     embedding = file.tensors.get("token_embd.weight")
-    changing = (k for k, v in own.items() if np.ndim(v) or v not in _NEUTRAL.get(k, ()))
+    neutral = {**_NEUTRAL, **_OWN_NEUTRAL.get(name, {})}
+    changing = (k for k, v in own.items() if np.ndim(v) or v not in neutral.get(k, ()))
     own_fields, with_states = _fields_of(name), name in WITH_STATES
     known = {*_KNOWN, *own_fields, *(_OF_STATES if with_states else ())}
     if unknown := sorted(set(changing) - known):
@@ -216,6 +234,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["norm_topk_prob"] = True  # as llama.cpp has it
     if with_states:
         config |= _of_states(file, name)
+    if "conv_L_cache" in config:
+        if "sliding_window" in config or config.get("partial_rotary_factor", 1) != 1:
+            raise file.error("has windows, or rotates parts of heads, which is not read of LFM2")
+        config |= _of_convolutions(file, name)
     rope = _rope(file, own)
     if name == "gemma3":
         local = {"rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
@@ -244,8 +266,11 @@ def tensor_names(file: GgufFile) -> dict[str, str]:
         if base and family in WITH_STATES and whole in _OF_RULE:
             found = [f"linear_attn.{weight}" for weight in _OF_RULE[whole]]
         elif base and experts and part in _OF_EXPERTS and len(tensor.shape) == 3:
-            own = f"{_OF_EXPERTS[part]}.{kind}"
-            found = [f"mlp.experts.{expert}.{own}" for expert in range(tensor.shape[0])]
+            module, _, own = known[part.removesuffix("_exps")].partition(".")
+            count = range(tensor.shape[0])
+            found = [f"{module}.experts.{expert}.{own}.{kind}" for expert in count]
+        elif part == "exp_probs_b" and part in known:
+            found = [known[part]] * (kind == "bias")
         else:
             found = [f"{known[part]}.{kind}"] if part in known else []
         if kind in ("weight", "bias") or found == ["linear_attn.A_log"]:
@@ -288,6 +313,17 @@ def _of_states(file: GgufFile, family: str) -> dict[str, Any]:
             f"sets {family}.rope.dimension_sections to {shown(sections)}, which is not read"
         )
     return {"num_hidden_layers": layers - guessing, "linear_value_head_dim": inner // heads}
+
+
+def _of_convolutions(file: GgufFile, family: str) -> dict[str, Any]:
+    """Which layers of LFM2 attend: those that have heads of keys."""
+    heads = file.value(f"{family}.attention.head_count_kv", np.ndarray, np.zeros(0))
+    counts = {*heads.tolist()} - {0}
+    if len(heads) != file.value(f"{family}.block_count", int, 0) or len(counts) != 1:
+        raise file.error(f"sets {family}.attention.head_count_kv to {shown(heads.tolist())}")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    sizes = {"num_key_value_heads": counts.pop(), "block_auto_adjust_ff_dim": False}
+    return {**sizes, "layer_types": kinds}
 
 
 def _rope(file: GgufFile, own: dict[str, Any]) -> dict[str, Any]:

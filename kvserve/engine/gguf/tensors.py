@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -24,8 +26,19 @@ if TYPE_CHECKING:
 _heads_of = Late("engine.gguf.layout:DeltaHeads.of")
 _PIECE = 2**18
 """Weights dequantised at once: that takes copies a few times as large."""
-_EXPERT = re.compile(r".*\.mlp\.experts\.(\d+)\.")
+_EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 _OF_RULE = ".linear_attn."
+
+
+@dataclass(frozen=True)
+class _WhenRead:
+    """What transformers asks of a slice of safetensors."""
+
+    tensors: GgufTensors
+    name: str
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.tensors.tensor(self.name)
 
 
 class GgufTensors:
@@ -64,6 +77,8 @@ class GgufTensors:
             return self._heads.shape(part, self._stored_part(name), shape)
         if _EXPERT.match(name):
             return shape[1:]
+        if name.endswith(".conv.conv.weight"):
+            return shape[0], 1, *shape[1:]
         return (1, *shape) if name.endswith("shared_expert_gate.weight") else shape
 
     def kind(self, name: str) -> str:
@@ -73,6 +88,10 @@ class GgufTensors:
     def tensor(self, name: str) -> Tensor:
         whole = tuple(slice(0, size) for size in self.shape(name))
         return torch.cat([values.clone() for _, values in self.pieces(name, _PIECE, whole)])
+
+    def slices(self, opened: ExitStack) -> dict[str, Any]:
+        """As ``SafetensorsFiles`` has it."""
+        return {name: _WhenRead(self, name) for name in self.names}
 
     def pieces(
         self, name: str, rows: int, region: tuple[slice, ...]

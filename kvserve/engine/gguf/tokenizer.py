@@ -39,6 +39,7 @@ _SPLITS = {
     "falcon3": _LLAMA3,
     "gpt-2": None,
     "gpt-4o": _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),
+    "lfm2": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
@@ -49,8 +50,9 @@ _SPLITS = {
     "tekken": _by_case("", r"\p{N}"),  # Mistral Nemo, Mistral Small
 }
 """How text is cut into words; ``None``: as the package's GPT-2 does."""
-_WHOLE_WORDS = ("llama-bpe", "llama-v3", "llama3", "falcon3", "tekken")
-"""Where a word that is a token is that token, whatever the merges make of it."""
+_WHOLE_WORDS = ("falcon3", "lfm2", "llama-bpe", "llama-v3", "llama3", "tekken")
+"""Where a word that is a token is that token, whatever the merges make of it, and texts begin with
+the first token unless the file says otherwise."""
 _USER_DEFINED = 4
 _SPACE = "\u2581"
 
@@ -73,12 +75,13 @@ def gguf_tokenizer(path: str) -> Any:
     own = [token for token, type_ in typed if type_ == _USER_DEFINED and token in known]
     backend.add_tokens([_whole(token) for token in own])
     named = {}
+    first = kind == "llama" or file.value("tokenizer.ggml.pre", str) in _WHOLE_WORDS
     for name in ("bos", "eos", "unknown", "padding"):
         if (token := _named(file, name, tokens)) is not None:
             named[f"{name[:3]}_token"] = token
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=file.value("tokenizer.ggml.add_bos_token", bool, kind == "llama"),
+        add_bos_token=file.value("tokenizer.ggml.add_bos_token", bool, first),
         add_eos_token=file.value("tokenizer.ggml.add_eos_token", bool, False),
         chat_template=file.value("tokenizer.chat_template", str),
         clean_up_tokenization_spaces=False,

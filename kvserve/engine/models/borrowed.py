@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kvserve.engine.attention.base import BatchAttention, ForwardBatch, LayerCache
 from kvserve.engine.device.distributed import ALONE
 from kvserve.engine.models.borrowed_spec import attending_layers, places_of, refused, text_config
-from kvserve.engine.models.checkpoint import SafetensorsFiles
+from kvserve.engine.models.checkpoint import open_checkpoint
 from kvserve.engine.models.feed_forward import empty
 from kvserve.engine.models.linear import Holding
 from kvserve.engine.models.operators import select_operators
@@ -189,8 +189,9 @@ def load_borrowed(
         causal = AutoModelForCausalLM.from_config(config, **how)
     else:
         with ExitStack() as opened:
-            files = open_text_part(directory, spec.wrapper) if spec.wrapper else None
-            stored = (files or SafetensorsFiles(directory)).slices(opened)
+            named = spec.wrapper
+            files: Any = open_text_part(directory, named) if named else open_checkpoint(directory)
+            stored = files.slices(opened)
             try:
                 theirs: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
                 causal, found = theirs.from_pretrained(

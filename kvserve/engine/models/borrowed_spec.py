@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.late import Late
 from kvserve.log import ConfigError
@@ -88,6 +89,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         window_heads=of_windows,
         sharing=len(places_of(config)) - len(attending),
         borrowed=True,
+        stored_as=getattr(config, "stored_as", ""),
         states=_states_of(config, architecture) if kept else (),
     )
 
@@ -106,7 +108,10 @@ def text_config(directory: Path, overrides: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(directory, local_files_only=True, **overrides)
+        if directory.is_file():
+            whole = AutoConfig.for_model(**read_config(directory, overrides)[0])
+        else:
+            whole = AutoConfig.from_pretrained(directory, local_files_only=True, **overrides)
     except Exception as error:  # what the config's class raises
         raise ConfigError(f"--model: transformers cannot read config.json: {error}") from None
     text = whole.get_text_config(decoder=True)

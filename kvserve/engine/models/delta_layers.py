@@ -80,12 +80,7 @@ class DeltaLayer(LayerBase):
     these have no matrix of their own (``rule``)."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        operators: Operators,
-        group: RankGroup,
-        matrix: NewMatrix,
+        self, spec: ModelSpec, index: int, operators: Operators, group: RankGroup, matrix: NewMatrix
     ) -> None:
         delta = spec.delta
         super().__init__(spec, index, operators, group, matrix, delta.values)
@@ -124,14 +119,15 @@ class DeltaLayer(LayerBase):
         mixed = kernels_for(x).gated_norm(read, self.scale, gate, eps)
         return self.second_half(hidden, mixed, wanted)
 
-    def take_back(self, states: Any, tokens: Tensor, chunks: RowChunks) -> None:
-        """Let the states of ``chunks.rows`` be those behind ``tokens [.]`` of the last forward, in
-        order: no bit depends on how a row's tokens are cut."""
+    def take_back(self, states: Any, wrong: Tensor, chunks: RowChunks) -> None:
+        """Let the states of those of the first rows that are ``wrong [n]`` be those behind
+        ``chunks``, their part of the last forward's tokens, read from what was before."""
         assert self.guessed is not None
-        qkv, b, a, tail, recurrent = self.guessed
-        states.tail[chunks.rows] = tail[chunks.rows]
-        states.recurrent[chunks.rows] = recurrent[chunks.rows]
-        self._read(qkv[tokens], b[tokens], a[tokens], states, chunks)
+        qkv, b, a, *before = self.guessed
+        for held, was in zip(states, before, strict=True):
+            now = held[: len(wrong)]
+            torch.where(wrong.view(-1, *[1] * (now.dim() - 1)), was, now, out=now)
+        self._read(qkv, b, a, states, chunks)
 
     def _read(self, qkv: Tensor, b: Tensor, a: Tensor, states: Any, chunks: RowChunks) -> Tensor:
         """[T, H, Dv]; the chunks' states are those behind them from here on."""
@@ -193,18 +189,22 @@ class DeltaTransformer(Transformer):
                 place += 1
         return self.finish(hidden, added)
 
-    def take_back(self, cache: LayerCache, starts: Tensor, lengths: Tensor, true: Tensor) -> None:
+    def take_back(
+        self, cache: LayerCache, starts: Tensor, lengths: Tensor, true: Tensor, longest: int
+    ) -> None:
         """The guesses of a forward that were wrong: of the first rows' chunks, which begin at
-        ``starts [n]`` and have ``lengths [n]`` tokens, only the first ``true [n]`` count."""
-        rows = (true < lengths).nonzero()[:, 0]
-        counts, states = true[rows], self.states[cache]
-        ends = counts.cumsum(0)
-        tokens = torch.arange(int(counts.sum())) - (ends - counts).repeat_interleave(counts)
-        tokens += starts[rows].repeat_interleave(counts)
-        chunks = RowChunks(rows, torch.cat([ends.new_zeros(1), ends]))
+        ``starts [n]`` and have ``lengths [n]`` tokens, up to ``longest``, the first ``true [n]``
+        count. Nothing is read back from a GPU."""
+        wrong, none = true < lengths, torch.full_like(true, -1)
+        rows = torch.where(wrong, torch.arange(len(true), device=true.device), none)
+        # The rest of a chunk is of no row.
+        parts = torch.stack([starts, starts + true], dim=1).flatten()
+        parts = torch.cat([parts, (starts + lengths)[-1:]])
+        chunks = RowChunks(torch.stack([rows, none], dim=1).flatten(), parts, longest)
+        right = true.is_cpu and not wrong.any()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DeltaLayer):
-                if len(rows):
-                    layer.take_back(states[index], tokens, chunks)
+                if not right:
+                    layer.take_back(self.states[cache][index], wrong, chunks)
                 layer.guessed = None
         self.guessing = 0

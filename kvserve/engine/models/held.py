@@ -21,11 +21,7 @@ from kvserve.engine.models.level_products import can_multiply_fp8, select_level_
 from kvserve.engine.models.linear import Hold, Holding
 from kvserve.engine.models.plain_storage import Plain, Storage, Transposed, check_finite
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.storage import (
-    GGUF_FORMS,
-    GgufLevels,
-    StoredLevels,
-)
+from kvserve.engine.models.storage import GGUF_FORMS, GgufLevels, StoredLevels
 from kvserve.engine.models.weights import ALL_EXPERTS, BY_INPUTS, Target, matrix_sources
 from kvserve.kernels.layer.weight_levels import BLOCK, LevelForm
 from kvserve.log import ConfigError

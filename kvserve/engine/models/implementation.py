@@ -51,13 +51,13 @@ def choose_spec(directory: Path, config: ModelConfig, device: str = "cpu") -> Mo
     ours = architecture in VARIANTS or has_alibi(raw) or not _knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
-    if raw.get("quantization_config") or raw.get("stored_as"):
+    in_gguf = raw.get("stored_as") and architecture in (*VARIANTS, _WITH_STATES[2])
+    if raw.get("quantization_config") or in_gguf:
         raise ConfigError(
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "
             "quantised weights and no GGUF into them"
         )
-    spec = _borrowed_spec(directory, config.hf_overrides, architecture, wrapper)
-    return cast(ModelSpec, spec)
+    return cast(ModelSpec, _borrowed_spec(directory, config.hf_overrides, architecture, wrapper))
 
 
 def model_rows(

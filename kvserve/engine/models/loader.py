@@ -18,12 +18,7 @@ from kvserve.engine.models.linear import Holding, select_product
 from kvserve.engine.models.plain_storage import Plain, Storage, Transposed, check_finite
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
-from kvserve.engine.models.weights import (
-    ALL_EXPERTS,
-    has_own_head,
-    is_unused,
-    weight_targets,
-)
+from kvserve.engine.models.weights import ALL_EXPERTS, has_own_head, is_unused, weight_targets
 from kvserve.late import Late
 from kvserve.log import ConfigError
 from kvserve.progress import progress

@@ -93,12 +93,7 @@ class Layer(LayerBase):
     """A layer that attends: one rank's heads; q, k and v are one matrix."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        index: int,
-        operators: Operators,
-        group: RankGroup,
-        matrix: NewMatrix,
+        self, spec: ModelSpec, index: int, operators: Operators, group: RankGroup, matrix: NewMatrix
     ) -> None:
         super().__init__(spec, index, operators, group, matrix, spec.num_heads * spec.head_dim)
         self.rotates = index not in spec.without_rope

@@ -75,8 +75,7 @@ class Kara(Policy):
         below="window",
     )
     ratio: float | str | None = common.kept_ratio(
-        None,
-        "r: fraction of the window - buffer older tokens that is kept (default: 0.3)",
+        None, "r: fraction of the window - buffer older tokens that is kept (default: 0.3)"
     )
     budget: int | None = argument(
         None,

@@ -67,11 +67,7 @@ class PyramidInfer(Policy):
         choices=("cosine", "linear"),
     )
     interval: int = argument(
-        1,
-        "layers from one pruning to the next",
-        least=1,
-        most=common.MOST_LAYERS,
-        only_if=_PRUNES,
+        1, "layers from one pruning to the next", least=1, most=common.MOST_LAYERS, only_if=_PRUNES
     )
     distance_weight: float = argument(
         1.2,

@@ -43,9 +43,7 @@ class SnapKV(BudgetedPolicy):
     kernel_size: int = common.kernel_size(5)
     pooling: str = common.pooling("avg")
     gqa_reduce: str | None = common.gqa_reduce(
-        None,
-        GQA_REDUCTIONS,
-        " (default: mean; with scope past, where it reduces logits, max)",
+        None, GQA_REDUCTIONS, " (default: mean; with scope past, where it reduces logits, max)"
     )
     scope: str = argument(
         "causal",

@@ -71,11 +71,7 @@ class SpindleKV(Policy):
         only_if=_CODED,
     )
     flush_every: int = argument(
-        64,
-        "generated tokens that are coded together",
-        least=1,
-        only_if=_CODED,
-        note="whole blocks",
+        64, "generated tokens that are coded together", least=1, only_if=_CODED, note="whole blocks"
     )
     raw_fallback: bool = argument(
         True, "leave a layer's head as it is if its codes would not save a block", only_if=_CODED

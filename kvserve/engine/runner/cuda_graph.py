@@ -37,11 +37,7 @@ class DecodeGraphs:
     of those in which each row has up to ``longest`` tokens."""
 
     def __init__(
-        self,
-        parts: StepParts,
-        sizes: Sequence[int],
-        longest: int = 1,
-        most_rows: int = LARGEST,
+        self, parts: StepParts, sizes: Sequence[int], longest: int = 1, most_rows: int = LARGEST
     ) -> None:
         """Steps of more than ``most_rows`` rows have no chunks."""
         self.replays = self.chunk_replays = 0

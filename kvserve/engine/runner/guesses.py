@@ -27,7 +27,8 @@ def confirm(
     token of each other row. Lengths no longer count what was guessed wrong, nor do states."""
     on_device = partial(to_device, device=batch.device)
     n, guessed = len(drafts.lengths), len(drafts.token_ids)
-    places = drafts.starts[:, None] + np.arange(int(drafts.lengths.max()))
+    longest = int(drafts.lengths.max())
+    places = drafts.starts[:, None] + np.arange(longest)
     right = token_ids[:guessed] == on_device(drafts.guesses)
     # Behind a chunk's end nothing is right: its own last place says so first.
     right = right[on_device(np.minimum(places, guessed - 1))]
@@ -39,4 +40,4 @@ def confirm(
     batch.last_token[:n] = token_ids[starts + counts]
     batch.last_token[on_device(rows[guessed:])] = token_ids[guessed:]
     if model.spec.states:
-        model.take_back(cache, starts, lengths, counts + 1)
+        model.take_back(cache, starts, lengths, counts + 1, longest)

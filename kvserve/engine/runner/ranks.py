@@ -22,12 +22,7 @@ from kvserve.engine.runner.executor import Executor
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.engine.runner.plan import EnginePlan
 from kvserve.engine.runner.rank import Pool
-from kvserve.engine.runner.rank_process import (
-    FORGET_SCORES,
-    JOINING,
-    RankStart,
-    message_for_ranks,
-)
+from kvserve.engine.runner.rank_process import FORGET_SCORES, JOINING, RankStart, message_for_ranks
 from kvserve.folders import scratch_folder
 from kvserve.log import ConfigError, EngineDeadError, logger
 from kvserve.scheduler.messages.output import SchedulerOutput

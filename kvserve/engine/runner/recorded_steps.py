@@ -45,10 +45,7 @@ class RecordedSteps:
     in their chunks. ``decode`` and ``chunks`` play one."""
 
     def __init__(
-        self,
-        parts: StepParts,
-        longest: int = 1,
-        kinds: Iterable[bool] = BOTH_KINDS,
+        self, parts: StepParts, longest: int = 1, kinds: Iterable[bool] = BOTH_KINDS
     ) -> None:
         """Rows may have chunks of up to ``longest`` tokens. ``kinds``: those that every engine of
         these settings meets; others are recorded when a request brings them."""

@@ -43,10 +43,9 @@ def with_states(
     cache, what = config.cache, f"the layers with states of {spec.architecture}"
     if cache.continuations == "on":
         raise ConfigError(f"--continuations on: {what} keep none of an earlier turn; use off")
-    if config.scheduler.speculative_config and (spec.delta is None or device == "cuda"):
+    if config.scheduler.speculative_config and spec.delta is None:
         raise ConfigError(
-            f"--speculative-config: {what} cannot take back a guess that was wrong"
-            f"{' on a GPU' * (spec.delta is not None)}; leave it out"
+            f"--speculative-config: {what} cannot take back a guess that was wrong; leave it out"
         )
     rows, free = config.scheduler.max_num_seqs, None
     row_bytes = sum(each.row_bytes(dtype.itemsize) for each in spec.states)

@@ -90,12 +90,7 @@ def newest_of(form: EntryFormat, policy: Policy) -> int:
 
 
 def exact_specs(
-    spec: ModelSpec,
-    form: EntryFormat,
-    layout: KVLayout,
-    itemsize: int,
-    chunk: int,
-    policy: Policy,
+    spec: ModelSpec, form: EntryFormat, layout: KVLayout, itemsize: int, chunk: int, policy: Policy
 ) -> tuple[GroupSpec, GroupSpec]:
     """The groups of entries as they were computed; none of them are for later turns beside a rest,
     from which these do not go on."""

@@ -196,14 +196,7 @@ def _silu_and_mul(out, gate_up, token_stride, WIDTH: tl.constexpr, TILE: tl.cons
 
 @Kernel
 def _quantize_rows(
-    out,
-    scales,
-    x,
-    token_stride,
-    smallest,
-    most,
-    WIDTH: tl.constexpr,
-    SPAN: tl.constexpr,
+    out, scales, x, token_stride, smallest, most, WIDTH: tl.constexpr, SPAN: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SPAN)

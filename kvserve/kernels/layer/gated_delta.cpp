@@ -60,11 +60,11 @@ constexpr int kRows = 4;             // of a state at once
 constexpr int64_t kChannels = 256;   // of a convolution, that are a thread's piece of work
 constexpr float kLeastLength = 1e-6f;
 
-// 0, or the reason why a chunk cannot be computed.
+// 0, or the reason why a chunk cannot be computed; those of rows below zero are left out.
 template <typename Call>
 int refused(const Call& c) {
   for (int64_t i = 0; i < c.count; ++i) {
-    const bool row = c.rows[i] < 0 || c.rows[i] >= c.num_rows;
+    const bool row = c.rows[i] >= c.num_rows;
     if (!row && c.starts[i] >= 0 && c.starts[i] <= c.starts[i + 1] && c.starts[i + 1] <= c.tokens) continue;
     c.fault[0] = i, c.fault[1] = row ? c.rows[i] : c.starts[i + 1];
     return row ? 1 : 2;
@@ -122,7 +122,7 @@ void convolve_all(const Convolution& c) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(c.num_threads) if (c.num_threads > 1)
   for (int64_t i = 0; i < c.count; ++i)
     for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t end = std::min(c.channels, (piece + 1) * kChannels);
+      const int64_t end = c.rows[i] < 0 ? 0 : std::min(c.channels, (piece + 1) * kChannels);
       for (int64_t at = piece * kChannels; at < end; at += kMaxLanes)
         convolve<T>(c, c.rows[i], c.starts[i], c.starts[i + 1], at,
                     std::min<int64_t>(kMaxLanes, end - at));
@@ -239,6 +239,7 @@ void apply_rule(const DeltaRule& c) {
 #pragma omp parallel for collapse(2) schedule(static) num_threads(c.num_threads) if (c.num_threads > 1)
   for (int64_t i = 0; i < c.count; ++i)
     for (int64_t head = 0; head < c.heads; ++head) {
+      if (c.rows[i] < 0) continue;
       Piece<T> p;
       p.key_dim = c.key_dim, p.value_dim = c.value_dim;
       p.x_stride = c.x_stride, p.out_stride = c.heads * c.value_dim;

@@ -1,6 +1,7 @@
 """Layers with states of the gated delta rule on a CPU: calls ``gated_delta.cpp``.
 
-The functions of ``gated_delta.py``, for float32 and bfloat16, over states in float32.
+The functions of ``gated_delta.py``, for float32 and bfloat16, over states in float32. Nothing is
+computed of rows below zero.
 """
 
 from __future__ import annotations

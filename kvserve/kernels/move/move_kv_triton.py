@@ -25,10 +25,7 @@ def gather_kv_triton(
 
 
 def gather_triton(
-    held: Vectors,
-    slots: Tensor,
-    layer_ids: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    held: Vectors, slots: Tensor, layer_ids: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Numbers or levels [num_blocks, Lb, tokens, Hb, D], a strided view -> [L', H, S, D]. Those of
     slots outside of the cache are 0."""

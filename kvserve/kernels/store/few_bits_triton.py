@@ -201,12 +201,7 @@ def _store_few(
 
 @Helper
 def levels_at(
-    first,
-    entry,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    first, entry, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
 ):
     """Levels [N, DIM] of entries ``entry [N]`` of tiles, whose strips are from ``first [N]`` on."""
     byte, entry = tl.arange(0, WIDTH)[None, :], entry[:, None]

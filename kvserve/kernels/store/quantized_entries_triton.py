@@ -159,17 +159,7 @@ def e4m3_bits(x):
 
 
 @Helper
-def store_vector(
-    x,
-    levels,
-    steps,
-    lows,
-    at,
-    entry,
-    real,
-    DIM: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def store_vector(x, levels, steps, lows, at, entry, real, DIM: tl.constexpr, FORM: tl.constexpr):
     """Round the vector at ``x`` and write it as entry ``entry`` of the lane ``at`` bytes on."""
     BITS: tl.constexpr = FORM % 16
     LOW: tl.constexpr = FORM % 32 >= 16

@@ -126,12 +126,7 @@ class SavedRows:
         return sum(group.wanted_to_resume(row, hosted, at) for group, row in each)
 
     def _resume(
-        self,
-        row: int,
-        saved: SavedRow,
-        hosted: bool,
-        at: ResumeAt,
-        columns: IntArray | None = None,
+        self, row: int, saved: SavedRow, hosted: bool, at: ResumeAt, columns: IntArray | None = None
     ) -> None:
         """Begin a row as a saved one. Queries logged before it begins to log are left out.
 

@@ -185,11 +185,7 @@ class OriginMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Sequence[str],
-        origins: Sequence[str],
-        open_paths: frozenset[str],
+        self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str], open_paths: frozenset[str]
     ) -> None:
         self.app = app
         self._hosts = {"localhost", socket.gethostname().lower(), *map(str.lower, hosts)}

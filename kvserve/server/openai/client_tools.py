@@ -18,11 +18,7 @@ from kvserve.server.parsers.json_text import read_object
 INPUT = "input"
 """The one argument of freeform tools."""
 SEARCH = "tool_search"
-CALLS = {
-    "function": "function_call",
-    "custom": "custom_tool_call",
-    SEARCH: "tool_search_call",
-}
+CALLS = {"function": "function_call", "custom": "custom_tool_call", SEARCH: "tool_search_call"}
 """Kinds of tools -> the items that call them."""
 BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_.-]")

@@ -123,12 +123,7 @@ FORMATS = {
             ("<tool_call|>", "<end_function_call>"),
             calls=("escaped",),
         ),
-        ToolFormat(
-            "olmo3",
-            ("<function_calls>",),
-            ("</function_calls>",),
-            calls=("python call",),
-        ),
+        ToolFormat("olmo3", ("<function_calls>",), ("</function_calls>",), calls=("python call",)),
         ToolFormat(
             "pythonic",
             ("<|tool_call_start|>", "<|python_start|>"),

@@ -24,15 +24,7 @@ from kvserve.server.parsers.json_text import (
 from kvserve.server.parsers.literal_calls import escaped_call, python_calls
 from kvserve.server.parsers.reasoning import CLOSE, opening
 from kvserve.server.parsers.tool_formats import ToolFormat
-from kvserve.server.parsers.xml_calls import (
-    DSML,
-    FUNCTION,
-    INVOKE,
-    KEYS,
-    PARAM,
-    XmlCall,
-    XmlForm,
-)
+from kvserve.server.parsers.xml_calls import DSML, FUNCTION, INVOKE, KEYS, PARAM, XmlCall, XmlForm
 
 Json = dict[str, Any]
 _Deltas = Generator[Json | None, None, None]

@@ -59,12 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def generate(
-    directory: Path,
-    backend: str,
-    layout: str,
-    policy: Any = KARA,
-    tokens: int = 9,
-    **settings: Any,
+    directory: Path, backend: str, layout: str, policy: Any = KARA, tokens: int = 9, **settings: Any
 ) -> list[list[int]]:
     """Tokens of two sequences, one greedy, one drawn, whose caches are compacted."""
     llm = LLM(

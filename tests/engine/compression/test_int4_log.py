@@ -46,9 +46,7 @@ STRIDED = [
 ]
 SUMMED = [
     Case(
-        "kara",
-        {"window": 16, "buffer": 8, "ratio": 0.6, "score_every": 8, "remainder": "off"},
-        [],
+        "kara", {"window": 16, "buffer": 8, "ratio": 0.6, "score_every": 8, "remainder": "off"}, []
     ),
     Case(
         "kara",
@@ -72,9 +70,7 @@ CASES = [
     Case("snapkv", {"budget": 14, "threshold": 22, "window": 4, **_THRESHOLD}, []),
     Case("snapkv", {"budget": 18, "window": 5, "query_dtype": "int4"}, []),
     Case(
-        "rkv",
-        {"budget": 24, "threshold": 40, "query_dtype": "int4", "attention": "absolute"},
-        [],
+        "rkv", {"budget": 24, "threshold": 40, "query_dtype": "int4", "attention": "absolute"}, []
     ),
     *SUMMED,
     *STRIDED,
@@ -83,10 +79,7 @@ LABELS = [case.label for case in CASES]
 EACH = pytest.mark.parametrize("label", LABELS)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["model", pytest.param("head", marks=pytest.mark.slow)],
-)
+@pytest.fixture(scope="module", params=["model", pytest.param("head", marks=pytest.mark.slow)])
 def lab(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Four query heads for each KV head."""
     checkpoint = write_checkpoint("llama", tmp_path_factory.mktemp("llama"))

@@ -22,12 +22,7 @@ from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.warm_up import first_event
 from kvserve.kernels.dispatch import Kernel
-from kvserve.kernels.score.causal_scores import (
-    Queries,
-    causal_scores,
-    past_scores,
-    received_mass,
-)
+from kvserve.kernels.score.causal_scores import Queries, causal_scores, past_scores, received_mass
 from kvserve.kernels.score.key_similarity import anchor_similarity
 from kvserve.kernels.store.int4_log import quantize
 from kvserve.scheduler.layout import Granularity, KVLayout

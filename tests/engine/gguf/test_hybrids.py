@@ -28,6 +28,7 @@ from tests.gguf_files import Kind, dequantised, write_gguf
 
 PROMPTS, TOKENS = random_prompts([5, 90, 1, 33]), 24
 FAMILIES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}
+BY_MODULES = {"lfm2": "lfm2", "lfm2moe": "lfm2_moe"}
 SHAPE: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     # Three value heads of a key head, and whole blocks in each.
@@ -44,6 +45,9 @@ MATRICES = (
 
 def written(family: str, directory: Path, **changes: Any) -> Path:
     """A checkpoint of a family with states."""
+    if family in BY_MODULES:
+        of_all: dict[str, Any] = {"tie_word_embeddings": True, "moe_intermediate_size": 64}
+        return write_hybrid(BY_MODULES[family], directory, **{**of_all, **changes})
     kind = FAMILIES[family]
     fields = SHAPE if kind != "qwen3_5_text" else {n: x for n, x in SHAPE.items() if "exp" not in n}
     return write_hybrid(kind, directory, **{**fields, **changes})
@@ -83,6 +87,26 @@ def test_states_beside_stored_types_that_are_held(family: str, kind: Kind, tmp_p
     torch.testing.assert_close(logits_of(llm), logits_of(make(directory)), atol=5e-3, rtol=0.0)
 
 
+@pytest.mark.parametrize("family", BY_MODULES)
+def test_modules_are_given_numbers(family: str, tmp_path: Path) -> None:
+    kinds = dict.fromkeys((*MATRICES, "in_proj", "w1", "w2", "w3"), Kind.Q8_0)
+    directory = written(family, tmp_path / "model")
+    llm = make(write_gguf(directory, tmp_path / "m.gguf", family, kinds))
+    wide = "widened when read: its accuracy, not its size"
+    assert row_of(llm, "weights")[1:] == ("float32, from GGUF (F32, Q8_0)", wide)
+    save_file(dequantised(directory, kinds), directory / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(logits_of(llm), logits_of(make(directory)), atol=1e-4, rtol=0.0)
+
+
+def test_modules_run_files_that_our_layers_do_not(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    directory = written("qwen35", tmp_path / "model", rope_parameters=rope)
+    llm = make(write_gguf(directory, tmp_path / "m.gguf", "qwen35"))
+    assert row_of(llm, "layers")[1] == "transformers"
+    torch.testing.assert_close(logits_of(llm), logits_of(make(directory)), atol=1e-4, rtol=0.0)
+
+
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.F16])
 def test_mixtures_of_experts(kind: Kind, tmp_path: Path) -> None:
     kinds = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), kind)
@@ -100,7 +124,7 @@ LLAMA_CPP = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_te
 
 def for_llama_cpp(family: str, directory: Path) -> Path:
     """A file of numpy's numbers, with a tokenizer of bytes, which llama.cpp wants."""
-    sizes: dict[str, Any] = {"vocab_size": 259, "head_dim": 64}
+    sizes: dict[str, Any] = {"vocab_size": 259, "head_dim": 16 if family in BY_MODULES else 64}
     if family == "qwen3moe":
         experts = {"mlp_only_layers": [], "moe_intermediate_size": 64}
         write_checkpoint("qwen3-moe", directory / "model", **sizes, **experts)
@@ -110,9 +134,12 @@ def for_llama_cpp(family: str, directory: Path) -> Path:
     with edited_tensors(directory / "model") as stored:
         for name in sorted(stored):
             numbers = torch.from_numpy(rng.standard_normal(tuple(stored[name].shape))).float()
-            from_one = family == "qwen3moe" or name.endswith("linear_attn.norm.weight")
+            plain = family == "qwen3moe" or family in BY_MODULES
+            from_one = plain or name.endswith("linear_attn.norm.weight")
             of_norm = name.endswith("norm.weight")
             stored[name] = numbers * (0.2 if numbers.dim() > 1 else 0.1) + (of_norm and from_one)
+
+    words = "lfm2" if family in BY_MODULES else "qwen35" if "35" in family else "qwen2"
 
     def facts(writer: gguf.GGUFWriter) -> None:
         del writer.kv_data[0]["tokenizer.ggml.tokens"]
@@ -121,7 +148,7 @@ def for_llama_cpp(family: str, directory: Path) -> Path:
         writer.add_token_types([3, 3] + [1] * 257)
         writer.add_token_merges(["a b"])
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("qwen35" if "35" in family else "qwen2")
+        writer.add_tokenizer_pre(words)
         writer.add_add_bos_token(False)
 
     return write_gguf(directory / "model", directory / "m.gguf", family, facts=facts)
@@ -181,7 +208,13 @@ REFUSED: dict[str, tuple[str, Callable[[gguf.GGUFWriter], None], str]] = {
         put("qwen35moe.expert_count", 3),
         r"experts.3.down_proj.weight \(12 such",
     ),
-    "scaled": ("qwen35", scaled, "no GGUF into them"),
+    "scaled": ("qwen3next", scaled, "no GGUF into them"),
+    "windows": ("lfm2", lambda w: w.add_sliding_window(4), "has windows, or rotates"),
+    "heads of layers": (
+        "lfm2",
+        put("lfm2.attention.head_count_kv", [0, 2, 1, 0]),
+        r"head_count_kv to \[0, 2, 1, 0\]",
+    ),
 }
 
 

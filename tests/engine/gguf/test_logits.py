@@ -179,10 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "asks for RoPE type 'longrope'",
     ),
     "values": (lambda w: change(w, "llama.attention.value_length", 8), "of unequal sizes"),
-    "partial": (
-        lambda w: change(w, "llama.rope.dimension_count", 8),
-        "sets partial_rotary_factor",
-    ),
+    "partial": (lambda w: change(w, "llama.rope.dimension_count", 8), "sets partial_rotary_factor"),
     "tensor": (
         lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", llama3_factors(16, 5e5, 8.0)),
         r"has a tensor blk.0.ffn_gate_inp.weight \(1 such\)",

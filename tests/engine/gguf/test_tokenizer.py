@@ -151,8 +151,9 @@ def by_transformers(file: Path) -> Any:
 KINDS: dict[str, Callable[[Path], Path]] = {
     **{
         f"{pre}": (lambda file, pre=pre: byte_level(file, pre))  # type: ignore[misc]
-        for pre in ("llama-bpe", "qwen2", "gpt-2", "dbrx")
+        for pre in ("qwen2", "gpt-2", "dbrx")
     },
+    "llama-bpe": lambda file: byte_level(file, "llama-bpe", add_bos_token=False),
     "llama-bpe-bos": lambda file: byte_level(file, "llama-bpe", add_bos_token=True),
     "llama": lambda file: sentencepiece(file, "llama"),
     "gemma3": lambda file: sentencepiece(file, "gemma3", add_space_prefix=False),
@@ -211,16 +212,18 @@ def test_qwen_composes_characters(pre: str, own: Any, tmp_path: Path) -> None:
 
 
 def test_llama_3_keeps_words_that_are_tokens(tmp_path: Path) -> None:
-    """Whether or not merges lead to them (``ignore_merges`` in its tokenizer.json)."""
+    """Whether or not merges lead to them (``ignore_merges`` in its tokenizer.json); and texts begin
+    with the first token, also of a file that does not say so, as llama.cpp has it."""
     found = {}
-    for pre in ("llama-bpe", "dbrx"):
+    for pre in ("llama-bpe", "lfm2", "dbrx"):
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         tokens = [*alphabet, "wo", "word"]
         types = [NORMAL] * len(tokens)
         file = tmp_path / f"{pre}.gguf"
-        write_tables(file, "llama", "gpt2", tokens, types, tokenizer_pre=pre, token_merges=["w o"])
+        more = {"tokenizer_pre": pre, "token_merges": ["w o"], "bos_token_id": 0}
+        write_tables(file, "llama", "gpt2", tokens, types, **more)
         found[pre] = Tokenizer(str(file)).encode("word")
-    assert found["llama-bpe"] == [257] and len(found["dbrx"]) == 3
+    assert found["llama-bpe"] == found["lfm2"] == [0, 257] and len(found["dbrx"]) == 3
 
 
 def test_grammars_read_it_too(tmp_path: Path) -> None:

@@ -322,6 +322,13 @@ def test_memory_for_the_cache_counts_states(
     assert blocks(4 * mib) == wanted // block_bytes * block_bytes
 
 
+@pytest.fixture
+def kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
+    monkeypatch.setattr(delta_layers, "on_gpu", lambda x: True)
+
+
 @pytest.mark.parametrize("right", [0.7, *slow(0.0, 1.0)])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", *slow("qwen3_5_moe_text", "qwen3_next")])
 def test_guesses_are_taken_back(kind: str, right: float, directory: Path) -> None:
@@ -339,8 +346,24 @@ def test_guesses_are_taken_back(kind: str, right: float, directory: Path) -> Non
     llm.engine.core.scheduler.check_integrity()
 
 
-def test_states_behind_guesses_are_those_of_single_tokens(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("kernels_of_gpus")
+def test_guesses_are_taken_back_on_a_gpu(tmp_path: Path) -> None:
+    kinds, prompts = ["linear_attention", "full_attention"], [[5, 6, 7], HISTORY[:20]]
+    directory = write_hybrid("qwen3_5_text", tmp_path, num_hidden_layers=2, layer_types=kinds)
+    wanted = tokens(make(directory), prompts, 12)
+    llm = make(directory, speculative_config=SPECULATIVE, max_num_seqs=2)
+    oracle = Oracle(llm, wanted.__getitem__, 0.7)
+    assert tokens(llm, prompts, 12) == wanted
+    assert oracle.guessed > oracle.confirmed > 5
+
+
+@pytest.mark.parametrize("kernels", [None, "kernels_of_gpus"])
+def test_states_behind_guesses_are_those_of_single_tokens(
+    kernels: str | None, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """To the last bit: of the first of three chunks two tokens count, of the last one one."""
+    if kernels:
+        request.getfixturevalue(kernels)
     llm = make(write_hybrid("qwen3_5_text", tmp_path), max_num_seqs=3)
     model: Any = llm.engine.core.runner.model
     layer, states = model.layers[0], next(iter(model.states.values()))[0]
@@ -348,16 +371,17 @@ def test_states_behind_guesses_are_those_of_single_tokens(tmp_path: Path) -> Non
         part.normal_()
     before = [part[:3].clone() for part in states]
     x, counted = torch.randn(8, 64), [(0, [0, 1]), (1, [4]), (2, [5])]
-    chunks = RowChunks(torch.arange(3), torch.tensor([0, 4, 5, 8]))
-    wrong = RowChunks(torch.tensor([0, 2]), torch.tensor([0, 2, 3]))
+    chunks = RowChunks(torch.arange(3), torch.tensor([0, 4, 5, 8]), 4)
+    rows, ends = [0, -1, -1, -1, 2, -1], [0, 2, 4, 5, 5, 6, 8]
+    counts = RowChunks(torch.tensor(rows), torch.tensor(ends), 4)
     with torch.inference_mode():
         layer(x, None, states, chunks, guessing=3)
-        layer.take_back(states, torch.tensor([0, 1, 5]), wrong)
+        layer.take_back(states, torch.tensor([True, False, True]), counts)
         found = [part[:3].clone() for part in states]
         for part, numbers in zip(states, before, strict=True):
             part[:3] = numbers
         for row, true in counted:
-            one = RowChunks(torch.tensor([row]), torch.tensor([0, 1]))
+            one = RowChunks(torch.tensor([row]), torch.tensor([0, 1]), 1)
             for token in true:
                 layer(x[token : token + 1], None, states, one)
     for part, numbers in zip(states, found, strict=True):
@@ -392,11 +416,10 @@ def test_events_beside_others_on_our_own_layers(
     assert stats.compactions_total and stats.preemptions_total and stats.swaps_total
 
 
+@pytest.mark.usefixtures("kernels_of_gpus")
 def test_kernels_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU would run them: in Triton's interpreter, decoding steps padded as for graphs and one
-    ahead of the host. Padding is of no row."""
-    pytest.importorskip("triton", reason="Triton is not installed: pip install -e '.[dev]'")
-    monkeypatch.setattr(delta_layers, "on_gpu", lambda x: True)
+    """As a GPU would run them: decoding steps padded as for graphs and one ahead of the host.
+    Padding is of no row."""
     directory = write_hybrid("qwen3_5_text", tmp_path)
     wanted, seen = expected(directory, PROMPTS[:4], 10), set[str]()
     launch = Kernel.launch

@@ -18,13 +18,7 @@ from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalL
 from kvserve import LLM
 from kvserve.engine.models import checkpoint, plain_storage
 from kvserve.log import ConfigError
-from tests.checkpoints import (
-    edit_config,
-    edited_tensors,
-    greedy,
-    random_prompts,
-    write_checkpoint,
-)
+from tests.checkpoints import edit_config, edited_tensors, greedy, random_prompts, write_checkpoint
 from tests.engine.models.decoding import make, row_of, tokens
 from tests.gguf_files import Kind, write_gguf
 from tests.waiting import WAIT

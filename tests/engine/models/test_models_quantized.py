@@ -418,10 +418,7 @@ INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
     ],
 )
 def test_what_is_not_read_is_named(
-    config: dict[str, Any],
-    break_it: Callable[[Path], None] | None,
-    message: str,
-    tmp_path: Path,
+    config: dict[str, Any], break_it: Callable[[Path], None] | None, message: str, tmp_path: Path
 ) -> None:
     if break_it is None:
         edit_config(write_checkpoint("llama", tmp_path), quantization_config=config)

@@ -19,10 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        *slow({}, {"num_gpu_blocks_override": 70}),
-        {"max_num_batched_tokens": 64, "max_num_seqs": 4},
-    ],
+    [*slow({}, {"num_gpu_blocks_override": 70}), {"max_num_batched_tokens": 64, "max_num_seqs": 4}],
     ids=["ample", "small-pool", "chunks"],
 )
 def test_greedy_equals_transformers(settings: dict[str, Any]) -> None:

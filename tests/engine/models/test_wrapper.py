@@ -51,11 +51,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "vision_config": {**QWEN, "deepstack_visual_indexes": [0]},
         "tie_word_embeddings": True,
     },
-    "idefics3": {
-        "text_config": {**GQA, "model_type": "llama"},
-        "vision_config": SIGHT,
-        **UNTIED,
-    },
+    "idefics3": {"text_config": {**GQA, "model_type": "llama"}, "vision_config": SIGHT, **UNTIED},
 }
 BORROWED: dict[str, dict[str, Any]] = {
     "mistral3": {

@@ -12,11 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvserve.engine.compression.query_statistics import (
-    FILE,
-    QueryStatistics,
-    load_statistics,
-)
+from kvserve.engine.compression.query_statistics import FILE, QueryStatistics, load_statistics
 from kvserve.engine.policies.triattention import TriAttention
 from kvserve.kernels.score.centre_scores import OFFSETS, Centres, centre_scores_torch
 from kvserve.log import ConfigError, RequestError

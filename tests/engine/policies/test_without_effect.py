@@ -15,9 +15,7 @@ from kvserve.engine.policies.scoring import Observation
 from kvserve.scheduler.triggers.pruning import Pruned
 
 LAYERS, KV_HEADS, GROUP, ENTRIES, DIM, BUDGET = 4, 2, 2, 60, 8, 30
-BESIDE: dict[str, dict[str, Any]] = {
-    "align block": {"chunk_size": 16, "window": 4},
-}
+BESIDE: dict[str, dict[str, Any]] = {"align block": {"chunk_size": 16, "window": 4}}
 """What else a setting needs."""
 NEEDED = ("budget", "window", "chunk_size", "buffer")
 

@@ -22,9 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvserve import LLM, SamplingParams
+from kvserve.engine.models import delta_layers
 from kvserve.log import ConfigError
 from tests.checkpoints import random_prompts
 from tests.engine.guesses import LOOKUP, always_guess
+from tests.engine.models.hybrids import write_hybrid
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine, traced
 from tests.thinning import thinned
 
@@ -140,6 +142,23 @@ def test_guesses_are_checked_without_waits(sizes: tuple[int, ...], tmp_path: Pat
     graphs = llm.engine.core.runner.graphs
     assert (graphs is None) == (not sizes)
     assert graphs is None or graphs.chunk_replays > 2
+
+
+@pytest.mark.usefixtures("on_a_device")
+@pytest.mark.parametrize("sizes", [(), (2, 6)], ids=["eager", "captured"])
+def test_states_are_taken_back_without_waits(
+    sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_layers, "on_gpu", lambda x: True)
+    how = {
+        "speculative_config": LOOKUP | {"prompt_lookup_min": 1},
+        "model": write_hybrid("qwen3_5_text", tmp_path),
+    }
+    llm = small_engine(tmp_path, "none", cudagraph_capture_sizes=sizes, **how)
+    always_guess(llm)
+    with nothing_is_waited_for():
+        llm.generate(random_prompts([5, 17, 33, 1]), GREEDY, use_tqdm=False)
+    assert llm.stats().draft_tokens_total >= llm.stats().accepted_tokens_total > 0
 
 
 @pytest.mark.usefixtures("on_a_device", "no_likenesses")

@@ -17,14 +17,7 @@ from kvserve.scheduler.arrays import IntArray
 from tests.checkpoints import write_checkpoint
 from tests.engine.guesses import SPECULATIVE
 from tests.engine.models.decoding import row_of
-from tests.engine.runner.test_cuda_graph import (
-    KARA,
-    PROMPTS,
-    generate,
-    make_llm,
-    make_plain,
-    run,
-)
+from tests.engine.runner.test_cuda_graph import KARA, PROMPTS, generate, make_llm, make_plain, run
 from tests.engine.runner.test_speculation import answers, guessing
 from tests.engine.test_pressure import watch
 from tests.scheduler.traffic import preempt_now_and_then

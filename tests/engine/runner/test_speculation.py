@@ -21,14 +21,7 @@ from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import LOOKUP, SPECULATIVE, Oracle, always_guess
 from tests.engine.models.decoding import row_of
-from tests.engine.runner.test_cuda_graph import (
-    KARA,
-    PROMPTS,
-    generate,
-    make_llm,
-    make_plain,
-    run,
-)
+from tests.engine.runner.test_cuda_graph import KARA, PROMPTS, generate, make_llm, make_plain, run
 from tests.engine.test_pressure import before_steps, watch
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned

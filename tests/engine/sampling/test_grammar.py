@@ -18,12 +18,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import GrammarQueue
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling import grammar
-from kvserve.engine.sampling.grammar import (
-    GrammarCompiler,
-    Matcher,
-    SequenceGrammar,
-    TokenMasks,
-)
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar, TokenMasks
 from kvserve.late import Made
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput

@@ -20,10 +20,7 @@ TESTS = [
 ]
 KERNELS = Path(__file__).parents[1]
 SANITIZED = "-g -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.compiler,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.compiler]
 
 
 def run_tests(tmp_path: Path, flags: str, **environment: str) -> str:

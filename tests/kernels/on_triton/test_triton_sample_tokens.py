@@ -16,11 +16,7 @@ from torch import Tensor
 from kvserve.kernels.sample import cut_offs as cutting
 from kvserve.kernels.sample import sample_tokens_triton as kernel
 from kvserve.kernels.sample.cut_offs import cut_offs
-from kvserve.kernels.sample.sample_tokens import (
-    gumbel_noise,
-    keep_allowed,
-    sample_tokens_torch,
-)
+from kvserve.kernels.sample.sample_tokens import gumbel_noise, keep_allowed, sample_tokens_torch
 from kvserve.kernels.sample.sample_tokens_triton import sample_tokens_triton
 
 pytestmark = pytest.mark.usefixtures("device")

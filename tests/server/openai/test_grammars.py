@@ -136,12 +136,7 @@ def arguments_of(choice: dict[str, Any]) -> Any:
 # ---- tools together with structured output (CASES F8) -------------------------------------------
 
 
-FIRST = {
-    "QWEN": "<tool_call>",
-    "MISTRAL": "[TOOL_CALLS]",
-    "LLAMA": None,
-    "DEEPSEEK": "<",
-}
+FIRST = {"QWEN": "<tool_call>", "MISTRAL": "[TOOL_CALLS]", "LLAMA": None, "DEEPSEEK": "<"}
 
 
 @pytest.mark.parametrize("template", FIRST)

@@ -296,11 +296,7 @@ ONLY = '{"a": 1}'
         ({"type": "function", "name": "read", "namespace": "mcp__notes"}, ONLY, None),
         ({"type": "custom", "name": "apply_patch"}, '{"input": "x"}', None),
         ({"type": "function", "function": {"name": "read"}}, ONLY, None),
-        (
-            {"type": "allowed_tools", "mode": "auto", "tools": [function("read")]},
-            "hi",
-            {"read"},
-        ),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [function("read")]}, "hi", {"read"}),
         (
             {"type": "allowed_tools", "mode": "required", "tools": [NOTES, {"type": "web_search"}]},
             '[{"name": "mcp__notes__read", "parameters": {"a": 1}}]',
