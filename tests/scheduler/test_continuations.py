@@ -218,17 +218,6 @@ def test_others_never_take_it(prefix_caching: bool) -> None:
     assert talks.turn(asked, cache_seed=mine).talk.resumed is not None
 
 
-def test_columns_are_salted() -> None:
-    """``none`` goes by the prefix cache, and that by the salt."""
-    talks = Talks()
-    fields: dict[str, Any] = {"policy": 0, "continues_as": None}
-    found = [
-        talks.turn(range(2, 32), cache_seed=salted_seed(salt), **fields).num_cached_tokens
-        for salt in ("a", "b", "a")
-    ]
-    assert found == [0, 0, 28] and not talks.scheduler.saved.misses.total()
-
-
 def test_the_least_recently_used_go_first() -> None:
     """By one clock with prefix columns; who made room is known by name for a while."""
     talks = Talks(40)
@@ -264,16 +253,6 @@ def test_a_limit_in_blocks() -> None:
         talks.turn(range(start, start + 30), 30)
         assert 0 < talks.store.num_blocks <= 40
     assert 1 <= len(talks.store) <= 3
-
-
-def test_a_prompt_takes_the_longest() -> None:
-    talks = Talks()
-    first = talks.turn(range(2, 32), 20)
-    second = talks.turn(more(first), 20)
-    third = talks.turn(more(second))
-    assert third.talk.resumed is not None and third.talk.resumed.num_tokens == second.num_tokens - 1
-    retry = talks.turn(more(first))
-    assert retry.talk.resumed is not None and retry.talk.resumed.num_tokens == first.num_tokens - 1
 
 
 def test_an_aborted_answer_goes_on_too() -> None:

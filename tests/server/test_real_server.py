@@ -57,16 +57,6 @@ def test_completion_compresses(server: Server) -> None:
     assert chunks[-1].usage.model_extra["kv_cache_details"] == details
 
 
-def test_a_prompt_is_scored(server: Server) -> None:
-    ids = server.http.post("/tokenize", json={"prompt": "Find Adam Kevin"}).json()["tokens"]
-    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    runs = [server.complete(ids, **body).json()["choices"][0]["logprobs"] for _ in range(2)]
-    assert runs[0] == runs[1], "whether the prefix cache knows the prompt makes no difference"
-    assert len(runs[0]["tokens"]) == len(ids) + 1
-    assert runs[0]["token_logprobs"][0] is None
-    assert all(value < 0 for value in runs[0]["token_logprobs"][1:])
-
-
 def test_operations(server: Server) -> None:
     assert server.http.get("/health_generate").status_code == 200
     prompt = "Hello " * 100
