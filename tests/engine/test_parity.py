@@ -11,12 +11,20 @@ from torch import Tensor
 
 from kvserve import LLM
 from kvserve.engine.policies.kara import Kara
-from tests.checkpoints import random_prompts
+from tests.checkpoints import greedy, random_prompts, write_checkpoint
 from tests.engine.models.decoding import make
 from tests.engine.models.decoding import tokens as tokens_of
+from tests.thinning import slow
 
 TOKENS = 140
 PROMPTS = random_prompts([5, 17, 33, 1, 90, 64])
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 4},  # chunks of all sizes, waiting sequences
+    {"num_gpu_blocks_override": 24},  # preempted
+    {"enable_chunked_prefill": False, "block_size": 6},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_gpu_blocks_override": 20},
+]
 
 
 def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LLM, list[list[int]]]:
@@ -25,6 +33,23 @@ def generate(directory: Path, policy: Any = "none", **settings: Any) -> tuple[LL
     llm.engine.core.scheduler.check_integrity()
     assert llm.stats().kv_cache_usage == 0.0
     return llm, found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        *slow("qwen3", "llama-mha-tied", "mistral", "internlm2", "qwen2"),
+    ],
+)
+def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(kind, tmp_path)
+    expected = greedy(directory, PROMPTS, TOKENS)
+    for settings in SETTINGS:
+        llm, tokens = generate(directory, **settings)
+        assert tokens == expected, settings
+        if "num_gpu_blocks_override" in settings:
+            assert llm.stats().preemptions_total > 0, "the pool was meant to be too small"
 
 
 KEEP_ALL = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}

@@ -157,13 +157,6 @@ def test_the_last_tokens_may_read_otherwise() -> None:
     assert seq.talk.resumed is None and talks.scheduler.saved.misses == Counter(new=1, tokens=1)
 
 
-def test_a_token_is_left_to_compute() -> None:
-    talks = Talks()
-    first = talks.turn(range(2, 32), 14)
-    seq = talks.turn(first.token_ids[:-1])
-    assert seq.num_cached_tokens == first.num_tokens - 2
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.granularity.value)
 def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
     """With all its entries and logged queries, which the shadow device compares; twice."""
