@@ -59,7 +59,11 @@ GROUPS: dict[str, list[str]] = {
     ],
     "hybrids": ["tests/engine/models/test_hybrids.py"],
     "parity": ["tests/engine/test_parity.py"],
-    "pressure": ["tests/engine/test_pressure.py", "tests/engine/runner/test_continuations.py"],
+    "pressure": [
+        *("tests/engine/test_pressure.py", "tests/engine/runner/test_continuations.py"),
+        *("-k", "not in_a_crowd and not rank"),
+    ],
+    "crowds": ["tests/engine/test_pressure.py", "-k", "in_a_crowd"],
     "cache": ["tests/engine/cache", "tests/engine/sampling/test_logprobs.py"],
     "kernels-entries": [
         *(f"tests/kernels/test_{name}.py" for name in ("quantized_entries", "storage", "int4_log"))

@@ -16,11 +16,12 @@ from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.model_runner import LaunchedStep, ModelRunner
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import SchedulerOutput
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models.decoding import make
 from tests.engine.models.decoding import tokens as tokens_of
+from tests.engine.policies.cases import UNEVEN_BLOCK, UNEVEN_CASES
 from tests.engine.recorder import Recorder
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
@@ -162,6 +163,57 @@ def test_a_tiny_pool_gives_the_tokens_of_an_ample_one(
     assert mode != "replayed" or (isinstance(graphs, DecodeGraphs) and graphs.replays > 30)
 
 
+_FEW: dict[str, Any] = {"kv_cache_dtype": "3bit"}
+_REST = {"name": "kara", "window": 48, "buffer": 16, "ratio": 0.25, "period": 8, "rest_bits": 1.25}
+_OVER: dict[str, Any] = {"budget": 40, "threshold": 64, "trigger": "threshold", "recent": 16}
+CROWDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    **{name: ("llama", {"block_size": UNEVEN_BLOCK}, UNEVEN_CASES[name]) for name in UNEVEN_CASES},
+    "codes": ("llama", {"block_size": UNEVEN_BLOCK}, {**CODED, "theta_k": 0.6, "theta_v": 0.5}),
+    "newest, by layer": ("qwen3", {**_FEW, "kv_layout": "layer"}, UNEVEN_CASES["pyramidkv"]),
+    "newest, by head": ("qwen3", {**_FEW, "kv_layout": "head"}, UNEVEN_CASES["adakv"]),
+    "rest": ("qwen3", _FEW, _REST),
+    "rest of keydiff": ("qwen3", _FEW, {"name": "keydiff", **_OVER, "rest_bits": 1.25}),
+}
+"""A checkpoint, settings and a policy: lengths that differ, codes, and entries in few bits, which
+conformance's matrix has not."""
+_CODED = ("codes", "rest", "rest of keydiff")
+"""On CPUs compiled kernels alone read what an event leaves in codes."""
+
+
+@pytest.mark.usefixtures("few_newest", "some_text")
+@pytest.mark.parametrize(
+    ("kind", "settings", "policy"),
+    [
+        pytest.param(*case, id=name, marks=NEEDS_COMPILER if name in _CODED else ())
+        for name, case in CROWDS.items()
+    ],
+)
+def test_alone_and_in_a_crowd(
+    kind: str, settings: dict[str, Any], policy: dict[str, Any], tmp_path: Path
+) -> None:
+    """Beside others, in chunks, with guesses, hits, swaps and recomputation: the same tokens; no
+    block is lost, and free ones that hold numbers are spoilt at once."""
+    directory = write_checkpoint(kind, tmp_path, **({"head_dim": 64} if kind == "qwen3" else {}))
+    prompts = random_prompts([70, 23, 41, 5], seed=5)
+    settings = {"kv_cache_memory": 2**23, "max_num_batched_tokens": 99, **settings}
+    alone = make_llm(directory, policy, **settings, max_num_seqs=1, enable_prefix_caching=False)
+    expected = tokens_of(alone, prompts, 60) * 2
+    whole = policy["name"] == "pyramidinfer"  # its prompts are computed in one step
+    for tokens, swap_space in ((99, 1 / 256), (99 if whole else 17, 0)):
+        how = {**settings, "max_num_batched_tokens": tokens, "swap_space": swap_space}
+        crowd = make_llm(directory, policy, speculative_config=SPECULATIVE, **how)
+        if kind == "llama":
+            watch(crowd)
+        scheduler = crowd.engine.core.scheduler
+        preempt_now_and_then(scheduler, np.random.default_rng(0), 0.1)
+        oracle = Oracle(crowd, expected.__getitem__, 0.8)
+        assert tokens_of(crowd, prompts * 2, 60) == expected
+        assert oracle.guessed > oracle.confirmed > 50
+        assert scheduler.totals.preemptions_total > 3
+        assert scheduler.blocks.headroom == scheduler.pool.capacity
+        scheduler.check_integrity()
+
+
 def addresses(runner: ModelRunner) -> list[int]:
     """Where all that steps read and write lies."""
     tensors = [x for x in vars(runner.batch).values() if isinstance(x, torch.Tensor)]
@@ -252,3 +304,20 @@ def test_nothing_stays_of_a_parked_sequence_that_is_aborted(llama_dir: Path) -> 
     engine.abort_request("b")
     engine.step()
     assert not parked and scheduler.saved.host_pool.num_free == scheduler.saved.host_pool.capacity
+
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [("none", 70 + 59), ({"name": "kara", "window": 32, "buffer": 8, "period": 8}, 70)],
+)
+def test_a_follow_up_turn_finds_the_answer_it_continues(
+    llama_dir: Path, policy: Any, found: int
+) -> None:
+    """Under Kara the answer's blocks no longer name its tokens: only the prompt is found."""
+    prompt, more = random_prompts([70, 5])
+    llm = make(llama_dir, policy=policy)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (first,) = llm.generate([prompt], params, use_tqdm=False)
+    talk = prompt + first.outputs[0].token_ids + more
+    (second,) = llm.generate([talk], params, use_tqdm=False)
+    assert second.num_cached_tokens == found // 16 * 16

@@ -157,13 +157,6 @@ def test_the_last_tokens_may_read_otherwise() -> None:
     assert seq.talk.resumed is None and talks.scheduler.saved.misses == Counter(new=1, tokens=1)
 
 
-def test_a_token_is_left_to_compute() -> None:
-    talks = Talks()
-    first = talks.turn(range(2, 32), 14)
-    seq = talks.turn(first.token_ids[:-1])
-    assert seq.num_cached_tokens == first.num_tokens - 2
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.granularity.value)
 def test_one_that_makes_room_comes_back_from_host_memory(layout: Any) -> None:
     """With all its entries and logged queries, which the shadow device compares; twice."""
@@ -218,17 +211,6 @@ def test_others_never_take_it(prefix_caching: bool) -> None:
     assert talks.turn(asked, cache_seed=mine).talk.resumed is not None
 
 
-def test_columns_are_salted() -> None:
-    """``none`` goes by the prefix cache, and that by the salt."""
-    talks = Talks()
-    fields: dict[str, Any] = {"policy": 0, "continues_as": None}
-    found = [
-        talks.turn(range(2, 32), cache_seed=salted_seed(salt), **fields).num_cached_tokens
-        for salt in ("a", "b", "a")
-    ]
-    assert found == [0, 0, 28] and not talks.scheduler.saved.misses.total()
-
-
 def test_the_least_recently_used_go_first() -> None:
     """By one clock with prefix columns; who made room is known by name for a while."""
     talks = Talks(40)
@@ -264,16 +246,6 @@ def test_a_limit_in_blocks() -> None:
         talks.turn(range(start, start + 30), 30)
         assert 0 < talks.store.num_blocks <= 40
     assert 1 <= len(talks.store) <= 3
-
-
-def test_a_prompt_takes_the_longest() -> None:
-    talks = Talks()
-    first = talks.turn(range(2, 32), 20)
-    second = talks.turn(more(first), 20)
-    third = talks.turn(more(second))
-    assert third.talk.resumed is not None and third.talk.resumed.num_tokens == second.num_tokens - 1
-    retry = talks.turn(more(first))
-    assert retry.talk.resumed is not None and retry.talk.resumed.num_tokens == first.num_tokens - 1
 
 
 def test_an_aborted_answer_goes_on_too() -> None:

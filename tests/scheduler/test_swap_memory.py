@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvserve.scheduler.blocks.swap_memory import SwapMemory
-from kvserve.scheduler.messages.saved_row import NO_PLACE
 
 Pairs = list[tuple[int, int]]
 
@@ -14,30 +13,6 @@ def moves(memory: SwapMemory) -> tuple[Pairs, Pairs]:
     assert taken is not None and memory.take_moves() is None
     outs, ins = ([(m.row, m.remainder) for m in each] for each in (taken.outs, taken.ins))
     return outs, ins
-
-
-def test_moves_follow_rows_that_are_exchanged() -> None:
-    memory = SwapMemory(4, 4)
-    place = memory.save_remainder(1)
-    memory.swap(1, 3)
-    memory.swap(3, 2)
-    assert moves(memory) == ([(2, place)], [])
-    memory.load_remainder(place, 0)
-    memory.swap(0, 1)
-    memory.load_remainder(NO_PLACE, 3)
-    assert moves(memory) == ([], [(1, place)])
-    memory.check_integrity([], [place])
-
-
-def test_a_place_that_is_read_is_not_written_in_the_same_step() -> None:
-    memory = SwapMemory(1, 1)
-    place = memory.save_remainder(0)
-    moves(memory)
-    memory.load_remainder(place, 0)
-    memory.release_place(place)
-    assert not memory.have_place(preempted=True)
-    assert moves(memory) == ([], [(0, place)])
-    assert memory.have_place(preempted=True) and memory.save_remainder(0) == place
 
 
 def test_what_is_saved_in_vain_is_not_moved() -> None:

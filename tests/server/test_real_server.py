@@ -10,14 +10,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import openai
 import pytest
-from pydantic import BaseModel, Field
 
 import kvserve
-from tests.server.conftest import sent
 from tests.server.real_server import MODEL, Server
 from tests.waiting import WAIT, wait_until
 
@@ -60,77 +57,6 @@ def test_completion_compresses(server: Server) -> None:
     assert chunks[-1].usage.model_extra["kv_cache_details"] == details
 
 
-def test_chat(server: Server) -> None:
-    messages: Any = [{"role": "user", "content": "Hello"}]
-    answer = server.openai.chat.completions.create(
-        model=MODEL, messages=messages, logprobs=True, top_logprobs=2, **LONG
-    )
-    assert answer.usage is not None and answer.usage.model_extra is not None
-    assert answer.usage.model_extra["kv_cache_details"]["compactions"] > 0
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert len(logprobs.content) == 200
-    assert all(item.logprob == item.top_logprobs[0].logprob for item in logprobs.content)
-    stream = server.openai.chat.completions.create(
-        model=MODEL, messages=messages, stream=True, **LONG
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert text == answer.choices[0].message.content
-
-
-def test_structured_output_and_tools(server: Server) -> None:
-    class Point(BaseModel):
-        x: int = Field(ge=0, le=9)
-        label: Literal["a", "b"]
-
-    messages: Any = [{"role": "user", "content": "Hello"}]
-    parsed = server.openai.chat.completions.parse(
-        model=MODEL, messages=messages, response_format=Point, max_tokens=60, seed=1
-    )
-    assert isinstance(parsed.choices[0].message.parsed, Point)
-    tool: Any = openai.pydantic_function_tool(Point, name="put")
-    choices: list[Any] = ["required", {"type": "function", "function": {"name": "put"}}]
-    for choice in choices:
-        for stream in (False, True):
-            answer = server.openai.chat.completions.create(
-                model=MODEL, messages=messages, tools=[tool], tool_choice=choice,
-                parallel_tool_calls=False, max_tokens=90, seed=2, stream=stream,
-            )  # fmt: skip
-            name, arguments = _call_of(answer)
-            assert name == "put"
-            Point.model_validate_json(arguments)
-    response = server.openai.responses.parse(
-        model=MODEL, input="Hello", text_format=Point, max_output_tokens=60
-    )
-    assert isinstance(response.output_parsed, Point)
-    with pytest.raises(openai.BadRequestError) as refused:
-        server.openai.chat.completions.create(
-            model=MODEL, messages=messages, extra_body={"guided_regex": "("}
-        )
-    assert refused.value.param == "guided_regex" and refused.value.code == "invalid_grammar"
-    wait_until(server.idle)
-
-
-def _call_of(answer: Any) -> tuple[str, str]:
-    """Name and arguments of the one call in an answer or in its stream."""
-    if not isinstance(answer, openai.Stream):
-        [call] = answer.choices[0].message.tool_calls
-        return call.function.name, call.function.arguments
-    deltas = [chunk.choices[0].delta.tool_calls for chunk in answer]
-    calls = [call.function for delta in deltas if delta for call in delta]
-    return calls[0].name, "".join(call.arguments for call in calls)
-
-
-def test_a_prompt_is_scored(server: Server) -> None:
-    ids = server.http.post("/tokenize", json={"prompt": "Find Adam Kevin"}).json()["tokens"]
-    body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    runs = [server.complete(ids, **body).json()["choices"][0]["logprobs"] for _ in range(2)]
-    assert runs[0] == runs[1], "whether the prefix cache knows the prompt makes no difference"
-    assert len(runs[0]["tokens"]) == len(ids) + 1
-    assert runs[0]["token_logprobs"][0] is None
-    assert all(value < 0 for value in runs[0]["token_logprobs"][1:])
-
-
 def test_operations(server: Server) -> None:
     assert server.http.get("/health_generate").status_code == 200
     prompt = "Hello " * 100
@@ -142,35 +68,6 @@ def test_operations(server: Server) -> None:
     assert fresh["prompt_tokens_details"]["cached_tokens"] == 0
     info = server.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|eos|>" and "assistant" in info["chat_template"]
-
-
-def test_a_policy_per_request(server: Server) -> None:
-    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
-    exact = server.complete(kv_policy="none", **body).json()["usage"]["kv_cache_details"]
-    assert (exact["policy"], exact["compactions"], exact["evicted_tokens"]) == ("none", 0, 0)
-    other = {"name": "kara", "window": 64, "buffer": 8, "chunk_budget": 6}
-    details = server.complete(kv_policy=other, **body).json()["usage"]["kv_cache_details"]
-    assert 0 < details["compactions"] < 6
-
-
-def test_prompts_choices_and_stops(server: Server) -> None:
-    ids = server.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
-    body = {"max_tokens": 8, "ignore_eos": True, "temperature": 0}
-    [by_text] = server.complete("Hello", **body).json()["choices"]
-    [by_ids] = server.complete(ids, **body).json()["choices"]
-    assert by_text["text"] == by_ids["text"]
-    choices = server.complete(["Hello", "Hello"], n=2, seed=1, **body).json()["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-    assert {choice["text"] for choice in choices} == {by_text["text"]}
-    decoded = server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
-    assert "Hello" in decoded
-    answer = server.complete("Hello", return_token_ids=True, **body).json()["choices"][0]
-    stop_id = answer["token_ids"][3]
-    first = answer["token_ids"].index(stop_id)
-    stopped = server.complete("Hello", stop_token_ids=[stop_id], **body).json()
-    assert stopped["choices"][0]["finish_reason"] == "stop"
-    assert stopped["choices"][0]["stop_reason"] == stop_id
-    assert stopped["usage"]["completion_tokens"] == first + 1
 
 
 def test_metrics_count_what_happened(server: Server) -> None:
@@ -193,24 +90,6 @@ def test_metrics_count_what_happened(server: Server) -> None:
     assert {"none", "kara"} <= {policy["name"] for policy in policies["data"]}
     info = server.http.get("/server_info").json()
     assert info["policy"]["args"]["window"] == 32
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves(server: Server, stream: bool) -> None:
-    wait_until(server.idle)
-    context = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
-    ids = server.http.post("/tokenize", json={"prompt": "Hello"}).json()["tokens"]
-    body = {
-        "prompt": ids,
-        "max_tokens": context - len(ids),
-        "ignore_eos": True,
-        "stream": stream,
-        "kv_policy": "none",
-    }
-    with sent(server.url, body) as client:
-        assert not stream or client.recv(100).startswith(b"HTTP/1.1 200")
-        wait_until(lambda: bool(server.stats()["requests"]))
-    wait_until(server.idle)
 
 
 def test_many_at_once(server: Server) -> None:

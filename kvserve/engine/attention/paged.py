@@ -38,7 +38,6 @@ class PagedAttention:
     """
 
     replays = replays_chunks = True
-    reads_remainders = True
 
     def __init__(
         self,

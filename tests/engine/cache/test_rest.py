@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,10 +25,8 @@ from kvserve.scheduler.compression.rest_events import HostRestEvents
 from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.event import Events
 from tests.checkpoints import random_prompts, write_checkpoint
-from tests.engine.guesses import SPECULATIVE
 from tests.engine.models.decoding import make
 from tests.engine.models.decoding import tokens as tokens_of
-from tests.scheduler.traffic import preempt_now_and_then
 
 pytestmark = pytest.mark.usefixtures("few_newest", "some_text")
 KARA = {"name": "kara", "window": 48, "buffer": 16, "ratio": 0.25, "period": 8, "rest_bits": 1.25}
@@ -44,23 +41,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(directory: Path, policy: Any, **settings: Any) -> LLM:
     return make(directory, policy=policy, **{**SETTINGS, **settings})
-
-
-@pytest.mark.parametrize("policy", [KARA, KEYS | {"rest_bits": 1.25}], ids=["kara", "keydiff"])
-def test_alone_and_in_a_crowd(directory: Path, policy: dict[str, Any]) -> None:
-    """Beside others, in chunks, with guesses, hits and recomputation: the same tokens, and no block
-    is lost."""
-    prompts = random_prompts([70, 23, 41, 5], seed=5)
-    alone = engine(directory, policy, max_num_seqs=1, enable_prefix_caching=False)
-    expected = tokens_of(alone, prompts, 120)
-    settings = {"max_num_batched_tokens": 99, "speculative_config": SPECULATIVE, "swap_space": 1}
-    crowd = engine(directory, policy, max_num_seqs=6, **settings)
-    scheduler = crowd.engine.core.scheduler
-    preempt_now_and_then(scheduler, np.random.default_rng(0), 0.05)
-    assert tokens_of(crowd, prompts * 2, 120) == expected * 2
-    scheduler.check_integrity()
-    assert scheduler.totals.preemptions_total > 3
-    assert scheduler.pool.num_free + scheduler.blocks.num_cached == scheduler.pool.capacity
 
 
 def test_all_tokens_are_seen_as_the_reference_sees_them(

@@ -17,7 +17,7 @@ import pytest
 from kvserve.config import EngineConfig
 from kvserve.engine.runner import memory
 from kvserve.log import ConfigError
-from kvserve.server.cli.listening import listen, warn_if_open
+from kvserve.server.cli.listening import warn_if_open
 from kvserve.server.settings.serve_settings import ServeSettings
 from tests.server.real_server import MODEL, Server, start
 from tests.waiting import WAIT
@@ -144,16 +144,6 @@ def test_an_open_door_is_named(
 ) -> None:
     warn_if_open(settings)
     assert ("--api-key" in caplog.text) == warned
-
-
-def test_a_sockets_file_goes_with_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # an address has room for a hundred characters
-    path = Path("socket")
-    with listen(ServeSettings(uds=str(path))):
-        assert path.exists()
-    assert not path.exists()
 
 
 FULL = Path("/dev/full")

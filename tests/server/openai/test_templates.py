@@ -159,13 +159,6 @@ def test_half_a_character_of_an_earlier_call_is_no_error(start_server: StartServ
     assert answer.status_code == 200, answer.text
 
 
-def test_system_messages_are_not_lost() -> None:
-    """Codex sends instructions and messages of the developer; this template reads the first."""
-    developer = {"role": "developer", "content": "be kind"}
-    text = prompt("HARMONY", {"role": "system", "content": "be brief"}, developer, USER)
-    assert "be brief\n\nbe kind" in text
-
-
 @pytest.mark.parametrize(
     "name", ["PLAIN", "PARTS", "CHATML", "GEMMA", "NO_SYSTEM", "IN_PLACE", "REPLACES"]
 )

@@ -27,11 +27,9 @@ from tests.engine.models.decoding import make
 from tests.engine.models.decoding import tokens as tokens_of
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
 from tests.engine.policies.cases import UNEVEN_CASES
-from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
 
 (PROMPT,) = random_prompts([70], seed=8)
-MATES = random_prompts([22, 55, 41, 90], seed=9)
 TOKENS = 40
 EACH = pytest.mark.parametrize("label", UNEVEN_CASES)
 
@@ -111,26 +109,6 @@ def test_so_they_are_where_other_layers_have_windows_or_states(
     assert events and len(np.unique((events[0].held >= 0).sum(axis=2))) > 1
     dense = dense_pass(load_dense(directory), PROMPT + tokens[:-1], events)
     torch.testing.assert_close(logits, dense.logits[len(PROMPT) - 1 :], atol=within, rtol=within)
-
-
-@EACH
-def test_neighbours_chunks_hits_and_preemptions_do_not_matter(
-    label: str, run_alone: Any, llama_dir: Path
-) -> None:
-    expected = run_alone(label)[0]
-    for settings in (
-        {"swap_space": 0, "max_num_batched_tokens": 96 if label == "pyramidinfer" else 16},
-        {"swap_space": 1 / 2048, "enable_prefix_caching": False},
-    ):
-        llm = make_llm(llama_dir, UNEVEN_CASES[label], **settings)
-        scheduler = llm.engine.core.scheduler
-        if "swap_space" in settings:
-            preempt_now_and_then(scheduler, np.random.default_rng(1), 0.08)
-        tokens = generate(llm, [PROMPT, *MATES, PROMPT])
-        assert tokens[0] == tokens[-1] == expected, settings
-        assert bool(scheduler.totals.preemptions_total) == ("swap_space" in settings)
-        assert scheduler.blocks.headroom == scheduler.pool.capacity
-        scheduler.check_integrity()
 
 
 @EACH
