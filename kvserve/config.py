@@ -262,7 +262,8 @@ class EngineConfig:
     )
     attention_backend: str = setting(
         "auto",
-        "attention implementation: auto, cpu (compiled by g++ at first use), triton or torch",
+        "attention implementation: auto, cpu (compiled by g++ at first use), triton, flash-attn, "
+        "xformers (prefill alone) or torch; two as in xformers,triton are for prefill and decode",
     )
     enforce_eager: bool = setting(False, "never capture CUDA graphs (a CPU has none)")
     cudagraph_capture_sizes: tuple[int, ...] = setting(

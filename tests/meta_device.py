@@ -77,7 +77,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = PagedAttention(paged_attention_triton, needs.scale, needs.block_size)
-        return Choice("triton", ByPhase(attention), storage.TRITON, "")
+        return Choice("triton", ByPhase(attention, attention), storage.TRITON, "")
 
     monkeypatch.setattr(plan, "device_of", lambda config: "meta")
     monkeypatch.setattr(plan, "select_backend", choose)

@@ -281,7 +281,7 @@ def pretend_cuda() -> Iterator[Queue]:
 
     def choose(wanted: str, needs: Needs) -> Choice:
         attention = PagedAttention(paged_attention_torch, needs.scale, needs.block_size)
-        return Choice("triton", ByPhase(attention), TORCH, "")
+        return Choice("triton", ByPhase(attention, attention), TORCH, "")
 
     mode = PretendCuda()
     with ExitStack() as stack:

@@ -29,7 +29,7 @@ SERVING = {"fastapi", "starlette", "uvicorn", "pydantic", "orjson"}
 """What the server needs; the command line loads them when it serves."""
 OPTIONAL = {"matplotlib", "openai", "opentelemetry"}
 """Installed by extras that anyone may use: never needed to import a module."""
-OWNED = {"triton", "ray", "msgspec", "zmq"}
+OWNED = {"triton", "flash_attn", "flash_attn_interface", "xformers", "ray", "msgspec", "zmq"}
 """Known to one place each, which is not always loaded."""
 
 
@@ -178,7 +178,7 @@ def test_pytest_alone_is_enough() -> None:
 
 # ---- what is declared ---------------------------------------------------------------------------
 
-NAMES = {"yaml": "pyyaml", "zmq": "pyzmq"}
+NAMES = {"flash_attn_interface": "flash_attn", "yaml": "pyyaml", "zmq": "pyzmq"}
 """Modules -> the packages that have them, where these are called otherwise."""
 
 

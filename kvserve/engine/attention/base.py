@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from torch import Tensor
 
+from kvserve.engine.device.transfer import to_device
 from kvserve.kernels.attend.query_segments import Shares
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.scheduler.arrays import IntArray
@@ -108,6 +109,28 @@ class ForwardBatch:
             rest=None if self.rest is None else self.rest.part(first, end),
         )
 
+    def by_token(self) -> ForwardBatch:
+        """The same with one token per chunk, for backends that support only causal chunks."""
+        lengths = np.diff(self.starts)
+        return replace(
+            self,
+            rows=self.rows.repeat(lengths),
+            starts=np.arange(self.starts[-1] + 1),
+            columns=self.columns.repeat(lengths),
+            causal=True,
+        )
+
+    def chunk_rows(self) -> tuple[Tensor, Tensor]:
+        """For every causal chunk (rows have one table): its row's blocks, and the entries it sees.
+
+        int32 ``[LG, S, columns]`` and ``[LG, S]``, on the device.
+        """
+        device = self.tables.device
+        ends = to_device(self.starts[1:] - 1, device)
+        used = self.tables[:, :, 0, : int(self.columns.max())]
+        tables = used.index_select(1, to_device(self.rows, device))
+        return tables, (self.last[:, 0].index_select(1, ends) + 1).int()
+
 
 def wanted_shares(out: Tensor | None, recent: Tensor | None) -> Shares | None:
     """What a kernel has to write if shares are logged; else ``None``."""
@@ -190,6 +213,8 @@ class AttentionBackend(Protocol):
     """
     replays_chunks: bool
     """The same of a batch of chunks."""
+    reads_remainders: bool
+    """Whether it attends to ``ForwardBatch.remainders``."""
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         """Prepare what this backend needs to know of a batch, once for all layers."""

@@ -1,4 +1,4 @@
-"""Attention that takes a batch apart, by phase or by kind of layer."""
+"""Attention that takes a batch apart: by phase for two backends, by kind of layer for one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from kvserve.engine.attention.base import AttentionBackend, BatchAttention, Forw
 
 
 class ByPhase:
-    """Plans chunks, and the decoding tokens in front of them, each by themselves."""
+    """Runs chunks by ``prefill`` and the decoding tokens in front of them by ``decode`` (default:
+    by the same)."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self.backend = backend
-        self.replays, self.replays_chunks = backend.replays, backend.replays_chunks
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend | None = None) -> None:
+        decode = decode or prefill
+        self.prefill, self.decode = prefill, decode
+        self.replays, self.replays_chunks = decode.replays, prefill.replays_chunks
+        self.reads_remainders = prefill.reads_remainders and decode.reads_remainders
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         decoding, chunks = batch.num_decoding, len(batch.rows)
-        if decoding in (0, chunks):
-            return self.backend.plan(batch)
-        prefill = self.backend.plan(batch.part(decoding, chunks))
-        decode = self.backend.plan(batch.part(0, decoding))
+        if decoding == chunks:
+            return self.decode.plan(batch)
+        if not decoding:
+            return self.prefill.plan(batch)
+        prefill = self.prefill.plan(batch.part(decoding, chunks))
+        decode = self.decode.plan(batch.part(0, decoding))
 
         def one_behind_the_other(
             layer: int,
@@ -46,6 +51,7 @@ class ByLayer:
     def __init__(self, backend: AttentionBackend, windowed: Collection[int]) -> None:
         self.backend, self.windowed = backend, windowed
         self.replays, self.replays_chunks = backend.replays, backend.replays_chunks
+        self.reads_remainders = backend.reads_remainders
 
     def plan(self, batch: ForwardBatch) -> BatchAttention:
         assert batch.windowed is not None, "the cache has no tables for layers with windows"

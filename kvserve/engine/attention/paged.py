@@ -38,6 +38,7 @@ class PagedAttention:
     """
 
     replays = replays_chunks = True
+    reads_remainders = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class TorchAttention:
     """Keeps two growing buffers: fresh memory for every gather costs more than the copy."""
 
     replays = replays_chunks = False
+    reads_remainders = True
 
     def __init__(
         self, scale: float, block_size: int, dtype: torch.dtype, soft_cap: float = 0.0

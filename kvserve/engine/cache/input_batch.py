@@ -64,8 +64,8 @@ class InputBatch(RowArrays):
         log_block_tokens: int,
         vocab_size: int,
         device: str,
-        groups: Sequence[RowGroup],
-        remainders: Remainders,
+        groups: Sequence[RowGroup] = (),
+        remainders: Remainders | None = None,
         decode_inputs: FillInputs = decode_inputs,
     ) -> None:
         self.layout = layout
@@ -93,7 +93,7 @@ class InputBatch(RowArrays):
         )
         self._decode_inputs = decode_inputs
         self.remainders = remainders
-        self._beside: list[RowGroup | Remainders] = [*groups, remainders]
+        self._beside: list[RowGroup | Remainders] = [*groups, *filter(None, [remainders])]
         self._rows = torch.arange(max_rows, device=device)
         self.sampling = SamplingRows(max_rows, vocab_size, device)
         self.kept_scores: Made[KeptScores] = Made(lambda: _kept_scores(layout, max_rows, device))

@@ -60,12 +60,14 @@ def choose_log(
     block_size: int | None,
     *,
     has_fp8: bool,
+    backend: str = "auto",
 ) -> tuple[LogForm, int]:
     """The log of an engine on ``part`` of a model, and the tokens of a block; the policies of
     requests share this log. ``asked``: ``query_reduction`` and ``logged_dtype`` of the server's.
 
-    If the server's policy logs none, the form is Kara's, unless a block is too small for it. One
-    that has no size yet is made to hold a token's queries.
+    If the server's policy logs none, the form is Kara's, unless an attention backend is named that
+    cannot log it, or a block is too small for it. A block that has no size yet is made to hold a
+    token's queries.
     """
     reduction, logged = asked
     if logged == "auto":
@@ -80,7 +82,8 @@ def choose_log(
     means = LogForm(part.num_kv_heads, logged, "group_mean")
     logs = [means if reduction == "group_mean" else LogForm(part.num_heads, logged)]
     if reduction is None:
-        logs = [LogForm(part.num_heads, "int4"), means]
+        packages = {"flash-attn", "xformers"} & set(backend.split(","))
+        logs = [means] if packages else [LogForm(part.num_heads, "int4"), means]
     unit = TILE if form.few else 1  # of which blocks are multiples
     least = [-(-log.least_block(layout, form, dtype.itemsize) // unit) * unit for log in logs]
     at = next((at for at, tokens in enumerate(least) if tokens <= size), -1)

@@ -76,6 +76,11 @@ class RequestPolicies:
             return ".rest_bits", f"rest_bits {why} (--policy.rest_bits)"
         if wants.protect_turns and not self._has_turns:
             return ".protect_turns", NO_TURNS
+        if wants.leaves != "off" and self._built.executor.runner.batch.remainders is None:
+            return ".remainder", (
+                "attention on this server does not read what stands for dropped entries "
+                "(--attention-backend); use remainder off"
+            )
         log, laid_out = plan.log, "on this server (its query log was laid out for that at start)"
         if wants.query_reduction and wants.logged_dtype not in ("auto", log.dtype):
             return ".query_dtype", f"query_dtype is {log.dtype} {laid_out}"
@@ -103,6 +108,8 @@ class RequestPolicies:
             args = offered_args(fields, plan.max_len)
             if "query_reduce" in fields:
                 args["query_reduce"] = plan.log.reduction
+            if "remainder" in fields and self._built.executor.runner.batch.remainders is None:
+                args["remainder"] = "off"
             try:
                 self.resolve({"name": name, **args})
             except RequestError as error:

@@ -51,7 +51,10 @@ def start_up_table(
     """All rows: each part says its own."""
     config, spec, model = plan.config, plan.spec, runner.model
     remainders, operators = runner.batch.remainders, model.operators
-    left = f"{plan.policy.demands.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
+    left = "off", "attention does not read them; --attention-backend"
+    if remainders is not None:
+        state = f"{plan.policy.demands.leaves}, {remainders.nbytes / 2**20:.1f} MiB beside the pool"
+        left = state, "what stands for dropped entries; --policy.remainder"
     _, reason = plan.graph_sizes(attention)
     graphs = runner.graphs
     return [
@@ -59,7 +62,7 @@ def start_up_table(
         *_cache_rows(plan, pool.num_blocks - 1),
         *_table_rows(plan, model.entry_table),
         profile.row,
-        ("remainders", left, "what stands for dropped entries; --policy.remainder"),
+        ("remainders", *left),
         ("attention", attention.name, f"{attention.reason}; --attention-backend"),
         ("cuda graphs", "off", reason) if graphs is None else graphs.row(reason),
         linear_layers_row(spec, plan.dtype, plan.device),

@@ -124,8 +124,9 @@ def inspect(llm: LLM, prompt: Sequence[int], continuation: Sequence[int] = ()) -
         raise RequestError("the KV pool cannot hold these tokens; raise --num-gpu-blocks-override")
     ids = np.array([*prompt, *continuation], np.int32)
     weights = np.full((layout.num_layers, layout.num_kv_heads), -np.inf, np.float32)
-    if output.kv_cache_details.remainder_entries:
-        weights = runner.batch.remainders.whole.bias[:, 0].cpu().numpy()  # its row is nobody's yet
+    remainders = runner.batch.remainders
+    if remainders is not None and output.kv_cache_details.remainder_entries:
+        weights = remainders.whole.bias[:, 0].cpu().numpy()  # its row is nobody's yet
     details = output.kv_cache_details
     return Inspection(ids, kept.held_at(total), kept.events, details, weights)
 

@@ -178,10 +178,14 @@ class EnginePlan:
             dim,
             layout.block_size,
             dim**-0.5,
+            per_head=layout.rows > 1,
+            log_shares=self.log.dtype == "int4",
             form=self.form.name,
+            remainders=self.policy.demands.leaves != "off",
             codes=self.policy.demands.event_kind is EventKind.CODED,
             rest=self.policy.demands.rest_bits > 0,
             windowed=self.spec.windowed,
+            sinks=self.spec.sinks,
             soft_cap=self.spec.soft_cap,
             window_dim=self.spec.window_heads and self.spec.window_heads[1],
         )
@@ -223,6 +227,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         *((policy.query_reduction, policy.logged_dtype), part, form),
         *(dtype, device, config.cache.block_size),
         has_fp8=device == "cuda" and _has_fp8(),
+        backend=config.attention_backend,
     )
     with _naming_flags():
         policy = policy.for_model(num_layers, block_size)

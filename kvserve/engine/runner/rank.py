@@ -82,9 +82,11 @@ def build_runner(
     )
     config, spec = plan.config, plan.spec
     rows = config.scheduler.max_num_seqs
-    places = num_places(rows, continuations=config.cache.continuations == "on")
-    full, turned = spec.layers.full or None, cache.entries.turn_remainder
-    remainders = Remainders(plan.layout, rows, plan.device, turned, places, full)
+    remainders = None
+    if attention.backend.reads_remainders:
+        places = num_places(rows, continuations=config.cache.continuations == "on")
+        full, turned = spec.layers.full or None, cache.entries.turn_remainder
+        remainders = Remainders(plan.layout, rows, plan.device, turned, places, full)
     (kv_shape,), (log_shape,), *shapes = pool.table_shapes
     groups = [
         _make_row_group(group_spec, shape, plan.device)

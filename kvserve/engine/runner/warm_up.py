@@ -95,7 +95,8 @@ def rehearse_event(runner: ModelRunner, policy: Policy, max_len: int, events: in
         runner.compressor.run_observed(task, policy, found, tables[0])
         return
     runner.compressor.run(task, policy, *tables)
-    runner.batch.remainders.used = False  # nothing was dropped
+    if runner.batch.remainders is not None:
+        runner.batch.remainders.used = False  # nothing was dropped
     if policy.demands.kept_scores:
         runner.batch.kept_scores().first(policy.demands.kept_scores).zero_()
 

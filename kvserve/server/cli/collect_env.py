@@ -13,7 +13,7 @@ import kvserve
 
 _PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy"),
-    *("fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "openai", "ray"),
+    *("fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "openai", "ray", "flash-attn"),
 )
 
 

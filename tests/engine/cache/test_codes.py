@@ -201,8 +201,9 @@ def test_what_cannot_be_coded_is_refused(
         make_llm(llama_dir, {**SPINDLE, "window": 3})
     with pytest.raises(ConfigError, match="--kv-layout layer"):
         make_llm(llama_dir, SPINDLE, kv_layout="layer")
-    with pytest.raises(ConfigError, match=r"--attention-backend torch: .* held as codes"):
-        make_llm(llama_dir, SPINDLE, attention_backend="torch")
+    for backend in ("torch", "torch,cpu"):
+        with pytest.raises(ConfigError, match=r"--attention-backend torch: .* held as codes"):
+            make_llm(llama_dir, SPINDLE, attention_backend=backend)
 
     def no_library(*_: str) -> None:
         raise BuildError("no compiler")
