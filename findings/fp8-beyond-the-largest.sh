@@ -1,7 +1,7 @@
 #!/bin/sh
 # ml_dtypes 0.6.0, jax 0.10.2, openvino 2026.4.1, onnxruntime 1.31.1, mlx 0.32.4, on a CPU: float32 to float8_e4m3fn (mlx: to_fp8), of 464, 465, inf and NaN, and float4 of NaN
 # Guess: one rule in all: what is too large becomes 448, and NaN stays NaN
-# Seen: beyond 464 it is NaN in ml_dtypes, jax and openvino, and 448 in onnxruntime and mlx; inf is the same, and mlx makes 448 of NaN too. Of a NaN, float4_e2m1 is -0 in ml_dtypes and 6 in openvino. ONNX says which (operator Cast, table of `saturate`, whose default is 1); OCP's FP8 specification 1.0, 5.2.1, allows both
+# Seen: beyond 464 it is NaN in ml_dtypes, jax and openvino, and 448 in onnxruntime and mlx; inf is the same, and mlx makes 448 of NaN too. Of a NaN, float4_e2m1 is -0 in ml_dtypes and 6 in openvino. ONNX says which (operator Cast, table of `saturate`, whose default is 1); OCP's 8-bit Floating Point Specification 1.0 has both ways
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

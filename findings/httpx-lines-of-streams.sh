@@ -1,7 +1,7 @@
 #!/bin/sh
 # httpx 0.28.1, httpx2 2.16.2, httpx-sse 0.4.3: lines of server-sent events whose JSON has U+2028 or U+0085 as it is, as orjson and json.dumps(ensure_ascii=False) write them
-# Guess: a line of a stream ends where the format says: at CR LF, LF or CR (WHATWG HTML, 9.2.6, "Parsing an event stream")
-# Seen: iter_lines cuts as str.splitlines does, also at U+2028, U+2029, U+0085, U+001C and five others, so json.loads gets half an object; httpx-sse 0.4.3 cuts by the format. The rule: httpx/_decoders.py, LineDecoder
+# Guess: a line of a stream ends where the format says: at CR LF, LF or CR (WHATWG HTML, "Parsing an event stream")
+# Seen: iter_lines cuts as str.splitlines does, also at U+2028, U+2029, U+0085, U+001C and four others, so json.loads gets half an object; httpx-sse 0.4.3 cuts by the format. The rule: httpx/_decoders.py, LineDecoder
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,7 +1,7 @@
 #!/bin/sh
 # warp-lang 1.19.0, kernels on its CPU device: //, %, round, sign and clamp
 # Guess: kernels are written in Python, so -7 // 2 is -4 and -7 % 2 is 1, as on the line outside of the kernel, or both are C's: -3 and -1
-# Seen: one of each: -7 // 2 is -4 and -7 % 2 is -1, so a // b * b + a % b is not a (-9); floats alike. wp.round(2.5) is 3, where Python's and wp.rint's is 2; wp.sign(0.0) is 1; wp.clamp of NaN is the lower bound. Warp's reference of built-ins, "Operators" and "Scalar Math", says it of mod, round and sign
+# Seen: one of each: -7 // 2 is -4 and -7 % 2 is -1, so a // b * b + a % b is not a (-9); floats alike. wp.round(2.5) is 3, where Python's and wp.rint's is 2; wp.sign(0.0) is 1; wp.clamp of NaN is the lower bound. Warp's reference of built-ins says so of mod ("truncated division"), floordiv, round, sign and clamp
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
