@@ -1,6 +1,6 @@
 #!/bin/sh
 # jax 0.10.2, onnxruntime 1.31.1, on a CPU: attention with local_window_size=4
-# Guess: a query sees 4 keys, its own among them, as `sliding_window: 4` of a Mistral's or Gemma's config.json means, and none behind it
+# Guess: a query sees 4 keys, its own among them, as `sliding_window: 4` of a Mistral's or Gemma's config.json means
 # Seen: in jax it is 4 keys to the left beside its own, and 4 to the right unless is_causal: 9 and 5 keys; in onnxruntime's GroupQueryAttention it is 4 with its own; and there seqlens_k is the count of keys less one. jax.nn.dot_product_attention's docstring ("(left, right)", of which one number is both); onnxruntime docs/ContribOperators.md
 set -eu
 work=$(mktemp -d)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # mlx 0.32.4, on a CPU: mx.quantize(mode="mxfp4")
-# Guess: OCP's rules, to whose specification its docstring points: the exponent of a block's scale is floor(log2(largest)) - 2, and numbers are rounded to the nearest, ties to the even one (OCP Microscaling Formats 1.0, 6.3 and 5.3.3)
-# Seen: the exponent is ceil(log2(largest / 6)), one more than OCP's where the largest number is beyond 6 * 2^n, so that nothing is cut off; and ties go to the smaller number: 3.5 to 3 and 5 to 4, 0.75 to 0.5, where ties to even make 4, 4 and 1 of them
+# Guess: OCP's rule, to whose specification its docstring points: the exponent of a block's scale is floor(log2(largest)) - 2 (OCP Microscaling Formats 1.0, 6.3)
+# Seen: the exponent is ceil(log2(largest / 6)), one more than OCP's where the largest number is beyond 6 * 2^n, so that nothing is cut off; and ties go to the smaller number: 3.5 to 3 and 5 to 4, 0.75 to 0.5, where OCP's ties to the even one (5.3) make 4, 4 and 1 of them
 set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
