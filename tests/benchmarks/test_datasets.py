@@ -43,7 +43,8 @@ def parsed(*flags: str) -> argparse.Namespace:
 
 
 def written(path: Path, *lines: Any) -> str:
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    rows = (json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path.write_text("".join(rows), encoding="utf-8")
     return str(path)
 
 
@@ -108,15 +109,16 @@ def test_sharegpt_takes_first_turns_of_usable_conversations(
 
 
 def test_custom_lines_are_user_turns(read: Read, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = written(tmp_path / "c.jsonl", {"prompt": "one"}, {"prompt": "two", "output_tokens": 3})
+    two = "two\u2028three"  # which ends no line of a file
+    path = written(tmp_path / "c.jsonl", {"prompt": "one"}, {"prompt": two, "output_tokens": 3})
     flags = ("--dataset", "custom", "--dataset-path", path, "--num-prompts", "2")
     made = read(*flags, "--custom-output-len", "9")
     assert [tokenizer.decode(prompt) for prompt in made.prompts] == [
-        f"[user]{text}[assistant]" for text in ("one", "two")
+        f"[user]{text}[assistant]" for text in ("one", two)
     ]
-    assert made.limits == [9, 3] and made.messages(1, []) == [{"role": "user", "content": "two"}]
+    assert made.limits == [9, 3] and made.messages(1, []) == [{"role": "user", "content": two}]
     plain = read(*flags, "--skip-chat-template")
-    assert plain.prompts == [tokenizer.encode("one"), tokenizer.encode("two")]
+    assert plain.prompts == [tokenizer.encode("one"), tokenizer.encode(two)]
 
 
 def test_traces_share_what_their_hashes_share(read: Read, tmp_path: Path) -> None:

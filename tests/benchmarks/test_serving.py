@@ -152,13 +152,13 @@ def test_random_prompts_at_a_rate(serve: Serve, capsys: pytest.CaptureFixture[st
 
 
 def test_chats_of_a_file_with_details(serve: Serve, tmp_path: Path) -> None:
-    prompts = custom(tmp_path, "one", "two", "three")
+    prompts = custom(tmp_path, "one", "two", "SAY[a\u2028b\u0085]")  # no ends of lines
     flags = ("--custom-output-len", "4", "--ignore-eos", "--save-detailed")
     status, saved = serve("--backend", "openai-chat", *prompts, *flags)
     assert status == 0 and saved.keys() >= DETAILS
     assert saved["output_lens"] == [4, 4, 4] and saved["errors"] == ["", "", ""]
     assert all(len(gaps) <= 3 for gaps in saved["itls"]) and min(saved["ttfts"]) > 0
-    assert saved["generated_texts"] == ["0 1 2 3 "] * 3
+    assert sorted(saved["generated_texts"]) == ["0 1 2 3 ", "0 1 2 3 ", "a\u2028b\u0085"]
 
 
 def test_vllm_s_form(server: RunningServer, model_dir: Path, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def _read_lines(source: Source, *needed: str) -> list[dict[str, Any]]:
 
 def _lines(path: Path, count: int, flag: str) -> Iterable[tuple[int, str]]:
     """The first ``count`` lines that are not empty, numbered from 1."""
-    filled = filter(str.strip, _text(path, flag).splitlines())
+    filled = filter(str.strip, _text(path, flag).split("\n"))
     return enumerate(itertools.islice(filled, count), start=1)
 
 

@@ -124,19 +124,19 @@ class ServingClient:
                 if response.status_code != 200:
                     await response.aread()
                     answer.error = f"HTTP {response.status_code}: {response.text[:300]}"
-                    return await self._failed(answer)
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                        answer.take(json.loads(line[5:]), perf_counter())
+                else:
+                    rest = b""
+                    async for part in response.aiter_bytes():  # aiter_lines cuts at U+2028 too
+                        *lines, rest = (rest + part).split(b"\n")
+                        for line in lines:
+                            if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
+                                answer.take(json.loads(line[5:]), perf_counter())
         except httpx.HTTPError as error:
             answer.error = f"{type(error).__name__}: {error}"
         if not answer.error and not answer.arrivals:
             answer.error = "the stream ended without a token"
-        return await self._failed(answer) if answer.error else answer
-
-    async def _failed(self, answer: Answer) -> Answer:
-        """Return the failed answer; raises ``ServerGone`` if the server itself failed."""
-        await self.check_alive()
+        if answer.error:
+            await self.check_alive()
         return answer
 
     async def check_alive(self) -> None:

@@ -96,9 +96,8 @@ class Client:
         elif name == "/system":
             self._system = rest.strip() or None
         elif name == "/policy":
-            policy = _policy(rest.strip())
-            self.fields = {**self.fields, "kv_policy": policy}
-            if not policy:
+            self.fields["kv_policy"] = _policy(rest.strip())
+            if not self.fields["kv_policy"]:
                 del self.fields["kv_policy"]
         elif name == "/stats":
             self._stats = not self._stats
@@ -141,12 +140,15 @@ class Client:
         try:
             with self._http.stream("POST", path, json=body) as response:
                 _check(response)
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        chunk = json.loads(line.removeprefix("data: "))
-                        if "error" in chunk:
-                            raise RequestError(chunk["error"]["message"])
-                        yield chunk
+                rest = b""
+                for part in response.iter_bytes():  # iter_lines cuts events at U+2028 too
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            chunk = json.loads(line[6:])
+                            if "error" in chunk:
+                                raise RequestError(chunk["error"]["message"])
+                            yield chunk
         except httpx.HTTPError as exc:
             raise RequestError(f"the connection broke: {exc}") from None
 
@@ -173,7 +175,6 @@ def _check(response: httpx.Response) -> None:
 
 def _policy(text: str) -> str | Json:
     try:
-        policy: str | Json = json.loads(text) if text.startswith("{") else text
+        return json.loads(text) if text.startswith("{") else text
     except ValueError as exc:
         raise RequestError(f"--kv-policy is not JSON: {exc}") from None
-    return policy

@@ -29,6 +29,13 @@ def test_one_answer(server: RunningServer, capsys: pytest.CaptureFixture[str]) -
     assert server.params.kv_policy == {"name": "kara", "window": 64}
 
 
+def test_an_answer_with_marks_that_end_lines_elsewhere(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "chat", "-q", "SAY[a\u2028b\u0085c]") == 0
+    assert capsys.readouterr().out == "a\u2028b\u0085c\n"
+
+
 def test_a_conversation(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
