@@ -27,7 +27,7 @@ from kvserve.kernels.store.held_arguments import told_of
 from kvserve.kernels.store.remainder import Remainder
 
 _MAX_SPLITS = 64
-_MAX_LONG_SPLITS = 4  # most of these parts have no entries
+_MAX_LONG_SPLITS = 4  # most of these parts have no entries, and end at once
 
 
 class _Parts(NamedTuple):
