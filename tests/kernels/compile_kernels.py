@@ -343,7 +343,7 @@ DECODES = BOTH | {
     "/k4v4_head": {"form": "k4v4", "rows": 8},
     **{f"/codes_dim{dim}": BOTH["/codes"] | {"dim": dim} for dim in (64, 256)},
     "/codes_float32": BOTH["/codes"] | {"dtype": torch.float32},
-    "/split": {"splits": 8},
+    **{"/split": {"splits": 8}, "/block16": {"block": 16}},
 }
 
 VARIANTS: dict[str, Callable[[], object]] = {
@@ -451,7 +451,7 @@ SPILLING = {
     90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
     100: (
         *("prefill/dim64", "prefill/float32", "prefill/window", "prefill/newest"),
-        "multiply_levels/FP8",
+        *("decode/newest", "multiply_levels/FP8"),
     ),
 }
 """Variants that spill 8 to 32 bytes under one of the Tritons; ``prefill/newest`` spills 104, and

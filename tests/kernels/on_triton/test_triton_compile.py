@@ -92,6 +92,7 @@ def test_nothing_is_allowed_to_spill() -> None:
     ("variant", "most"),
     [
         ("decode:attend", 1150),
+        *(("decode/block16:attend", 720), ("decode/newest:attend", 960)),
         *((f"decode/{form}:decode_levels", most) for form, most in DECODE_LEVELS.items()),
         ("prefill:attend", 2800),  # 700 of each of 8 warps for a tile of 64
     ],
