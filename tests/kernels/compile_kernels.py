@@ -246,9 +246,9 @@ def choose(count: int, keep: int) -> None:
     token_to_chunk_triton(new(2, 32, 8, count, dtype=torch.float32), keep, 16, 8)
 
 
-def multiply(form: LevelForm, rows: int, experts: int | None = None) -> None:
+def multiply(form: LevelForm, rows: int, experts: int | None = None, outputs: int = 28_672) -> None:
     """An 8B model's matrix, or an expert's of Qwen3's."""
-    shape = (4096, 4096) if experts is None else (experts, 1536, 2048)
+    shape = (outputs, 4096) if experts is None else (experts, 1536, 2048)
     with torch.device("meta"):
         weight = Levels.empty(form, shape, shape[-1])
     x = new(rows, shape[-1])
@@ -343,7 +343,7 @@ DECODES = BOTH | {
     "/k4v4_head": {"form": "k4v4", "rows": 8},
     **{f"/codes_dim{dim}": BOTH["/codes"] | {"dim": dim} for dim in (64, 256)},
     "/codes_float32": BOTH["/codes"] | {"dtype": torch.float32},
-    "/split": {"splits": 8},
+    **{"/split": {"splits": 8}, "/block16": {"block": 16}},
 }
 
 VARIANTS: dict[str, Callable[[], object]] = {
@@ -426,14 +426,15 @@ VARIANTS: dict[str, Callable[[], object]] = {
     "decode_inputs/plain": place,
     "decode_inputs/chunks": lambda: place(logs=True, rows_of=4),
     "decode_inputs/head": lambda: place(32, 8, logs=True),
-    "multiply_levels": lambda: multiply(AWQ, 1),
+    "multiply_levels": lambda: multiply(AWQ, 1, outputs=4096),
     "widen_levels": lambda: multiply(AWQ, 2048),
     "widen_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 2048),
-    "multiply_levels/rows": lambda: multiply(AWQ, 32),
+    **{f"multiply_levels/rows{n}": partial(multiply, AWQ, n) for n in (1, 32, 64, 128)},
+    "multiply_levels/rows64_few": lambda: multiply(AWQ, 64, outputs=4096),
     "multiply_levels/experts": lambda: multiply(AWQ, 512, experts=128),
-    "multiply_levels/Q4_1": lambda: multiply(LevelForm(4, 32, offsets="minimum"), 64),
-    "multiply_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 64),
-    "multiply_levels/FP8": lambda: multiply(LevelForm(8, 4096, torch.float32, e4m3=True), 64),
+    "multiply_levels/Q4_1": lambda: multiply(LevelForm(4, 32, offsets="minimum"), 128),
+    "multiply_levels/Q8_0": lambda: multiply(LevelForm(8, 32), 128),
+    "multiply_levels/FP8": lambda: multiply(LevelForm(8, 4096, torch.float32, e4m3=True), 128),
     "delta_rule/steps": lambda: rule(1),
     "delta_rule/pieces": lambda: rule(512),
     "sigmoid_gate": lambda: delta.sigmoid_gate(new(64, 4096), new(64, 8192)[:, 4096:]),
@@ -448,7 +449,10 @@ VARIANTS: dict[str, Callable[[], object]] = {
 SPILLING = {
     80: ("decode/few", "decode/many", "prefill/dim256", "delta_rule/pieces"),
     90: ("decode/remainder_split", "decode/codes_split", "decode/k8v4_split", "prefill/int8"),
-    100: ("prefill/dim64", "prefill/float32", "prefill/window", "prefill/newest"),
+    100: (
+        *("prefill/dim64", "prefill/float32", "prefill/window", "prefill/newest"),
+        *("decode/newest", "multiply_levels/FP8"),
+    ),
 }
 """Variants that spill 8 to 32 bytes under one of the Tritons; ``prefill/newest`` spills 104, and
 ``delta_rule/pieces`` 408."""

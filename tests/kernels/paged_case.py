@@ -254,18 +254,25 @@ class NewestCase(LevelRows):
     """Three rows of 150, 3 and 77 tokens, whose newest entries and first one are held as they were
     computed, too. What no row holds, or may read so, is not a number."""
 
-    def __init__(self, form: EntryFormat, dim: int, dtype: torch.dtype, tables: int = 1) -> None:
+    def __init__(
+        self,
+        form: EntryFormat,
+        dim: int,
+        dtype: torch.dtype,
+        tables: int = 1,
+        block: int = NEW_BLOCK,
+    ) -> None:
         super().__init__(form, dim, dtype, tables, (150, 3, 77), (DROPPED, 0, DROPPED))
         heads, size = 4 // tables, 3 * tables
         self.new_tables = (torch.randperm(size * 31).int() + 1).view(3, tables, 31)
-        self.exact = torch.full((size * 31 + 1, 2, NEW_BLOCK, heads, dim), torch.nan).to(dtype)
+        self.exact = torch.full((size * 31 + 1, 2, block, heads, dim), torch.nan).to(dtype)
         for row, both in enumerate(self.entries):
             # The row's first entry, and what has come since its last event.
             at = torch.tensor([0, *range(max(EVENTS[row], 1), self.held[row])])
-            block = self.new_tables[row][:, at // NEW_BLOCK].long()
+            blocks = self.new_tables[row][:, at // block].long()
             for kind, x in enumerate(both):
                 own = x[at].unflatten(1, (tables, -1)).transpose(0, 1)
-                self.exact[block, kind, at % NEW_BLOCK] = own
+                self.exact[blocks, kind, at % block] = own
         bias = torch.full((3, 4), -torch.inf)
         bias[0], bias[2] = 2.0, 1.0
         lost = torch.randn(2, 3, 4, dim)

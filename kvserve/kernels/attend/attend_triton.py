@@ -98,9 +98,6 @@ def attend(
     token = (first + query // GROUP).to(tl.int64)
     q_head = (table * HEADS + head) * GROUP + query % GROUP
     dims = tl.arange(0, DIM)
-    q_at = q + (token * token_stride + q_head * head_stride)[:, None]
-    q_at += channels_of(DIM, KEYS)[None, :]
-    queries = tl.load(q_at, mask=real[:, None], other=0.0)
     limit = tl.load(last + table * tokens + token, mask=real, other=-1).to(tl.int32) + 1
     limit = tl.minimum(limit, columns * BLOCK)
 
@@ -122,6 +119,18 @@ def attend(
     share = tl.cdiv(share, TILE) * TILE
     begin += split * share
     end = tl.minimum(begin + share, end)
+    place = token * (ROWS * HEADS * GROUP) + q_head
+    if SPLIT:
+        place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
+        if (split > 0) & (begin >= end):  # most parts of rows among many
+            none = tl.full([QUERIES], float("-inf"), tl.float32)
+            tl.store(sums + place, none, mask=real)
+            if SHARES:
+                tl.store(part_recent + place, none, mask=real)
+            return
+    q_at = q + (token * token_stride + q_head * head_stride)[:, None]
+    q_at += channels_of(DIM, KEYS)[None, :]
+    queries = tl.load(q_at, mask=real[:, None], other=0.0)
     row = tl.load(rows + chunk).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
     k_base, v_base = keys + head * kv_head_stride, values + head * kv_head_stride
@@ -299,9 +308,7 @@ def attend(
         high = new_high
     total = tl.where(total > 0, total, 1.0)
     acc = acc / total[:, None]
-    place = token * (ROWS * HEADS * GROUP) + q_head
     if SPLIT:
-        place += split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + place, high + tl.log2(total), mask=real)
         if SHARES:
             tl.store(part_recent + place, high + tl.log2(near), mask=real)

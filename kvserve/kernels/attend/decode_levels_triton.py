@@ -88,6 +88,7 @@ def decode_levels(
     query = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     real = query < GROUP
     q_head = (table * HEADS + head) * GROUP + query
+    place = token * (ROWS * HEADS * GROUP) + q_head
     q += token * token_stride + (table * HEADS + head) * GROUP * head_stride
     operand, total_of, unit_of = query_operand(
         q, head_stride, query, DIM, GROUP, KEYS, KEY_WIDTH, QUERIES
@@ -109,6 +110,14 @@ def decode_levels(
     share = tl.cdiv(share, TILE) * TILE
     begin += split * share
     end = tl.minimum(begin + share, end)
+    if SPLIT:
+        apart_by = split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
+        if (split > 0) & (begin >= end):  # most parts of rows among many
+            none = tl.full([QUERIES], float("-inf"), tl.float32)
+            tl.store(sums + apart_by + place, none, mask=real)
+            if SHARES:
+                tl.store(part_recent + apart_by + place, none, mask=real)
+            return
     row = tl.load(rows + token).to(tl.int64) * ROWS + table
     row_table = tables + row * columns
 
@@ -205,14 +214,12 @@ def decode_levels(
             recently *= decay
     weight = tl.where(weight > 0, weight, 1.0)
     acc = acc / wide(weight, WIDE)[None, :]
-    place = token * (ROWS * HEADS * GROUP) + q_head
     column = tl.arange(0, WIDE) * QUERIES // WIDE  # its query, if it is the first of that query's
     mine = tl.arange(0, WIDE) % (WIDE // QUERIES) == 0
     column += tl.program_id(1) * QUERIES
     to = token * (ROWS * HEADS * GROUP) + (table * HEADS + head) * GROUP + column
     mine = (mine & (column < GROUP))[None, :] & (channel < DIM)[:, None]
     if SPLIT:
-        apart_by = split.to(tl.int64) * tokens * (ROWS * HEADS * GROUP)
         tl.store(sums + apart_by + place, high + tl.log2(weight), mask=real)
         if SHARES:
             tl.store(part_recent + apart_by + place, high + tl.log2(recently), mask=real)

@@ -27,7 +27,7 @@ from kvserve.kernels.store.held_arguments import told_of
 from kvserve.kernels.store.remainder import Remainder
 
 _MAX_SPLITS = 64
-_MAX_LONG_SPLITS = 4  # most of these parts have no entries
+_MAX_LONG_SPLITS = 4  # most of these parts have no entries, and end at once
 
 
 class _Parts(NamedTuple):
@@ -207,6 +207,10 @@ def _tile_of(q: Tensor, keys: Entries, chunks: QuerySegments, packed: int, coded
     tile = tile_of(kernel, q.device, q.shape[2], q.dtype)
     if decodes:
         queries = max(tile.rows, queries)
+        halves = isinstance(keys, Tensor) and q.dtype is not torch.float32 and not coded
+        if halves and queries == 16 == block & -block < tile.columns:
+            # A tile lies in one block, and its warp waits for no other.
+            return tile._replace(columns=16, warps=1, programs=2 * tile.programs)
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
     if isinstance(keys, Tensor):
         return tile

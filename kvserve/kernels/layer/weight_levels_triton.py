@@ -1,9 +1,10 @@
 """Products with weights that are held as levels, in Triton: of all rows, or of each expert's.
 
 A program widens a tile of the weight as it reads it, with scales and offsets applied in float32,
-and multiplies it in the type of x; sums are float32. Up to 32 rows meet levels of 4 bits as whole
-numbers, whose scale then meets the sums of its group. Each tile of 64 rows widens the weight again,
-so that many rows are faster if the whole weight is widened once, for torch's product.
+and multiplies it in the type of x; sums are float32. Levels of 4 bits become whole numbers by
+masks: up to 32 rows meet them so, and the scale meets the sums of its group; for more rows the
+numbers meet it first, which rounds them as the others are rounded. Each tile of rows widens the
+weight again, so that many rows are faster if the whole weight is widened once, for torch's product.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvserve.kernels import dispatch
 from kvserve.kernels.dispatch import Helper, Kernel, interprets
 from kvserve.kernels.layer.weight_levels import BLOCK, Levels, levels_of_rows
 
@@ -90,15 +92,16 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         levels, steps = levels_of_rows(x)
         x = levels.to(x.dtype)  # whole numbers up to 128, which all types hold
     out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
-    columns = 32 if len(x) <= 16 else 64
     inner, one_group = _inner(weight)
     # Sums of a group beside those of all would not leave registers enough for 64 rows.
-    exact = one_group and form.offsets != "minimum" and x.dtype is not torch.float32 and rows < 64
+    sums = len(x) <= 32
+    exact = form.bits == 4 and one_group and form.offsets != "minimum"
+    exact = exact and x.dtype is not torch.float32
+    exact = exact and (sums or form.scales in (x.dtype, torch.float16))
     experts = 1 if ends is None else len(ends)
-    tiles = -(-len(x) // rows) + (experts - 1) * bool(len(x))
+    rows, columns = _tile(x, outputs, experts, exact)
     _multiply_levels.launch(
-        (-(-outputs // columns), tiles),
+        (-(-outputs // columns), _tiles(x, rows, experts)),
         *(out, x, weight.levels, weight.scales, weight.offsets, weight.order, bias, steps, ends),
         *(len(x), outputs, width, weight.inputs, x.stride(0)),
         *(form.group, weight.scales.shape[-1]),
@@ -112,11 +115,36 @@ def _multiply(x: Tensor, weight: Levels, bias: Tensor | None, ends: Tensor | Non
         COLUMNS=columns,
         INNER=inner,
         EXACT=exact,
+        SUMS=sums,
         ASM=not interprets(),
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if rows < 128 else 2,  # two programs have room on a multiprocessor
     )
     return out
+
+
+def _tile(x: Tensor, outputs: int, experts: int, exact: bool) -> tuple[int, int]:
+    """Rows and columns of a program: as many as registers hold and as leave each multiprocessor a
+    program. They change no order of a sum."""
+
+    def busy(rows: int, columns: int) -> bool:
+        programs = _tiles(x, rows, experts) * -(-outputs // columns)
+        return programs >= dispatch.num_processors(x.device)
+
+    rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
+    columns = 32 if rows == 16 else 64
+    large = dispatch.capability(x.device) >= (9, 0) and x.dtype is not torch.float32
+    if len(x) > 64 and experts == 1 and large and busy(128, columns):
+        rows = 128
+    most = 128 if exact and (large or rows < 64) else 64
+    while columns < most and busy(rows, 2 * columns):
+        columns *= 2
+    return rows, columns
+
+
+def _tiles(x: Tensor, rows: int, experts: int) -> int:
+    """Tiles of rows, of which each expert's last is not full."""
+    return -(-len(x) // rows) + (experts - 1) * bool(len(x))
 
 
 def _code(weight: Levels) -> int:
@@ -195,6 +223,21 @@ def with_upper_byte(both, UPPER: tl.constexpr, ASM: tl.constexpr):
         lower, upper = (both & 15).to(tl.int16), (both >> 4).to(tl.int16)
         lower, upper = lower | UPPER << 8, upper | UPPER << 8
     return lower, upper
+
+
+@Helper
+def by_scale(levels, scale):
+    """Whole numbers [columns, inputs] by their scale [columns], rounded once, as from float32: 8 of
+    a float16's 11 bits, and the product with the rest, are exact in bfloat16."""
+    large = scale.to(levels.dtype)
+    if scale.dtype == levels.dtype:
+        numbers = levels * large[:, None]
+    else:
+        small = (scale.to(tl.float32) - large.to(tl.float32)).to(levels.dtype)
+        numbers = tl.fma(
+            levels, tl.broadcast_to(large[:, None], levels.shape), levels * small[:, None]
+        )
+    return numbers
 
 
 @Helper
@@ -290,6 +333,7 @@ def _multiply_levels(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     EXACT: tl.constexpr,
+    SUMS: tl.constexpr,
     ASM: tl.constexpr,
 ):
     tile = tl.program_id(1)
@@ -337,7 +381,7 @@ def _multiply_levels(
                 # An upper byte makes a level n a number: 128 + n in bfloat16, 1,024 + n in float16.
                 UPPER: tl.constexpr = 0x43 if near.dtype == tl.bfloat16 else 0x64
                 group = at // group_size
-                scale = tl.load(scales + group, mask=column_mask, other=0.0).to(tl.float32)
+                scale = tl.load(scales + group, mask=column_mask, other=0.0)
                 base = tl.full((COLUMNS,), (128 if UPPER == 0x43 else 1024) - LOWEST, tl.float32)
                 if OFFSETS == 1:
                     base += tl.load(offsets + group, mask=column_mask, other=0.0).to(tl.float32)
@@ -345,8 +389,12 @@ def _multiply_levels(
                 lower, upper = with_upper_byte(both, UPPER, ASM)
                 lower = lower.to(near.dtype, bitcast=True) - base
                 upper = upper.to(near.dtype, bitcast=True) - base
-                some = tl.dot(far, tl.trans(upper), tl.dot(near, tl.trans(lower)))
-                total += some * scale[None]
+                if SUMS:
+                    some = tl.dot(far, tl.trans(upper), tl.dot(near, tl.trans(lower)))
+                    total += some * scale.to(tl.float32)[None]
+                else:
+                    total = tl.dot(near, tl.trans(by_scale(lower, scale)), total)
+                    total = tl.dot(far, tl.trans(by_scale(upper, scale)), total)
             else:
                 if ONE_GROUP:
                     group, valid = at // group_size + tl.arange(0, 1), tl.arange(0, 1) == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvserve.kernels import dispatch
 from kvserve.kernels.layer import weight_levels_triton
 from kvserve.kernels.layer.weight_levels import expert_linear_levels, linear_levels
 from kvserve.kernels.layer.weight_levels_triton import (
@@ -36,6 +37,27 @@ def test_products(device: str, form: str, dtype: torch.dtype) -> None:
         x = torch.randn(rows, 2 * width).to(dtype)[:, width:]
         bias = torch.randn(outputs).to(dtype) if ordered else None
         assert_alike(linear_levels_triton(x, weight, bias), linear_levels(x, weight, bias))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_tiles_of_large_matrices(
+    device: str, form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of so many outputs that each multiprocessor has a tile of 128, or for few rows as many."""
+    weight = random_levels(FORMS[form], 150, 160, dtype)
+    x = torch.randn(WIDENED_ROWS - 1, 160).to(dtype)
+    products = []
+    for rows in (3, 40, 128):
+        small = linear_levels_triton(x[:rows], weight)
+        with monkeypatch.context() as patched:
+            patched.setattr(dispatch, "num_processors", lambda _: 1)
+            products.append(linear_levels_triton(x[:rows], weight))
+        assert_alike(products[-1], linear_levels(x[:rows], weight))
+        if device == "cuda":  # numpy's sums have orders of their own
+            assert torch.equal(products[-1], small)
+    if device == "cuda":
+        assert torch.equal(products[2][:40], products[1])
 
 
 @pytest.mark.parametrize("form", FORMS)
