@@ -62,7 +62,7 @@ def _attend(runner: ModelRunner, max_tokens: int, *, events_too: bool) -> None:
             if cache.logs_shares:
                 planned(layer, q, cache, shares)
             if events_too:
-                stored = replace(batch, columns=np.array([width]), newest=None)
+                stored = replace(batch, columns=np.array([width]), newest=None, first=None)
                 attention.plan(stored)(layer, q, cache)
 
 

@@ -52,7 +52,7 @@ def _turn_heads(
     out,
     x,
     mean,
-    rows,
+    length,
     heads,
     token_stride,
     shrink,
@@ -61,7 +61,7 @@ def _turn_heads(
     MEAN: tl.constexpr,
 ):
     row, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)[None, :]
-    real, token, head = (row < rows)[:, None], (row // heads).to(tl.int64), row % heads
+    real, token, head = (row < length)[:, None], (row // heads).to(tl.int64), row % heads
     at = (token * token_stride + head * DIM)[:, None] + dims
     numbers = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
     if MEAN:

@@ -54,6 +54,7 @@ CASES |= {
 }
 
 OFTEN = {"none", "kara", "pyramidkv", "pyramidinfer", "adakv", "spindlekv", "triattention"}
+FEW_OFTEN = {"kara", "kara-recompute"}
 QUICK = {"kara", "spindlekv"}
 
 
@@ -77,7 +78,8 @@ def cases() -> Iterator[Any]:
                 if form == "auto" or (name != "spindlekv" and not few):
                     first = i == 0 and form == "auto"
                     marks = [] if first and name in QUICK else [pytest.mark.slow]
-                    marks += [pytest.mark.device] * (first and name in OFTEN)
+                    often = OFTEN if form == "auto" else FEW_OFTEN if form == "k4v4" else ()
+                    marks += [pytest.mark.device] * (i == 0 and name in often)
                     yield pytest.param(name, layout, form, marks=marks)
 
 
@@ -89,7 +91,9 @@ def test_nothing_is_compiled_for_a_request(
     """Chunks beside any number of decodes, draws and events, in every layout."""
     launched = noted(monkeypatch)
     policy = CASES[name]
-    how = {"kv_layout": layout, "kv_cache_dtype": form, "num_gpu_blocks_override": 2000}
+    how: Any = {"kv_layout": layout, "kv_cache_dtype": form, "num_gpu_blocks_override": 2000}
+    if form == "k4v4":
+        how["block_size"] = 16
     tokens = 64 if name == "pyramidinfer" else 32  # which takes a prompt in one step
     llm = small_engine(tmp_path, policy, max_num_batched_tokens=tokens, **how)
     core = llm.engine.core
