@@ -204,7 +204,7 @@ class Observer:
         each = scope.count * (layer + matrices * 4 * scope.query_heads * queries * length)
         step, count = max(1, self.scratch_bytes // each), scope.count
         if each > self.scratch_bytes and not scope.policy.demands.couples_layers:
-            count = max(1, count * self.scratch_bytes // each)
+            count = max(1, count * self.scratch_bytes // each // 2)  # ranking all needs the rest
         for start in range(0, len(windows.rows), step):
             some = slice(start, start + step)
             part = windows if step >= len(windows.rows) else windows.part(some)
