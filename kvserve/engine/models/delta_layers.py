@@ -126,7 +126,10 @@ class DeltaLayer(LayerBase):
         qkv, b, a, *before = self.guessed
         for held, was in zip(states, before, strict=True):
             now = held[: len(wrong)]
-            torch.where(wrong.view(-1, *[1] * (now.dim() - 1)), was, now, out=now)
+            if on_gpu(now):  # a wait would cost more than a copy of all rows
+                torch.where(wrong.view(-1, *[1] * (now.dim() - 1)), was, now, out=now)
+            else:
+                now[wrong] = was[wrong]
         self._read(qkv, b, a, states, chunks)
 
     def _read(self, qkv: Tensor, b: Tensor, a: Tensor, states: Any, chunks: RowChunks) -> Tensor:

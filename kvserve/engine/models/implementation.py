@@ -51,7 +51,7 @@ def choose_spec(directory: Path, config: ModelConfig, device: str = "cpu") -> Mo
     ours = architecture in VARIANTS or has_alibi(raw) or not _knows(architecture)
     if config.model_impl == "native" or (config.model_impl == "auto" and ours):
         return parse_spec(raw, where)
-    in_gguf = raw.get("stored_as") and architecture in (*VARIANTS, _WITH_STATES[2])
+    in_gguf = raw.get("stored_as") and architecture in (*VARIANTS, "Qwen3NextForCausalLM")
     if raw.get("quantization_config") or in_gguf:
         raise ConfigError(
             f"--model: {architecture} runs on transformers' modules here, and kvserve reads no "

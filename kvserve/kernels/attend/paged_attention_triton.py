@@ -208,7 +208,7 @@ def _tile_of(q: Tensor, keys: Entries, chunks: QuerySegments, packed: int, coded
     if decodes:
         queries = max(tile.rows, queries)
         halves = isinstance(keys, Tensor) and q.dtype is not torch.float32 and not coded
-        if halves and queries == 16 == block & -block < tile.columns:
+        if halves and queries == 16 and block & -block == 16 and tile.columns > 16:
             # A tile lies in one block, and its warp waits for no other.
             return tile._replace(columns=16, warps=1, programs=2 * tile.programs)
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
