@@ -256,7 +256,7 @@ class Arithmetic:
         whole = weights_bytes(spec, _BITS[args.quantization], directory)
         self._weights, self._read = (bytes_ / args.tensor_parallel_size for bytes_ in whole)
         memory, self._bandwidth = CARDS[args.device]
-        self._states = sum(state.row_bytes(2) for state in spec.states)
+        self._states = sum(state.row_bytes(2) for state in part.states)
         """Bytes of a request, whatever its length."""
         beside, rows = self._weights, args.max_num_seqs
         if self._states:

@@ -164,7 +164,7 @@ def _state_rows(plan: EnginePlan) -> tuple[Row, str]:
     group = next(group for group in plan.groups if isinstance(group, StateSpec))
     rows, kept, each = group.max_rows, group.num_kept, group.row_bytes / 2**20
     state = f"{len(group.layers)} layers, {each:.3f} MiB a sequence, {rows * each:.1f} MiB"
-    why = f"beside the pool, for {rows}: --max-num-seqs"
+    why = "on each rank, " * (group.ranks > 1) + f"beside the pool, for {rows}: --max-num-seqs"
     if not kept:
         return ("states", state, why), "--enable-prefix-caching, with memory for kept states"
     because = (

@@ -45,17 +45,28 @@ class DeltaSpec:
     @property
     def channels(self) -> int:
         """Of queries, keys and values together."""
-        return 2 * self.key_heads * self.key_dim + self.values
+        return sum(self.sections)
 
     @property
     def values(self) -> int:
         return self.heads * self.value_dim
 
     @property
+    def sections(self) -> list[int]:
+        """Of queries, of keys and of values."""
+        return [self.key_heads * self.key_dim] * 2 + [self.values]
+
+    @property
     def sizes(self) -> list[int]:
         """Of what a layer computes of a token first: queries, keys and values; gates; the rule's
         strengths, and its time steps."""
         return [self.channels, self.values, self.heads, self.heads]
+
+    def divided(self, part: ModelSpec, ranks: int) -> ModelSpec:
+        """What one of ``ranks`` ranks, whose other layers ``part`` is of, has of the model's."""
+        heads = self.key_heads // ranks, self.heads // ranks
+        own = replace(self, key_heads=heads[0], heads=heads[1])
+        return replace(part, delta=own, states=tuple(own.state(x.layer) for x in part.states))
 
     def state(self, layer: int) -> LayerState:
         """What a layer keeps of a row."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
 from kvserve.engine.models.delta_spec import DeltaSpec
 from kvserve.engine.models.spec import ModelSpec
-from kvserve.engine.models.weights import Target
+from kvserve.engine.models.weights import BY_INPUTS, Target
 from kvserve.kernels.layer.weight_levels import Levels
 
 _PROJECTED, _OF_RULE = ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]
@@ -57,9 +58,10 @@ def _of_experts(spec: ModelSpec) -> dict[str, list[str]]:
     return {"mlp.experts.gate_up": gate_up, "mlp.experts.down": down}
 
 
-def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
+def weight_targets(model: DeltaTransformer) -> list[tuple[str, Target]]:
     """As ``weights.weight_targets``."""
-    spec, targets = model.spec, {"model.norm.weight": Target.whole(model.norm)}
+    spec, group, delta = model.spec, model.group, model.part.delta
+    targets = [("model.norm.weight", Target.whole(model.norm))]
     held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
     order = rotated_order(spec)
     for matrix, names in matrix_sources(spec).items():
@@ -68,29 +70,45 @@ def weight_targets(model: DeltaTransformer) -> dict[str, Target]:
         if len(whole.shape) == 3 and not stacked:
             experts = [whole[expert] for expert in range(whole.shape[0])]
         parts = [part for one in experts for part in _parts(model, matrix, one, stacked=stacked)]
-        targets |= zip(names, parts, strict=True)
+        targets += [(name, part) for name, own in zip(names, parts, strict=True) for part in own]
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
         for own, name in _NORMS.items():
-            targets[f"{prefix}{name}.weight"] = Target.whole(getattr(layer, own))
+            targets.append((f"{prefix}{name}.weight", Target.whole(getattr(layer, own))))
         mlp: Any = layer.mlp
         if spec.experts is not None:
             router, gate = Target.whole(mlp.experts.router), Target.whole(mlp.gate)
-            targets[f"{prefix}mlp.gate.weight"] = router
-            targets[f"{prefix}mlp.shared_expert_gate.weight"] = gate
+            targets.append((f"{prefix}mlp.gate.weight", router))
+            targets.append((f"{prefix}mlp.shared_expert_gate.weight", gate))
         if isinstance(layer, DeltaLayer):
-            others = {
-                "conv1d.weight": layer.taps.t()[:, None],
-                "A_log": layer.decay[0],
-                "dt_bias": layer.decay[1],
-                "norm.weight": layer.scale,
-            }
-            targets |= {f"{prefix}linear_attn.{n}": Target.whole(x) for n, x in others.items()}
+            rule, taps = f"{prefix}linear_attn.", layer.taps.t()[:, None]
+            targets += [
+                *((f"{rule}conv1d.weight", x) for x in _sections(taps, delta.sections, group)),
+                (f"{rule}A_log", Target.shared(layer.decay[0], group)),
+                (f"{rule}dt_bias", Target.shared(layer.decay[1], group)),
+                (f"{rule}norm.weight", Target.whole(layer.scale)),
+            ]
             continue
         for norm in ("q_norm", "k_norm"):
             whole = Target.whole(getattr(layer, norm))
-            targets[f"{prefix}self_attn.{norm}.weight"] = replace(whole, order=order)
+            targets.append((f"{prefix}self_attn.{norm}.weight", replace(whole, order=order)))
     return targets
+
+
+def _sections(
+    tensor: Tensor | Levels, sizes: list[int], group: RankGroup, dim: int = 0
+) -> list[Target]:
+    """This rank's equal part of each section of the checkpoint's tensor along ``dim``; ``sizes``
+    are those of this rank's parts, one behind the other in ``tensor``."""
+    found, first = [], 0
+    for size in sizes:
+        one = Target.shared(tensor.narrow(dim, first, size), group, dim)
+        shape, region = list(one.shape), list(one.region)
+        start = region[dim].start + first * group.size
+        shape[dim], region[dim] = sum(sizes) * group.size, slice(start, start + size)
+        found.append(replace(one, shape=tuple(shape), region=tuple(region)))
+        first += size
+    return found
 
 
 def rotated_order(spec: ModelSpec) -> Tensor:
@@ -107,24 +125,28 @@ def rotated_order(spec: ModelSpec) -> Tensor:
     return torch.cat(taken)
 
 
-def _projected(spec: ModelSpec, name: str, tensor: Tensor | Levels) -> list[Target]:
+def _projected(
+    delta: DeltaSpec, name: str, tensor: Tensor | Levels, group: RankGroup
+) -> list[list[Target]]:
     """Of queries, keys, values and gates, of the rule's numbers, or of both."""
-    delta = spec.delta
     sizes = list(delta.sizes)
     orders: list[Tensor | None] = [None] * len(sizes)
     if delta.grouped:  # a key head's own are side by side
-        keys, values = delta.key_heads * delta.key_dim, delta.values
-        orders = [_by_key_head(delta, [keys, keys, values, values])]
+        orders = [_by_key_head(delta, [*delta.sections, delta.values])]
         orders += [_by_key_head(delta, [delta.heads, delta.heads])]
         sizes = [sum(sizes[:2]), sum(sizes[2:])]
     if delta.apart:
         half = len(sizes) // 2
         part = slice(half, None) if name == "rule" else slice(half)
         sizes, orders = sizes[part], orders[part]
-    return [
-        replace(Target.whole(part), order=order)
-        for part, order in zip(tensor.split(sizes), orders, strict=True)
+    parts = tensor.split(sizes)
+    shared = [
+        [replace(Target.shared(part, group), order=order)]
+        for part, order in zip(parts, orders, strict=True)
     ]
+    if not delta.grouped and name == "projected":
+        shared[0] = _sections(parts[0], delta.sections, group)
+    return shared
 
 
 def _by_key_head(delta: DeltaSpec, sizes: list[int]) -> Tensor:
@@ -136,19 +158,19 @@ def _by_key_head(delta: DeltaSpec, sizes: list[int]) -> Tensor:
 
 def _parts(
     model: DeltaTransformer, matrix: str, tensor: Tensor | Levels, *, stacked: bool
-) -> list[Target]:
-    """Where each weight of the checkpoint goes in a matrix, or in an expert's."""
-    spec, name = model.part, matrix.rpartition(".")[2]
+) -> list[list[Target]]:
+    """Where each weight of the checkpoint goes in a matrix, or in an expert's: in parts."""
+    spec, group, name = model.part, model.group, matrix.rpartition(".")[2]
+    if name in BY_INPUTS:
+        return [[Target.shared(tensor, group, dim=1 + stacked)]]
     if stacked:
-        return [Target.whole(tensor)]
+        return [_sections(tensor, [tensor.shape[1] // 2] * 2, group, dim=1)]
     if name in ("embedding", "head"):
-        return [Target.shared(tensor, model.group, total=spec.vocab_size)]
+        return [[Target.shared(tensor, group, total=spec.vocab_size)]]
     if name in ("projected", "rule"):
-        return _projected(spec, name, tensor)
+        return _projected(spec.delta, name, tensor, group)
     if name == "gate_up":
-        return [Target.whole(part) for part in tensor.chunk(2)]
-    if name != "qkv":
-        return [Target.whole(tensor)]
+        return [[Target.shared(part, group)] for part in tensor.chunk(2)]
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     order, device = rotated_order(spec), tensor.device
     # The checkpoint has the query and the gate of each head side by side.
@@ -158,5 +180,6 @@ def _parts(
     q, k, v = tensor.split([2 * heads * dim, kv_heads * dim, kv_heads * dim])
     orders = with_gates.flatten().to(device), keys.flatten().to(device), None
     return [
-        replace(Target.whole(part), order=own) for part, own in zip((q, k, v), orders, strict=True)
+        [replace(Target.shared(part, group), order=own)]
+        for part, own in zip((q, k, v), orders, strict=True)
     ]

@@ -96,9 +96,9 @@ def _match(model: Transformer, checkpoint: Checkpoint) -> dict[str, Storage]:
     """
     targets = weight_targets(model)
     find = _storage_of if _has_levels(model.spec, checkpoint) else _plain_storage_of
-    stored: dict[str, Storage] = {name: find(checkpoint, model.spec, name) for name in targets}
+    stored: dict[str, Storage] = {name: find(checkpoint, model.spec, name) for name, _ in targets}
     _check_names(model, checkpoint, stored)
-    for weight, target in targets.items():
+    for weight, target in targets:
         shape = stored[weight].shape(checkpoint, weight)
         if shape != target.shape:
             file = checkpoint.file(stored[weight].parts(weight)[0])
@@ -114,8 +114,7 @@ def _read_weights(
     model: Transformer, checkpoint: Checkpoint, stored: dict[str, Storage], name: str
 ) -> None:
     others = model.group.rank != 0
-    targets = weight_targets(model).items()
-    bar = progress(targets, desc=f"Loading {name}", unit="tensor", hidden=others)
+    bar = progress(weight_targets(model), desc=f"Loading {name}", unit="tensor", hidden=others)
     for weight, target in bar:
         storage, file = stored[weight], checkpoint.file(stored[weight].parts(weight)[0])
         if not isinstance(target.tensor, Tensor):

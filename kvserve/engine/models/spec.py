@@ -114,17 +114,14 @@ class ModelSpec(Flags):
         )
 
     def part(self, ranks: int) -> ModelSpec:
-        """What each of ``ranks`` ranks computes: its heads and its part of the MLP.
-
-        ``ConfigError`` if they cannot be divided equally.
-        """
+        """What each of ``ranks`` ranks computes: its heads and its part of the MLP. ``ConfigError``
+        if they cannot be divided equally."""
         if ranks > 1 and self.borrowed:
             raise ConfigError(
                 f"--tensor-parallel-size: {self.architecture} runs on transformers' modules, which "
                 "one rank has to hold"
             )
-        if ranks > 1 and (self.states or self.architecture in UNDIVIDED):
-            why = UNDIVIDED.get(self.architecture, "has layers with states")
+        if ranks > 1 and (why := UNDIVIDED.get(self.architecture)):
             raise ConfigError(
                 f"--tensor-parallel-size: {self.architecture} {why}, so one rank has to hold them"
             )
@@ -135,13 +132,15 @@ class ModelSpec(Flags):
         }
         if experts is not None:
             shared["columns of an expert"] = experts.intermediate_size
+        if self.delta is not None:
+            shared["key heads of layers with states"] = self.delta.key_heads
         for what, count in shared.items():
             if count % ranks:
                 raise ConfigError(
                     f"--tensor-parallel-size: {ranks} ranks cannot have equally many of the "
                     f"model's {count} {what}"
                 )
-        return replace(
+        part = replace(
             self,
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
@@ -149,6 +148,7 @@ class ModelSpec(Flags):
             experts=experts
             and replace(experts, intermediate_size=experts.intermediate_size // ranks),
         )
+        return part if self.delta is None else self.delta.divided(part, ranks)
 
     def num_shareable(self, num_prompt: int) -> int:
         """Leading tokens that other sequences may share: those rotated by position alone.

@@ -179,10 +179,10 @@ def matrix_sources(spec: ModelSpec) -> dict[str, list[str]]:
     return sources
 
 
-def weight_targets(model: Transformer) -> dict[str, Target]:
-    """Every tensor that the checkpoint must have, by its name there."""
+def weight_targets(model: Transformer) -> list[tuple[str, Target]]:
+    """Every tensor that the checkpoint must have, by its name there; in parts, if it has some."""
     if model.spec.delta is not None:
-        return cast(dict[str, Target], _delta_targets(model))
+        return cast(list[tuple[str, Target]], _delta_targets(model))
     targets = {"model.norm.weight": Target.whole(model.norm)}
     held: dict[str, Any] = dict(model.named_modules()) | dict(model.named_parameters())
     for matrix, sources in matrix_sources(model.spec).items():
@@ -214,7 +214,7 @@ def weight_targets(model: Transformer) -> dict[str, Target]:
         for name, tensor in others.items():
             if tensor is not None:
                 targets[f"model.layers.{index}.{name}"] = Target.whole(tensor)
-    return targets
+    return list(targets.items())
 
 
 def _parts(model: Transformer, matrix: str, tensor: Any, count: int) -> list[Target]:

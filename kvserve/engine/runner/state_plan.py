@@ -47,10 +47,11 @@ def with_states(
         raise ConfigError(
             f"--speculative-config: {what} cannot take back a guess that was wrong; leave it out"
         )
-    rows, free = config.scheduler.max_num_seqs, None
-    row_bytes = sum(each.row_bytes(dtype.itemsize) for each in spec.states)
+    rows, free, ranks = config.scheduler.max_num_seqs, None, config.parallel.tensor_parallel_size
+    states = spec.part(ranks).states
+    row_bytes = sum(each.row_bytes(dtype.itemsize) for each in states)
     if device == "cpu":
-        free = free_memory(device, 1.0)
+        free = free_memory(device, 1.0) // ranks
     memory = cache.kv_cache_memory or free
     kept = num_kept(rows) if cache.enable_prefix_caching else 0
     if memory is not None:
@@ -60,9 +61,10 @@ def with_states(
     every = max(least, config.scheduler.max_num_batched_tokens)
     unit = math.lcm(BOUNDARY, layout.block_size)
     group = StateSpec(
-        *(1, spec.states, row_bytes, rows, kept),
+        *(1, states, row_bytes, rows, kept),
         every=math.ceil(every / unit) * unit,
         host_blocks=-(-row_bytes // block_bytes),
+        ranks=ranks,
     )
     said = f"{rows} rows of states take {rows * row_bytes / 2**20:.0f} MiB"
     if kept:

@@ -76,7 +76,7 @@ class StateGroup(CacheGroup):
         return np.zeros(num_rows, np.int32)
 
     def counts(self, rows: Rows) -> dict[str, int]:
-        return {"state_bytes": self.spec.row_bytes * len(np.arange(self.spec.max_rows)[rows])}
+        return {"state_bytes": self.spec.all_bytes * len(np.arange(self.spec.max_rows)[rows])}
 
     def check_integrity(self) -> None:
         if self.kept is not None:
@@ -86,8 +86,8 @@ class StateGroup(CacheGroup):
 @dataclass(frozen=True)
 class StateSpec(GroupSpec):
     """Of ``max_rows`` rows and ``num_kept`` places of kept ones; ``row_bytes`` are those of one in
-    all ``layers``, and fill ``host_blocks`` in host memory. States are kept at every multiple of
-    ``every`` tokens, among others."""
+    all ``layers`` on each of the ``ranks``, and fill ``host_blocks`` in host memory. States are
+    kept at every multiple of ``every`` tokens, among others."""
 
     rows = "kvserve.engine.cache.state_rows"
     layers: tuple[LayerState, ...]
@@ -96,10 +96,16 @@ class StateSpec(GroupSpec):
     num_kept: int = 0
     every: int = BOUNDARY
     host_blocks: int = 1
+    ranks: int = 1
+
+    @property
+    def all_bytes(self) -> int:
+        """Of a row on all ranks."""
+        return self.row_bytes * self.ranks
 
     @property
     def nbytes(self) -> int:
-        """Of all rows and places."""
+        """Of all rows and places, on one rank."""
         return self.row_bytes * (self.max_rows + self.num_kept)
 
     def make(

@@ -29,7 +29,7 @@ class StateAdmission(Admission):
         memory, first = blocks.continuations.host, states.spec.max_rows
         places = range(first, first + states.spec.num_kept)
         self._kept = KeptStates(
-            blocks.pool, memory, places, states.spec.row_bytes, departures.totals
+            blocks.pool, memory, places, states.spec.all_bytes, departures.totals
         )
         blocks.prefix_cache = states.kept = self._kept
         self._unit = blocks.prefix_columns * self._size
