@@ -45,8 +45,13 @@ class SharedGroup(RankGroup):
         return cls(rank, size, dist.ProcessGroupGloo(shared, rank, size, gloo))
 
     def sum(self, x: Tensor) -> Tensor:
-        self._backend.allreduce(x).wait()
-        return x
+        """gloo adds the parts of a tensor in different orders, rounding each time: with more than
+        two ranks a row's sums would depend on its place in the batch."""
+        if x.is_cuda or self.size == 2:
+            self._backend.allreduce(x).wait()
+            return x
+        first, *others = self.gather(x[None], dim=0).float().unbind()
+        return x.copy_(sum(others, start=first))
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)

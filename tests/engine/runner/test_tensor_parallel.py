@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -173,6 +174,28 @@ def test_a_rank_that_cannot_load_its_part_says_why(llama_dir: Path, tmp_path: Pa
     (tmp_path / "config.json").write_bytes((llama_dir / "config.json").read_bytes())
     with pytest.raises(ConfigError, match=r"up_proj.weight in .* holds NaN"), started(tmp_path, 2):
         pass
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [(torch.bfloat16, (256.0, 1.0, 1.0)), (torch.float32, (1e7, -1e7, 258.0))],
+)
+def test_sums_are_one_wherever_a_row_stands(
+    dtype: torch.dtype, numbers: tuple[float, ...], tmp_path: Path
+) -> None:
+    """Of three ranks, which are threads here; gloo's own are 256 in one place, 258 in another."""
+    found = dict[int, Tensor]()
+
+    def add(rank: int) -> None:
+        group = SharedGroup.join(rank, 3, tmp_path / "store", "cpu")
+        found[rank] = group.sum(torch.full((7, 9), numbers[rank], dtype=dtype))
+
+    ranks = [Thread(target=add, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(found) == 3 and all((x == 258).all() for x in found.values())
 
 
 # ---- loading ------------------------------------------------------------------------------------
