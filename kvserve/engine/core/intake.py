@@ -31,7 +31,6 @@ _speculation_refusal = Late("engine.core.refusals:speculation_refusal")
 _continuation_refusal = Late("engine.runner.policy_fit:continuation_refusal")
 _request_policies = Late("engine.core.request_policies:RequestPolicies")
 _rules_of = Late("engine.sampling.logit_rules:RowRules.of")
-_sequence_grammar = Late("engine.sampling.grammar:SequenceGrammar")
 
 
 class Intake:
@@ -177,9 +176,7 @@ class Intake:
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
         grammar, wanted = None, new.structured_output
         if wanted is not None:
-            matcher = matcher or self._grammars().compile(wanted)
-            thinking = new.thinking_start, new.thinking_end
-            grammar = _sequence_grammar(matcher, thinking, new.stop_token_ids, wanted.field)
+            grammar = self._grammars().follow(new, wanted, matcher)
         return RowSampling(
             temperature=new.temperature,
             top_p=new.top_p,

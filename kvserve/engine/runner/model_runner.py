@@ -38,7 +38,6 @@ _confirm = Late("engine.runner.guesses:confirm")
 _event_parts = Late("engine.compression.event_parts:EventParts")
 _event_runner = Late("engine.compression.event_runner:EventRunner")
 _keep_states = Late("engine.runner.guesses:keep_states")
-_masks_of = Late("engine.sampling.grammar:TokenMasks.of")
 _read_logprobs = Late("engine.sampling.logprobs:read_logprobs")
 _score_prompts = Late("engine.sampling.logprobs:score_prompts")
 
@@ -271,7 +270,7 @@ class ModelRunner:
             if self._last is not None:
                 self._last.collect()  # a mask depends on the token before
             # On a GPU the forward is still running while the host works out the masks.
-            allowed = _masks_of(step.grammars, logits)
+            allowed = step.grammars[0][1].allowed(step.grammars, logits)
         argmax = self.model.operators.argmax
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvserve.engine.sampling.exact_numbers import exact_grammar
-from kvserve.engine.sampling.gbnf import plain_gbnf
+from kvserve.engine.sampling.grammar_gbnf import plain_gbnf
+from kvserve.engine.sampling.grammar_numbers import exact_grammar
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
