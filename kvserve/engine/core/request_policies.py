@@ -12,8 +12,8 @@ from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal, statistics_refusal
-from kvserve.log import RequestError
+from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal
+from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import EventKind
 
@@ -147,7 +147,11 @@ class RequestPolicies:
     def _no_statistics(self) -> str | None:
         """Why no policy can score by the server's statistics, if so; the file is read once."""
         assert self._plan.statistics is not None
-        return statistics_refusal(self._plan.statistics, self._plan.spec)
+        try:
+            self._plan.statistics()
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""

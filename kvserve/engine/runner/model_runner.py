@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -138,11 +137,11 @@ class ModelRunner:
         graphs: DecodeGraphs | RecordedSteps | None = None,
         *,
         overlaps: bool = False,
-        statistics: Path | None = None,
+        statistics: Made[Any] | None = None,
         most_guesses: int = 0,
     ) -> None:
         """``overlaps``: a step may be launched before the one in front of it is collected.
-        ``statistics``: the file of the model's queries, for policies that score by them.
+        ``statistics``: of the model's queries, for policies that score by them.
         ``most_guesses``: a decoding row may compute so many tokens beside its newest one."""
         self.group = group
         self.graphs = graphs
