@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -137,21 +136,13 @@ class RequestPolicies:
                 f"with --policy {policy.name} (kvserve calibrate makes them)",
                 param="kv_policy",
             )
-        if (reason := self._no_statistics) is not None:
-            raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
-        if policy.demands.stats not in (None, self._own.get("stats")):
-            raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
-        return policy.with_statistics(None)
-
-    @cached_property
-    def _no_statistics(self) -> str | None:
-        """Why no policy can score by the server's statistics, if so; the file is read once."""
-        assert self._plan.statistics is not None
         try:
             self._plan.statistics()
         except ConfigError as error:
-            return str(error)
-        return None
+            raise RequestError(f"policy {policy.name}: {error}", param="kv_policy") from None
+        if policy.demands.stats not in (None, self._own.get("stats")):
+            raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
+        return policy.with_statistics(None)
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""

@@ -190,7 +190,7 @@ def config_of(path: Path) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
     embedding = file.tensors.get("token_embd.weight")
     neutral = {**_NEUTRAL, **_OWN_NEUTRAL.get(name, {})}
     changing = (k for k, v in own.items() if np.ndim(v) or v not in neutral.get(k, ()))
-    own_fields, with_states = _fields_of(name), name in WITH_STATES
+    own_fields, with_states = _OWN_FIELDS.get(name, {}), name in WITH_STATES
     known = {*_KNOWN, *own_fields, *(_OF_STATES if with_states else ())}
     if unknown := sorted(set(changing) - known):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")
@@ -262,8 +262,8 @@ def sampling_of(path: Path) -> dict[str, Any]:
 def tensor_names(file: GgufFile) -> dict[str, str]:
     """The file's names of its tensors by those of transformers, for what is a decoder's."""
     family, names = family_of(file), dict[str, str]()
-    of_a_layer, experts = _NAMES.get(family, _OF_A_LAYER), "expert_count" in _fields_of(family)
-    own_tensors = _OWN_TENSORS.get(family, {})
+    of_a_layer, own_tensors = _NAMES.get(family, _OF_A_LAYER), _OWN_TENSORS.get(family, {})
+    experts = "expert_count" in _OWN_FIELDS.get(family, {})
     for stored, tensor in file.tensors.items():
         base, whole, known = "", stored, _WHOLE
         if stored.startswith("blk."):
@@ -284,11 +284,6 @@ def tensor_names(file: GgufFile) -> dict[str, str]:
             found = [f"{known[part]}.{kind}"] if part in known else []
         names |= dict.fromkeys((base + weight for weight in found), stored)
     return names
-
-
-def _fields_of(family: str) -> dict[str, str]:
-    """Of llama.cpp's keys and those of config.json, what the family has of its own."""
-    return _OWN_FIELDS.get(family, {})
 
 
 def _only_guesses(file: GgufFile, stored: str) -> bool:

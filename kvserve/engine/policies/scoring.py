@@ -191,8 +191,7 @@ class Observation:
     def by_centres(self, future: str, length: int, *, normalise: bool) -> Tensor:
         """How much queries at the centres will attend to the first ``length`` keys, by the best
         query head of each KV head: float32 [E, L, Hkv, length] (TriAttention)."""
-        assert self.centres is not None, "centres come to policies that use them"
-        assert self.positions is not None
+        assert self.centres is not None and self.positions is not None, "uses_centres asks for them"
         return self.centres.scores(self.keys[..., :length, :], self.positions, future, normalise)
 
     def all_heads(self, x: Tensor) -> Tensor:
