@@ -167,12 +167,11 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return first.copy()
 
-    def follow(
-        self, new: NewSequence, wanted: StructuredOutput, matcher: Matcher | None
-    ) -> SequenceGrammar:
+    def follow(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar:
         """The place of a new sequence in its grammar, of which ``matcher`` is the start if it is
         compiled already; ``RequestError`` as ``compile``."""
-        thinking = new.thinking_start, new.thinking_end
+        wanted, thinking = new.structured_output, (new.thinking_start, new.thinking_end)
+        assert wanted is not None
         started = matcher or self.compile(wanted)
         return SequenceGrammar(started, thinking, new.stop_token_ids, wanted.field)
 
