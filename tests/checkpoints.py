@@ -37,7 +37,9 @@ from transformers import (
 from kvserve.benchmarks.setup.checkpoint import random_statistics
 from kvserve.config import ModelConfig
 from kvserve.engine.compression.query_statistics import FILE
+from kvserve.engine.models.hub import read_config
 from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.spec import ModelSpec, parse_spec
 
 VOCAB = 128
 _AS_LLAMA = "as_llama"
@@ -134,6 +136,11 @@ def architecture_of(kind: str) -> str:
     """The architecture that such a checkpoint names."""
     name: str = _KINDS[kind][0].__name__
     return "InternLM2ForCausalLM" if kind == "internlm2" else name
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """Of a directory with config.json, or of a GGUF file."""
+    return parse_spec(*read_config(path))
 
 
 def write_checkpoint(kind: str, directory: Path, **changes: Any) -> Path:

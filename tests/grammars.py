@@ -8,7 +8,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from kvserve.engine.sampling.gbnf import plain_gbnf
+from kvserve.engine.sampling.grammar_gbnf import plain_gbnf
 from kvserve.json_schema import COMPACT, schema_text
 
 TOKENIZER = LLTokenizer("byte")

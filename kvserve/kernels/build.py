@@ -57,8 +57,6 @@ _ARM = {"armv8-a": {"asimd"}}
 
 USUAL_DIM = 256  # of heads; attention to larger ones is compiled with:
 WIDE = {False: (), True: ("KVSERVE_MAX_HEAD_DIM=512",)}
-_failures: dict[tuple[object, ...], str] = {}
-"""Why builds failed, by what was asked, ``PATH`` and cache folder: none is tried twice."""
 
 
 class BuildError(RuntimeError):
@@ -80,7 +78,15 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
 
     ``defines``: the compiler's, as in ``KVSERVE_FORMAT=1``; each choice is a library of its own.
     """
-    attempt = name, defines, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME")
+    found = _found(name, defines, os.environ.get("PATH"), os.environ.get("XDG_CACHE_HOME"))
+    if isinstance(found, str):
+        raise BuildError(found)
+    return found
+
+
+@functools.cache
+def _found(name: str, defines: tuple[str, ...], *_: str | None) -> ctypes.CDLL | str:
+    """The library, or why there is none: by ``PATH`` and cache folder nothing is tried twice."""
     file = _file_name(name, defines, "native")
     there = [folder / file for folder in _cache_folders() if _is_ours(folder)]
     there += [PREBUILT / _file_name(name, defines, level) for level in levels_of_this_cpu()]
@@ -88,13 +94,10 @@ def load_library(name: str, *defines: str) -> ctypes.CDLL:
         if library.is_file():
             with contextlib.suppress(BuildError):  # it is of another system that shares this home
                 return _open(library)
-    if attempt in _failures:
-        raise BuildError(_failures[attempt])
     try:
         return _open(_build(name, defines, file))
     except BuildError as error:
-        _failures[attempt] = str(error)
-        raise
+        return str(error)
 
 
 def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
@@ -102,7 +105,6 @@ def defines_of(key: VectorForm, value: VectorForm) -> tuple[str, str]:
     return f"KVSERVE_KEY={key.code}", f"KVSERVE_VALUE={value.code}"
 
 
-@functools.cache
 def why_missing(name: str) -> str | None:
     """Why there is no library of ``name.cpp``; ``None`` if there is."""
     try:

@@ -23,9 +23,9 @@ from kvserve.benchmarks.measuring import measure
 from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.engine.device.distributed import ALONE
 from kvserve.engine.models.held import hold_levels
-from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput
+from tests.checkpoints import read_spec
 from tests.waiting import WAIT
 
 ROOT = Path(__file__).resolve().parents[2]

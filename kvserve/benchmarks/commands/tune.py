@@ -26,11 +26,10 @@ from kvserve.config import KV_CACHE_DTYPES, ModelConfig
 from kvserve.engine.cache.entry_store import block_bytes, remainder_bytes, score_bytes
 from kvserve.engine.cache.log_form import choose_log
 from kvserve.engine.models.borrowed_spec import text_config
-from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.engine.models.hub import find_model
 from kvserve.engine.models.implementation import choose_spec
+from kvserve.engine.models.loader import decoder_of
 from kvserve.engine.models.spec import ModelSpec, parse_spec
-from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.registry import make_policy
 from kvserve.engine.runner.window_plan import windows_refusal
@@ -193,8 +192,7 @@ def weights_bytes(spec: ModelSpec, bits: float, directory: Path) -> tuple[float,
             model = AutoModelForCausalLM.from_config(text_config(directory, {}))
             head, embedding = model.lm_head.weight, model.get_input_embeddings().weight
         else:
-            kind = Transformer if spec.delta is None else DeltaTransformer
-            model = kind(spec, torch.bfloat16, "meta")
+            model = decoder_of(spec)(spec, torch.bfloat16, "meta")
             head, embedding = model.head, model.embedding
     both = sum(each.numel() for each in {head, embedding})  # one if the head is the embedding
     layers = (sum(each.numel() for each in model.parameters()) - both) * bits / 8

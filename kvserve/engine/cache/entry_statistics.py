@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.entry_table import EntryTable
-from kvserve.engine.gguf.tokenizer import gguf_tokenizer
+from kvserve.engine.models.hub import SOURCES
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
@@ -373,8 +373,8 @@ def _text_ids(directory: Path, vocab_size: int, tokens: int) -> tuple[list[int] 
     """The shipped text's tokens, or why there are none."""
     text = files("kvserve").joinpath("data", "calibration.txt").read_text(encoding="utf-8")
     try:
-        if directory.suffix == ".gguf":
-            ids = gguf_tokenizer(str(directory)).encode(text)
+        if directory.suffix in SOURCES:
+            ids = SOURCES[directory.suffix].tokenizer(str(directory)).encode(text)
         else:
             from tokenizers import Tokenizer
 

@@ -32,12 +32,10 @@ from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
 from kvserve.kernels.move.events import dropped_entries
 from kvserve.kernels.store.remainder import Remainder
-from kvserve.late import Late, Made
+from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.triggers.trigger import EventKind
-
-_load_statistics = Late("engine.compression.query_statistics:load_statistics")
 
 
 class Compressor:
@@ -62,7 +60,7 @@ class Compressor:
     @classmethod
     def of(cls, parts: EventParts) -> Compressor:
         """That of one rank."""
-        model, cache, batch, file = parts.model, parts.cache, parts.batch, parts.statistics
+        model, cache, batch, read = parts.model, parts.cache, parts.batch, parts.statistics
         observer = Observer(
             cache,
             model.scale,
@@ -70,7 +68,7 @@ class Compressor:
             group=parts.group,
             remainders=batch.remainders,
             sinks=model.sinks_of_full_layers,
-            centres=Made(lambda: _load_statistics(file).centres(model)),
+            centres=None if read is None else Made(lambda: read().centres(model)),
         )
         return cls(cache, observer, batch.kept_scores(), parts.group, batch.remainders)
 

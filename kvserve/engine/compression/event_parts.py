@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,20 +14,21 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.device.distributed import RankGroup
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.policies.base import Policy
+from kvserve.late import Made
 from kvserve.scheduler.messages.event import Events
 
 
 @dataclass(frozen=True)
 class EventParts:
-    """What events work on. ``statistics``: the file of the model's queries, for policies that score
-    by them."""
+    """What events work on. ``statistics``: of the model's queries, for policies that score by
+    them."""
 
     model: Transformer
     cache: KVCache
     batch: InputBatch
     attention: AttentionBackend
     group: RankGroup
-    statistics: Path | None
+    statistics: Made[Any] | None
 
 
 class DeviceEvents(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,7 +22,9 @@ from kvserve.engine.models.hub import QUERY_STATISTICS
 from kvserve.engine.models.rotary import attention_factor, inverse_frequencies
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
+from kvserve.engine.policies.base import Policy
 from kvserve.kernels.score.centre_scores import Centres
+from kvserve.late import Made
 from kvserve.log import ConfigError
 
 FILE = QUERY_STATISTICS
@@ -110,6 +113,36 @@ def refusal(spec: ModelSpec) -> str | None:
     if spec.rope.kind == "dynamic":
         return "dynamic RoPE rotates by other frequencies as a sequence grows"
     return None
+
+
+def statistics_in(path: Path, spec: ModelSpec) -> QueryStatistics:
+    """Those in a file; ``ConfigError`` if policies cannot score by them on this model."""
+    if (reason := refusal(spec)) is not None:
+        raise ConfigError(reason)
+    found = load_statistics(path)
+    found.check(spec, path)
+    return found
+
+
+def statistics_for(
+    policy: Policy, spec: ModelSpec, directory: Path, beside: Path
+) -> Made[QueryStatistics]:
+    """Those that the ``stats`` of a policy name, or those ``beside`` the model in ``directory``."""
+    if (reason := refusal(spec)) is not None:
+        raise ConfigError(f"--policy {policy.name}: {reason}")
+    path = beside if policy.demands.stats is None else Path(policy.demands.stats)
+    if not path.is_file():
+        raise ConfigError(
+            f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
+            f"queries point, which this measures: kvserve calibrate --model {directory} "
+            "--output FILE"
+        )
+    found = Made(partial(statistics_in, path, spec))
+    try:
+        found()
+    except ConfigError as error:
+        raise ConfigError(f"--policy.stats: {error}") from None
+    return found
 
 
 def load_statistics(path: Path) -> QueryStatistics:

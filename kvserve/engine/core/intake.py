@@ -31,7 +31,6 @@ _speculation_refusal = Late("engine.core.refusals:speculation_refusal")
 _continuation_refusal = Late("engine.runner.policy_fit:continuation_refusal")
 _request_policies = Late("engine.core.request_policies:RequestPolicies")
 _rules_of = Late("engine.sampling.logit_rules:RowRules.of")
-_sequence_grammar = Late("engine.sampling.grammar:SequenceGrammar")
 
 
 class Intake:
@@ -175,11 +174,6 @@ class Intake:
             self._rules_of = new.request_id, _rules_of(new) if new.has_rules else None
         seed = int(self._seeds.integers(2**62)) if new.seed is None else new.seed
         branch = (new.branch * 0x9E3779B97F4A7C15) % 2**63
-        grammar, wanted = None, new.structured_output
-        if wanted is not None:
-            matcher = matcher or self._grammars().compile(wanted)
-            thinking = new.thinking_start, new.thinking_end
-            grammar = _sequence_grammar(matcher, thinking, new.stop_token_ids, wanted.field)
         return RowSampling(
             temperature=new.temperature,
             top_p=new.top_p,
@@ -193,5 +187,5 @@ class Intake:
             think_start=-1 if new.thinking_start is None else new.thinking_start,
             think_limit=prompt + (new.thinking_token_budget or 0),
             prompt=PromptScoring.of(new),
-            grammar=grammar,
+            grammar=self._grammars().follow(new, matcher) if new.structured_output else None,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -12,8 +11,8 @@ from kvserve.engine.messages import PolicyOffer
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.parts.arguments import field_names
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
-from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal, statistics_refusal
-from kvserve.log import RequestError
+from kvserve.engine.runner.policy_fit import NO_TURNS, policy_refusal
+from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.messages.sequence import Sequence
 from kvserve.scheduler.triggers.trigger import EventKind
 
@@ -137,17 +136,13 @@ class RequestPolicies:
                 f"with --policy {policy.name} (kvserve calibrate makes them)",
                 param="kv_policy",
             )
-        if (reason := self._no_statistics) is not None:
-            raise RequestError(f"policy {policy.name}: {reason}", param="kv_policy")
+        try:
+            self._plan.statistics()
+        except ConfigError as error:
+            raise RequestError(f"policy {policy.name}: {error}", param="kv_policy") from None
         if policy.demands.stats not in (None, self._own.get("stats")):
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return policy.with_statistics(None)
-
-    @cached_property
-    def _no_statistics(self) -> str | None:
-        """Why no policy can score by the server's statistics, if so; the file is read once."""
-        assert self._plan.statistics is not None
-        return statistics_refusal(self._plan.statistics, self._plan.spec)
 
     def _is_servers(self, policy: Policy) -> bool:
         """Whether it is the server's policy, except for the task that a classifier chose."""

@@ -231,9 +231,7 @@ def _statistics_rows(plan: EnginePlan) -> list[Row]:
     """Where queries point, if the policy asks."""
     if plan.statistics is None or not plan.policy.demands.uses_centres:
         return []
-    from kvserve.engine.compression.query_statistics import load_statistics
-
-    found = load_statistics(plan.statistics)
+    found = plan.statistics()
     middle = float(found.concentration.median())
     tokens = f"over {found.tokens:,} tokens" if found.tokens else "as released"
     means = "1: all of a head's queries point one way; kvserve calibrate"

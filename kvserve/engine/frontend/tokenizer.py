@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
-from kvserve.engine.models.hub import SHIPPED_MODELS, read_json
+from kvserve.engine.models.hub import SHIPPED_MODELS, SOURCES, read_json
 from kvserve.log import ConfigError, RequestError, logger
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ class Tokenizer:
     that streams are decoded with."""
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
-        if path.endswith(".gguf"):
-            from kvserve.engine.gguf.tokenizer import gguf_tokenizer
-
-            self.hf = gguf_tokenizer(path)
+        if (source := SOURCES.get(Path(path).suffix)) is not None:
+            self.hf = source.tokenizer(path)
         else:
             self.hf = _of_directory(Path(path), trust_remote_code)
         if not self.hf.chat_template and (beside := Path(path, "chat_template.json")).exists():

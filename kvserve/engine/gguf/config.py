@@ -7,11 +7,12 @@ and is not known here is refused by name, before weights are read.
 from __future__ import annotations
 
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvserve.engine.gguf.reader import GgufFile, numbers
+from kvserve.engine.gguf.reader import GgufFile, numbers, read_gguf
 from kvserve.log import shown
 
 _ARCHITECTURES = {
@@ -138,23 +139,26 @@ _LFM2 = {
     **{f"attn_{name}_norm": f"self_attn.{name}_layernorm" for name in ("q", "k")},
     **{"attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "ffn_norm": "ffn_norm"},
     **{"ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"},
-    **{"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"},
+    "ffn_gate_inp": "feed_forward.gate",
 }
-_NAMES |= dict.fromkeys(("lfm2", "lfm2moe"), _LFM2)
+_CONVOLVING = ("lfm2", "lfm2moe")
+_NAMES |= dict.fromkeys(_CONVOLVING, _LFM2)
 _OF_RULE = {
-    "attn_gate.weight": ("in_proj_z.weight",),
-    "attn_qkv.weight": ("in_proj_qkv.weight",),
-    "ssm_a": ("A_log",),
-    "ssm_alpha.weight": ("in_proj_a.weight",),
-    "ssm_ba.weight": ("in_proj_b.weight", "in_proj_a.weight"),
-    "ssm_beta.weight": ("in_proj_b.weight",),
-    "ssm_conv1d.weight": ("conv1d.weight",),
-    "ssm_dt.bias": ("dt_bias",),
-    "ssm_in.weight": ("in_proj_qkv.weight", "in_proj_z.weight"),
-    "ssm_norm.weight": ("norm.weight",),
-    "ssm_out.weight": ("out_proj.weight",),
+    "attn_gate.weight": ("linear_attn.in_proj_z.weight",),
+    "attn_qkv.weight": ("linear_attn.in_proj_qkv.weight",),
+    "ssm_a": ("linear_attn.A_log",),
+    "ssm_alpha.weight": ("linear_attn.in_proj_a.weight",),
+    "ssm_ba.weight": ("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"),
+    "ssm_beta.weight": ("linear_attn.in_proj_b.weight",),
+    "ssm_conv1d.weight": ("linear_attn.conv1d.weight",),
+    "ssm_dt.bias": ("linear_attn.dt_bias",),
+    "ssm_in.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+    "ssm_norm.weight": ("linear_attn.norm.weight",),
+    "ssm_out.weight": ("linear_attn.out_proj.weight",),
 }
 """Tensors of a layer with the gated delta rule, and the weights that are in them."""
+_BIASED = {"exp_probs_b.bias": ("feed_forward.expert_bias",)}
+_OWN_TENSORS = dict.fromkeys(WITH_STATES, _OF_RULE) | dict.fromkeys(_CONVOLVING, _BIASED)
 _ROPE_FACTORS = "rope_freqs.weight"
 _WIDE_GEMMAS = (("gemma2", 46), ("gemma3", 62))
 """The 27B models, which llama.cpp knows by their layers, divide queries by the root of hidden size
@@ -176,15 +180,17 @@ def family_of(file: GgufFile) -> str:
     return str(name)
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
-    """The fields of config.json; ``ConfigError`` names what of the file is not read."""
+def config_of(path: Path) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """The fields of config.json, and the shapes of all tensors; ``ConfigError`` names what of the
+    file is not read."""
+    file = read_gguf(path)
     name = family_of(file)
     prefix = f"{name}."
     own = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     embedding = file.tensors.get("token_embd.weight")
     neutral = {**_NEUTRAL, **_OWN_NEUTRAL.get(name, {})}
     changing = (k for k, v in own.items() if np.ndim(v) or v not in neutral.get(k, ()))
-    own_fields, with_states = _fields_of(name), name in WITH_STATES
+    own_fields, with_states = _OWN_FIELDS.get(name, {}), name in WITH_STATES
     known = {*_KNOWN, *own_fields, *(_OF_STATES if with_states else ())}
     if unknown := sorted(set(changing) - known):
         raise file.error(f"sets {prefix}{unknown[0]} to {own[unknown[0]]}, which is not read")
@@ -242,11 +248,13 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if name == "gemma3":
         local = {"rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
         rope = {"full_attention": rope, "sliding_attention": local}
-    return {**config, "rope_parameters": rope}
+    shapes = [tensor.shape for tensor in file.tensors.values()]
+    return {**config, "rope_parameters": rope}, shapes
 
 
-def sampling_of(file: GgufFile) -> dict[str, Any]:
+def sampling_of(path: Path) -> dict[str, Any]:
     """The fields of generation_config.json that the file suggests."""
+    file = read_gguf(path)
     given = {ours: file.value(f"general.sampling.{n}", Real) for n, ours in _SAMPLING.items()}
     return {name: round(value, 6) for name, value in given.items() if value is not None}
 
@@ -254,7 +262,8 @@ def sampling_of(file: GgufFile) -> dict[str, Any]:
 def tensor_names(file: GgufFile) -> dict[str, str]:
     """The file's names of its tensors by those of transformers, for what is a decoder's."""
     family, names = family_of(file), dict[str, str]()
-    of_a_layer, experts = _NAMES.get(family, _OF_A_LAYER), "expert_count" in _fields_of(family)
+    of_a_layer, own_tensors = _NAMES.get(family, _OF_A_LAYER), _OWN_TENSORS.get(family, {})
+    experts = "expert_count" in _OWN_FIELDS.get(family, {})
     for stored, tensor in file.tensors.items():
         base, whole, known = "", stored, _WHOLE
         if stored.startswith("blk."):
@@ -263,24 +272,18 @@ def tensor_names(file: GgufFile) -> dict[str, str]:
         part, _, kind = whole.rpartition(".")
         if _only_guesses(file, stored):
             continue
-        if base and family in WITH_STATES and whole in _OF_RULE:
-            found = [f"linear_attn.{weight}" for weight in _OF_RULE[whole]]
+        if base and whole in own_tensors:
+            found = [*own_tensors[whole]]
+        elif kind not in ("weight", "bias"):
+            continue
         elif base and experts and part in _OF_EXPERTS and len(tensor.shape) == 3:
             module, _, own = known[part.removesuffix("_exps")].partition(".")
             count = range(tensor.shape[0])
             found = [f"{module}.experts.{expert}.{own}.{kind}" for expert in count]
-        elif part == "exp_probs_b" and part in known:
-            found = [known[part]] * (kind == "bias")
         else:
             found = [f"{known[part]}.{kind}"] if part in known else []
-        if kind in ("weight", "bias") or found == ["linear_attn.A_log"]:
-            names |= dict.fromkeys((base + weight for weight in found), stored)
+        names |= dict.fromkeys((base + weight for weight in found), stored)
     return names
-
-
-def _fields_of(family: str) -> dict[str, str]:
-    """Of llama.cpp's keys and those of config.json, what the family has of its own."""
-    return _OWN_FIELDS.get(family, {})
 
 
 def _only_guesses(file: GgufFile, stored: str) -> bool:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import SOURCES, read_json
 from kvserve.log import ConfigError, shown
 
 _FETCH, _MOST_READ = "fetch it again", 32 * 2**20
@@ -71,9 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A directory with safetensors, or a GGUF file."""
     if path.is_dir():
         return SafetensorsFiles(path)
-    from kvserve.engine.gguf.tensors import GgufTensors
-
-    return GgufTensors(path)
+    return cast(Checkpoint, SOURCES[path.suffix].tensors(path))
 
 
 class SafetensorsFiles:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.engine.messages import Row
-from kvserve.engine.models.hub import read_json
+from kvserve.engine.models.hub import SOURCES, read_json
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.log import ConfigError, RequestError, logger
 from kvserve.sampling_params import SamplingParams
@@ -42,11 +42,8 @@ def read_generation_config(
     path = folder / "generation_config.json"
     raw = read_json(path) if path.exists() else {}
     if directory.is_file():
-        from kvserve.engine.gguf.config import sampling_of
-        from kvserve.engine.gguf.reader import read_gguf
-
         beside = {name: raw[name] for name in _SAMPLING if name in raw}
-        raw = {**beside, **sampling_of(read_gguf(directory))}
+        raw = {**beside, **SOURCES[directory.suffix].sampling(directory)}
     eos = raw.get("eos_token_id")
     eos = list(spec.eos_token_ids) if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(isinstance(token, int) for token in eos):

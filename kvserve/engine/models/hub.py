@@ -6,10 +6,11 @@ import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvserve.engine.models.counts import Held, check_counts, held_in
 from kvserve.fields import did_you_mean
+from kvserve.late import Late
 from kvserve.log import ConfigError
 
 _DATA = Path(__file__).parents[2] / "data"
@@ -24,6 +25,27 @@ QUERY_STATISTICS = "triattention.stats"
 LOADING = threading.RLock()
 """Held while a model or a tokenizer loads: transformers imports its modules when they are first
 used, and threads that do so at once see half of one."""
+
+
+class Source(NamedTuple):
+    """How a model in one file is read, from its path: fields of config.json and the shapes of all
+    tensors, fields of generation_config.json, transformers' tokenizer, a ``Checkpoint``."""
+
+    config: Late
+    sampling: Late
+    tokenizer: Late
+    tensors: Late
+
+
+SOURCES = {
+    ".gguf": Source(
+        Late("engine.gguf.config:config_of"),
+        Late("engine.gguf.config:sampling_of"),
+        Late("engine.gguf.tokenizer:gguf_tokenizer"),
+        Late("engine.gguf.tensors:GgufTensors"),
+    )
+}
+"""By the end of the file's name; a directory has safetensors and tokenizer.json."""
 
 
 def find_model(
@@ -113,12 +135,8 @@ def read_config(
     files can hold; without ``weights``, than any model's.
     """
     if path.is_file():
-        from kvserve.engine.gguf.config import config_of
-        from kvserve.engine.gguf.reader import read_gguf
-
-        gguf, where = read_gguf(path), str(path)
-        shapes = [tensor.shape for tensor in gguf.tensors.values()]
-        held, raw = Held.of([*shapes], path.stat().st_size), config_of(gguf)
+        (raw, shapes), where = SOURCES[path.suffix].config(path), str(path)
+        held = Held.of(shapes, path.stat().st_size)
     else:
         file = path / "config.json"
         if not file.exists():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ def load_model(
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
-    kind = Transformer if spec.delta is None else _delta_transformer
+    kind = decoder_of(spec)
     stored: dict[str, Storage] = {}
     if checkpoint is not None:
         with torch.device("meta"):  # before matrices of any size are made
@@ -77,6 +77,11 @@ def load_model(
         _read_weights(model, checkpoint, stored, config.model)
     model.pack(select_product(dtype, device)[0])
     return model.eval()
+
+
+def decoder_of(spec: ModelSpec) -> Callable[..., Any]:
+    """The class of a model whose layers are our own."""
+    return Transformer if spec.delta is None else _delta_transformer
 
 
 def _has_levels(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:

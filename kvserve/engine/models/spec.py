@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvserve.engine.models.families import (
@@ -20,7 +19,6 @@ from kvserve.engine.models.families import (
     scales_of,
     windows_of,
 )
-from kvserve.engine.models.hub import read_config
 from kvserve.late import Late
 from kvserve.log import ConfigError, shown
 from kvserve.scheduler.layout import LayerKinds
@@ -172,11 +170,6 @@ _ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-
-
-def read_spec(path: Path) -> ModelSpec:
-    """Of a directory with config.json, or of a GGUF file."""
-    return parse_spec(*read_config(path))
 
 
 def parse_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:

@@ -24,7 +24,6 @@ causal_log_sums: _Scores = Late("kernels.score.causal_scores:causal_log_sums")
 causal_scores: _Scores = Late("kernels.score.causal_scores:causal_scores")
 past_scores: _Scores = Late("kernels.score.causal_scores:past_scores")
 received_mass: _Scores = Late("kernels.score.causal_scores:received_mass")
-centre_scores: _Scores = Late("kernels.score.centre_scores:centre_scores")
 probs_of: _Scores = Late("kernels.score.fitted_remainder:probs_of")
 fitted_remainder: Callable[..., Remainder] = Late("kernels.score.fitted_remainder:fitted_remainder")
 anchor_similarity: _Scores = Late("kernels.score.key_similarity:anchor_similarity")
@@ -192,10 +191,8 @@ class Observation:
     def by_centres(self, future: str, length: int, *, normalise: bool) -> Tensor:
         """How much queries at the centres will attend to the first ``length`` keys, by the best
         query head of each KV head: float32 [E, L, Hkv, length] (TriAttention)."""
-        assert self.centres is not None, "centres come to policies that use them"
-        assert self.positions is not None
-        vectors = self.centres.seen_from(self.positions, future)
-        return centre_scores(self.keys[..., :length, :], vectors, self.centres.spread, normalise)
+        assert self.centres is not None and self.positions is not None, "uses_centres asks for them"
+        return self.centres.scores(self.keys[..., :length, :], self.positions, future, normalise)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """``x [E, L, H, ...]`` of this rank's heads (KV or query), joined with all other ranks'."""

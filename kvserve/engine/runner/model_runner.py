@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,7 +37,6 @@ _confirm = Late("engine.runner.guesses:confirm")
 _event_parts = Late("engine.compression.event_parts:EventParts")
 _event_runner = Late("engine.compression.event_runner:EventRunner")
 _keep_states = Late("engine.runner.guesses:keep_states")
-_masks_of = Late("engine.sampling.grammar:TokenMasks.of")
 _read_logprobs = Late("engine.sampling.logprobs:read_logprobs")
 _score_prompts = Late("engine.sampling.logprobs:score_prompts")
 
@@ -139,11 +137,11 @@ class ModelRunner:
         graphs: DecodeGraphs | RecordedSteps | None = None,
         *,
         overlaps: bool = False,
-        statistics: Path | None = None,
+        statistics: Made[Any] | None = None,
         most_guesses: int = 0,
     ) -> None:
         """``overlaps``: a step may be launched before the one in front of it is collected.
-        ``statistics``: the file of the model's queries, for policies that score by them.
+        ``statistics``: of the model's queries, for policies that score by them.
         ``most_guesses``: a decoding row may compute so many tokens beside its newest one."""
         self.group = group
         self.graphs = graphs
@@ -271,7 +269,7 @@ class ModelRunner:
             if self._last is not None:
                 self._last.collect()  # a mask depends on the token before
             # On a GPU the forward is still running while the host works out the masks.
-            allowed = _masks_of(step.grammars, logits)
+            allowed = step.grammars[0][1].allowed(step.grammars, logits)
         argmax = self.model.operators.argmax
         sampled = self.batch.sampling.sample(logits, rows, positions, allowed, argmax)
         step.wanted = self.batch.sampling.wants_logprobs(rows)

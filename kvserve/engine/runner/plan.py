@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,7 @@ from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy, PolicyError
 from kvserve.engine.policies.registry import make_policy
 from kvserve.entry_format import TILE, EntryFormat, entry_format
-from kvserve.late import Late, LateModule
+from kvserve.late import Late, LateModule, Made
 from kvserve.log import ConfigError
 from kvserve.scheduler.blocks.cache_group import GroupSpec, further_groups
 from kvserve.scheduler.layout import Granularity, KVLayout
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 KEPT_SCORE_BYTES = 256 * 1024 * 1024
 """Memory for scores that the policies of requests keep from event to event."""
 policy_fit = LateModule("engine.runner.policy_fit")
+_statistics_for = Late("engine.compression.query_statistics:statistics_for")
+_statistics_in = Late("engine.compression.query_statistics:statistics_in")
 _read_speculation = Late("engine.runner.speculative_config:read_speculation")
 _with_states = Late("engine.runner.state_plan:with_states")
 window_plan = LateModule("engine.runner.window_plan")
@@ -63,8 +66,8 @@ class EnginePlan:
     max_len: int
     policy: Policy
     """The engine's own; requests may bring others."""
-    statistics: Path | None
-    """The file that says where the model's queries point, if that was measured."""
+    statistics: Made[Any] | None
+    """``QueryStatistics`` of the model, if they were measured; read when a policy asks."""
 
     @property
     def most_kept_scores(self) -> int:
@@ -233,13 +236,13 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         policy = policy.for_model(num_layers, block_size)
     max_len = _max_len_of(config.model.max_model_len, config.scheduler, spec.max_position)
     beside: Path = (directory if directory.is_dir() else directory.parent) / QUERY_STATISTICS
-    statistics = beside if beside.is_file() else None  # read when a request's policy asks
+    statistics = Made(partial(_statistics_in, beside, spec)) if beside.is_file() else None
     granularity, kv_layout = Granularity.MODEL, config.cache.kv_layout
     if policy.name != "none":
         continues = config.cache.continuations == "on"
         policy_fit.check_policy(policy, spec, form, max_len, continues=continues)
         if policy.demands.uses_centres:
-            statistics = policy_fit.statistics_of(policy, spec, directory, beside)
+            statistics = _statistics_for(policy, spec, directory, beside)
             policy = policy.with_statistics(None)  # read once, for requests too
     if policy.name != "none" or kv_layout != "auto":
         granularity = policy_fit.choose_granularity(policy, kv_layout, ranks)

@@ -3,8 +3,6 @@ for those of requests."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.policies.base import Policy
 from kvserve.entry_format import EntryFormat
@@ -64,39 +62,6 @@ def continuation_refusal(policy: Policy, spec: ModelSpec) -> str | None:
         return f"policy {name} leaves a rest, which does not move to another row"
     if wants.granularity is not Granularity.MODEL and not wants.cuts_again:
         return f"policy {name} cannot cut a second prompt"
-    return None
-
-
-def statistics_of(policy: Policy, spec: ModelSpec, directory: Path, beside: Path) -> Path:
-    """The query statistics that the ``stats`` of a policy name, or those ``beside`` the model in
-    ``directory``, where it scores by them."""
-    named = policy.demands.stats
-    path = beside if named is None else Path(named)
-    from kvserve.engine.compression.query_statistics import refusal
-
-    if (reason := refusal(spec)) is not None:
-        raise ConfigError(f"--policy {policy.name}: {reason}")
-    if not path.is_file():
-        raise ConfigError(
-            f"--policy.stats: there is no {path}; {policy.name} scores by where the model's "
-            f"queries point, which this measures: kvserve calibrate --model {directory} "
-            "--output FILE"
-        )
-    if (reason := statistics_refusal(path, spec)) is not None:
-        raise ConfigError(f"--policy.stats: {reason}")
-    return path
-
-
-def statistics_refusal(path: Path, spec: ModelSpec) -> str | None:
-    """Why policies cannot score by the statistics in a file, if so."""
-    from kvserve.engine.compression.query_statistics import load_statistics, refusal
-
-    if (reason := refusal(spec)) is not None:
-        return reason
-    try:
-        load_statistics(path).check(spec, path)
-    except ConfigError as error:
-        return str(error)
     return None
 
 

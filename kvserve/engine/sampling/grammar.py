@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.config import ModelConfig
 from kvserve.engine.device.pages import resident_bytes, trim_memory
 from kvserve.engine.device.transfer import to_device
-from kvserve.engine.messages import EngineInfo
+from kvserve.engine.messages import EngineInfo, NewSequence
 from kvserve.engine.sampling.grammar_backends import (
     BackendSource,
     Compile,
@@ -58,6 +58,15 @@ class SequenceGrammar:
         self._over = False
         self.failure: RequestError | None = None
         """The error, if the grammar has failed."""
+
+    @staticmethod
+    def allowed(grammars: Sequence[tuple[int, SequenceGrammar]], logits: Tensor) -> TokenMasks:
+        """What G grammars, each with the place of its row in ``logits [S, V]``, allow next."""
+        bits = np.full((len(grammars), -(-logits.shape[1] // 32)), -1, np.int32)
+        for row, (_, grammar) in zip(bits, grammars, strict=True):
+            grammar.fill(row)
+        places = to_device([place for place, _ in grammars], logits.device)
+        return TokenMasks(places, to_device(bits.view(np.uint8), logits.device, torch.uint8))
 
     def fill(self, mask: np.ndarray[Any, Any]) -> None:
         if self._after is not None or self._over:
@@ -158,6 +167,14 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return first.copy()
 
+    def follow(self, new: NewSequence, matcher: Matcher | None) -> SequenceGrammar:
+        """The place of a new sequence in its grammar, of which ``matcher`` is the start if it is
+        compiled already; ``RequestError`` as ``compile``."""
+        wanted, thinking = new.structured_output, (new.thinking_start, new.thinking_end)
+        assert wanted is not None
+        started = matcher or self.compile(wanted)
+        return SequenceGrammar(started, thinking, new.stop_token_ids, wanted.field)
+
     def count_ended(self) -> None:
         """Count an ended sequence that had a grammar; every ``_TIDY_EVERY``, give memory back."""
         self._ended += 1
@@ -184,15 +201,6 @@ class TokenMasks(NamedTuple):
 
     places: Tensor
     bits: Tensor
-
-    @classmethod
-    def of(cls, grammars: Sequence[tuple[int, SequenceGrammar]], logits: Tensor) -> TokenMasks:
-        """What G grammars, each with the place of its row in ``logits [S, V]``, allow next."""
-        bits = np.full((len(grammars), -(-logits.shape[1] // 32)), -1, np.int32)
-        for row, (_, grammar) in zip(bits, grammars, strict=True):
-            grammar.fill(row)
-        places = to_device([place for place, _ in grammars], logits.device)
-        return cls(places, to_device(bits.view(np.uint8), logits.device, torch.uint8))
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of ``logits [S, V]`` with -inf for what the masks do not allow."""

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvserve.engine.sampling.exact_numbers import exact_grammar
-from kvserve.engine.sampling.gbnf import plain_gbnf
+from kvserve.engine.models.hub import SOURCES
+from kvserve.engine.sampling.grammar_gbnf import plain_gbnf
+from kvserve.engine.sampling.grammar_numbers import exact_grammar
 from kvserve.json_schema import COMPACT
 from kvserve.log import RequestError, logger
 from kvserve.sampling_params import COMPOSED, StructuredOutput
@@ -115,10 +116,8 @@ def load_backend(source: BackendSource) -> Compile:
     if described.is_file():
         # Without transformers, which takes 150 MiB to read the same file.
         return llguidance(Tokenizer.from_file(str(described)), size, eos)
-    if source.tokenizer.endswith(".gguf"):
-        from kvserve.engine.gguf.tokenizer import gguf_tokenizer
-
-        tokenizer = gguf_tokenizer(source.tokenizer)
+    if (form := SOURCES.get(Path(source.tokenizer).suffix)) is not None:
+        tokenizer = form.tokenizer(source.tokenizer)
     else:
         from transformers import AutoTokenizer
 

@@ -76,7 +76,7 @@ def check_attention(
         check_dense("bias of the remainder", remainder.bias, lanes, torch.float32)
     if codes is not None:
         assert isinstance(keys, Tensor), "codes refer to vectors as they were computed"
-        _check_codes(codes, tables, keys)
+        codes.check(tables, keys)
 
 
 def _problem_of_entries(q: Tensor, keys: AnyEntries, values: AnyEntries) -> str | None:
@@ -107,20 +107,3 @@ def _problem(q: Tensor, keys: AnyEntries, tables: Tensor, chunks: QuerySegments)
     if not all(x.is_contiguous() and x.dtype is given[0].dtype for x in given):
         return "what tokens see is not dense, or of two types"
     return None if chunks.rows.is_contiguous() else "rows are not dense"
-
-
-def _check_codes(codes: Codes, tables: Tensor, keys: Tensor) -> None:
-    """Raises ``ValueError`` for codes that do not fit tables [num_rows, R, M] and the cache."""
-    from kvserve.kernels.store.coded_entries import CODE_WORDS
-
-    slots, vectors, coded, slot_tables, vector_tables, turns = codes
-    num_blocks, block, heads, dim = keys.shape
-    lanes, of_codes = tables.shape[:2], "{} of codes".format
-    check_dense(of_codes("slots"), slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16)
-    check_dense(of_codes("vectors"), vectors, (num_blocks, 2 * block, dim), keys.dtype)
-    check_dense(of_codes("coded"), coded, lanes, torch.int64)
-    for name, table in (("slot_tables", slot_tables), ("vector_tables", vector_tables)):
-        check_dense(of_codes(name), table, (*lanes, table.shape[-1]), torch.int32)
-    check_dense(of_codes("turns"), turns, (len(turns), dim), torch.float32)
-    if heads != 1:
-        raise ValueError(f"codes are of one KV head a block, and the cache is {list(keys.shape)}")

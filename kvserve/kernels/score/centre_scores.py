@@ -74,6 +74,10 @@ class Centres:
         turned = real * cos - imaginary * sin, real * sin + imaginary * cos
         return torch.cat(turned, dim=-1)
 
+    def scores(self, key: Tensor, positions: Tensor, future: str, normalise: bool) -> Tensor:
+        """``centre_scores`` of keys, as ``seen_from``."""
+        return centre_scores(key, self.seen_from(positions, future), self.spread, normalise)
+
 
 def centre_scores(key: Tensor, vectors: Tensor, spread: Tensor, normalise: bool = True) -> Tensor:
     """Scores of keys [E, L, Hkv, n, D], best of each KV head's query heads: float32 [E, L, Hkv, n].

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvserve.kernels.checks import check_dense
+
 CODE_WORDS = 8
 """16-bit words of a slot; the last two are not used."""
 
@@ -65,6 +67,22 @@ class Codes(NamedTuple):
     slot_tables: Tensor
     vector_tables: Tensor
     turns: Tensor
+
+    def check(self, tables: Tensor, keys: Tensor) -> None:
+        """Raises ``ValueError`` if they do not fit tables [num_rows, R, M] and the cache."""
+        slots, vectors, coded, slot_tables, vector_tables, turns = self
+        num_blocks, block, heads, dim = keys.shape
+        lanes, of_codes = tables.shape[:2], "{} of codes".format
+        check_dense(of_codes("slots"), slots, (num_blocks, slots.shape[1], CODE_WORDS), torch.int16)
+        check_dense(of_codes("vectors"), vectors, (num_blocks, 2 * block, dim), keys.dtype)
+        check_dense(of_codes("coded"), coded, lanes, torch.int64)
+        for name, table in (("slot_tables", slot_tables), ("vector_tables", vector_tables)):
+            check_dense(of_codes(name), table, (*lanes, table.shape[-1]), torch.int32)
+        check_dense(of_codes("turns"), turns, (len(turns), dim), torch.float32)
+        if heads != 1:
+            raise ValueError(
+                f"codes are of one KV head a block, and the cache is {list(keys.shape)}"
+            )
 
 
 def turns_of(inv_freq: Tensor, count: int) -> Tensor:

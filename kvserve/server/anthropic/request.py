@@ -9,17 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvserve.engine.frontend.content import HistoryReader
 from kvserve.log import RequestError
-from kvserve.server.openai.chat_protocol import ChatCompletionRequest, Effort, parse_chat
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest, Effort, StandsForChat
 from kvserve.server.openai.fields import FirstFault, Strings
 
-OWN_NAMES: dict[Any, str] = {
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-    "response_format": "output_config",
-    "reasoning_effort": "output_config",
-    "thinking_token_budget": "thinking",
-}
-"""Fields of a chat request -> their names here."""
 _SKIPPED = ("mcp_servers", "container", "context_management")
 """Fields that ask for what this server does not do."""
 _BILLING = "x-anthropic-billing-header:"
@@ -52,6 +44,11 @@ class ToolChoice(BaseModel):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @property
+    def of_chat(self) -> Any:
+        """What chat has for it; there any is called so too."""
+        return {"type": "function", "name": self.name or ""} if self.type == "tool" else self.type
+
 
 class Thinking(BaseModel):
     """Where it is neither on nor off, the template decides."""
@@ -65,17 +62,19 @@ class OutputConfig(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class MessagesRequest(BaseModel):
+class MessagesRequest(StandsForChat):
     """Further fields (``kv_policy``, ``seed``, ...) are those of chat completions."""
 
-    model_config = ConfigDict(extra="allow")
-    further_fields: ClassVar = (
-        *ChatCompletionRequest.model_fields,
-        *ChatCompletionRequest.further_fields,
-        *_SKIPPED,
-    )
+    further_fields = (*StandsForChat.further_fields, *_SKIPPED)
+    left_out = _SKIPPED
+    own_names: ClassVar = {
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+        "thinking_token_budget": "thinking",
+    }
 
-    model: str | None = None
     messages: Annotated[list[MessageParam], FirstFault()]
     max_tokens: int | None = Field(default=None, ge=1)
     system: str | Blocks | None = None
@@ -85,10 +84,7 @@ class MessagesRequest(BaseModel):
     output_config: OutputConfig | None = None
     stop_sequences: Strings | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    stream: bool | None = None
 
     def as_chat(self, limits_thinking: bool) -> ChatCompletionRequest:
         """The equivalent chat request, whose errors name the fields of this one.
@@ -96,12 +92,14 @@ class MessagesRequest(BaseModel):
         ``limits_thinking``: it is known where this model's reasoning ends. The client's token limit
         is left out: here it may exceed the context.
         """
-        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _SKIPPED}
+        extra = self.model_extra or {}
         choice, thinking, config = self.tool_choice, self.thinking, self.output_config
         tools, skipped = list[dict[str, Any]](), list[str]()
         for i, tool in enumerate(self.tools or ()):
             if tool.type in (None, "custom"):
-                tools.append(_chat_tool(tool))
+                parts = tool.name, tool.description, tool.input_schema
+                function = dict(zip(("name", "description", "parameters"), parts, strict=True))
+                tools.append({"type": "function", "function": function})
             else:
                 skipped.append(f"tools[{i}] ({tool.type})")
         answered = any(message.role == "assistant" for message in self.messages)
@@ -110,23 +108,18 @@ class MessagesRequest(BaseModel):
         for i, message in enumerate(self.messages):
             messages += _messages(message, history, i)
         skipped += history.skipped
-        skipped += [name for name in _SKIPPED if (self.model_extra or {}).get(name)]
+        skipped += [name for name in _SKIPPED if extra.get(name)]
         effort = None if config is None else config.effort
         if effort is not None and effort not in get_args(Effort):
             skipped.append(f"output_config (effort {effort:.20})")
             effort = None
         given = {
-            **extra,
-            "model": self.model,
             "messages": messages,
             "tools": tools or None,
-            "tool_choice": None if choice is None else _tool_choice(choice),
+            "tool_choice": choice and choice.of_chat,
             "stop": self.stop_sequences,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "top_k": self.top_k,
-            "stream": self.stream,
             "reasoning_effort": effort or extra.get("reasoning_effort"),
         }
         if choice is not None and choice.disable_parallel_tool_use:
@@ -142,24 +135,13 @@ class MessagesRequest(BaseModel):
         called = any(block.get("type") == "tool_use" for block in blocks)
         if last is not None and last.role == "assistant" and not called:
             given |= {"continue_final_message": True, "add_generation_prompt": False}
-        return parse_chat(given, OWN_NAMES, skipped, thinks)
+        return self.chat_of(given, skipped, thinks)
 
     def _system(self) -> Iterator[dict[str, Any]]:
         reading = HistoryReader("system", False).read(self.system, 0, "user", "system")
         text = "\n".join(text for text in reading.texts if not text.startswith(_BILLING))
         if text:
             yield {"role": "system", "content": text}
-
-
-def _chat_tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
-
-
-def _tool_choice(choice: ToolChoice) -> Any:
-    if choice.type == "tool":
-        return {"type": "function", "function": {"name": choice.name or ""}}
-    return "required" if choice.type == "any" else choice.type
 
 
 def _messages(message: MessageParam, history: HistoryReader, at: int) -> Iterator[dict[str, Any]]:

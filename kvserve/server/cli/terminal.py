@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
 
+from kvserve.benchmarks.measuring.serving_client import EventStream
 from kvserve.fields import read_size
 from kvserve.log import ConfigError, RequestError
 
@@ -140,15 +142,11 @@ class Client:
         try:
             with self._http.stream("POST", path, json=body) as response:
                 _check(response)
-                rest = b""
-                for part in response.iter_bytes():  # iter_lines cuts events at U+2028 too
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data: {"):
-                            chunk = json.loads(line[6:])
-                            if "error" in chunk:
-                                raise RequestError(chunk["error"]["message"])
-                            yield chunk
+                stream = EventStream()
+                for chunk in chain.from_iterable(map(stream.cut, response.iter_bytes())):
+                    if "error" in chunk:
+                        raise RequestError(chunk["error"]["message"])
+                    yield chunk
         except httpx.HTTPError as exc:
             raise RequestError(f"the connection broke: {exc}") from None
 

@@ -4,8 +4,9 @@ has them; and the list of models."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,7 +14,6 @@ from fastapi.responses import Response
 
 from kvserve.log import RequestError, log_once
 from kvserve.server.anthropic.answer import MessageWriter
-from kvserve.server.anthropic.request import OWN_NAMES as NAMES_OF_MESSAGES
 from kvserve.server.anthropic.request import MessagesRequest
 from kvserve.server.http.json_body import JsonRoute
 from kvserve.server.http.schemas import (
@@ -27,14 +27,14 @@ from kvserve.server.http.schemas import (
     answers,
     streamed,
 )
-from kvserve.server.openai.chat import ChatPlan, plan_chat
+from kvserve.server.openai.chat import plan_chat
 from kvserve.server.openai.chat_protocol import ChatCompletionRequest
 from kvserve.server.openai.logprobs import Echo
 from kvserve.server.openai.prompts import decode, encode, encode_chat, truncate
 from kvserve.server.openai.protocol import CompletionRequest, GenerationRequest
 from kvserve.server.openai.response_items import ResponseWriter
 from kvserve.server.openai.responses import json_response
-from kvserve.server.openai.responses_protocol import OWN_NAMES, ResponsesRequest
+from kvserve.server.openai.responses_protocol import ResponsesRequest
 from kvserve.server.openai.streaming import (
     AnswerWriter,
     ChatWriter,
@@ -68,47 +68,29 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     fingerprint = state.fingerprint(body.kv_policy)
     own = {"max_tokens": body.token_limit_field}
     generation = Generation(state, prompts, params, request_id, request.headers, own)
-    writer = CompletionWriter(body, request_id, model, fingerprint, len(prompts), echoes=echoes)
+    writer = CompletionWriter(body, fingerprint, request_id, model, len(prompts), echoes=echoes)
     return await _respond(generation, writer, body.stream, request)
 
 
 @router.post("/chat/completions", responses=streamed(ChatCompletion))
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
-    state, model, request_id, plan = await _plan(body, request, "chatcmpl", {})
-    fingerprint = state.fingerprint(body.kv_policy)
-    own = {"max_tokens": body.token_limit_field, "prompt": "messages"}
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
-    writer = ChatWriter(body, request_id, model, fingerprint, plan=plan)
-    return await _respond(generation, writer, body.stream, request, body.skipped)
-
-
-def _refuse_unshown(chat: ChatCompletionRequest) -> None:
-    """Refuse what an answer of one text has no place for."""
-    asked = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
-    for name, value in asked.items():
-        if value is not None and value is not False:
-            why = f"{name} goes with /v1/chat/completions"
-            raise RequestError(why, param=name, code="unsupported_field")
+    fingerprint = request.app.state.server.fingerprint(body.kv_policy)
+    writer = partial(ChatWriter, body, fingerprint)
+    return await _converse(body, request, "chatcmpl", writer)
 
 
 @router.post("/responses", responses=streamed(ResponseBody))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request. Nothing is stored: send all of it."""
     chat = await beside(body.as_chat)
-    _refuse_unshown(chat)
-    state, model, request_id, plan = await _plan(chat, request, "resp", OWN_NAMES)
-    own = {"max_tokens": body.token_limit_field, "prompt": "input"}
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
-    writer = ResponseWriter(body, request_id, model, plan)
-    skipped = [OWN_NAMES.get(name, name) for name in chat.skipped]
-    return await _respond(generation, writer, body.stream, request, skipped)
+    return await _converse(chat, request, "resp", partial(ResponseWriter, body))
 
 
 @router.post("/responses/input_tokens", responses=answers(TokenCount))
 async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
     """How many tokens the input has under the chat template."""
-    count = await _count(await beside(body.as_chat), request, OWN_NAMES)
+    count = await _count(await beside(body.as_chat), request)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
@@ -117,24 +99,15 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, converted to a chat request."""
     reasons = request.app.state.server.chat.reasoning is not None
     chat = await beside(lambda: body.as_chat(reasons))
-    _refuse_unshown(chat)
-    state, model, request_id, plan = await _plan(chat, request, "msg", NAMES_OF_MESSAGES)
-    # Agents ask for as many tokens as their own models give: those that fit are what they get.
-    room = state.engine.info.max_model_len - len(plan.prompt)
-    if body.max_tokens is not None and body.max_tokens <= room:
-        plan = replace(plan, params=replace(plan.params, max_tokens=body.max_tokens))
-    own = {"prompt": "messages"}
-    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, own)
-    writer = MessageWriter(request_id, model, plan, body.max_tokens)
-    skipped = [NAMES_OF_MESSAGES.get(name, name) for name in chat.skipped]
-    return await _respond(generation, writer, body.stream, request, skipped)
+    writer = partial(MessageWriter, most=body.max_tokens)
+    return await _converse(chat, request, "msg", writer, body.max_tokens)
 
 
 @anthropic.post("/messages/count_tokens", responses=answers(TokenCount))
 async def count_tokens(body: MessagesRequest, request: Request) -> Response:
     """How many tokens a conversation has under the chat template."""
     chat = await beside(lambda: body.as_chat(False))
-    return json_response({"input_tokens": await _count(chat, request, NAMES_OF_MESSAGES)})
+    return json_response({"input_tokens": await _count(chat, request)})
 
 
 @router.get("/models", responses=answers(ModelList))
@@ -174,31 +147,48 @@ def _name(body: GenerationRequest, request: Request, prefix: str) -> str:
     return f"{prefix}-{request.state.request_id}"
 
 
-async def _plan(
-    chat: ChatCompletionRequest, request: Request, prefix: str, own_names: Mapping[Any, str]
-) -> tuple[ServerState, str, str, ChatPlan]:
-    """Admit and plan a conversation: the state, the model's name, the request's id and the plan.
+async def _converse(
+    chat: ChatCompletionRequest,
+    request: Request,
+    prefix: str,
+    writer: Callable[..., AnswerWriter],
+    most: int | None = None,
+) -> Response:
+    """Answer a conversation, which may stand for another API's request: errors and what is skipped
+    have its names. ``writer`` is made of the request's id, the model's name and the plan.
 
-    Errors name the fields of the API that it came by (``own_names``).
+    ``most`` tokens are what an agent's own model would give: those that fit are what it gets.
     """
+    own = chat.own_names
+    asked = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
+    for name, value in asked.items() if own else ():
+        if value is not None and value is not False:
+            why = f"{name} goes with /v1/chat/completions"
+            raise RequestError(why, param=name, code="unsupported_field")
     state, model = _admit(chat, request)
     request_id = _name(chat, request, prefix)
     try:
-        return state, model, request_id, await plan_chat(state, chat)
+        plan = await plan_chat(state, chat)
     except RequestError as error:
-        raise error.renamed(own_names) from None
+        raise error.renamed(own) from None
+    if most is not None and most <= state.engine.info.max_model_len - len(plan.prompt):
+        plan = replace(plan, params=replace(plan.params, max_tokens=most))
+    fields = {"max_tokens": chat.token_limit_field, "prompt": "messages"}
+    names = {theirs: own.get(name, name) for theirs, name in fields.items()}
+    made = writer(request_id, model, plan=plan)
+    generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, names)
+    skipped = [own.get(name, name) for name in chat.skipped]
+    return await _respond(generation, made, chat.stream, request, skipped)
 
 
-async def _count(
-    chat: ChatCompletionRequest, request: Request, own_names: Mapping[Any, str]
-) -> int:
+async def _count(chat: ChatCompletionRequest, request: Request) -> int:
     state: ServerState = request.app.state.server
     state.check_ready()
     state.check_model(chat.model)
     try:
         return len(await encode_chat(state, chat))
     except RequestError as error:
-        raise error.renamed(own_names) from None
+        raise error.renamed(chat.own_names) from None
 
 
 async def _respond(

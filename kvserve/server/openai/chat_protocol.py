@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
@@ -126,6 +126,7 @@ class ChatPrompt(BaseModel):
     tools: Annotated[list[Tool], FirstFault()] | None = None
     _skipped: list[str] = PrivateAttr(default_factory=list)
     _thinks: bool | None = PrivateAttr(default=None)
+    _own_names: Mapping[Any, str] = PrivateAttr(default_factory=dict)
 
     @property
     def skipped(self) -> list[str]:
@@ -136,6 +137,11 @@ class ChatPrompt(BaseModel):
     def thinks(self) -> bool | None:
         """Whether another API's request turns the reasoning on or off."""
         return self._thinks
+
+    @property
+    def own_names(self) -> Mapping[Any, str]:
+        """What its fields are called in another API's request that it stands for."""
+        return self._own_names
 
     @cached_property
     def functions(self) -> list[dict[str, Any]]:
@@ -220,27 +226,45 @@ class ChatCompletionRequest(ChatPrompt, GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def parse_chat(
-    given: dict[str, Any],
-    own_names: Mapping[Any, str],
-    skipped: Sequence[str],
-    thinks: bool | None = None,
-) -> ChatCompletionRequest:
-    """The chat request that another API's request stands for; fields that are ``None`` are left
-    out, and ``skipped`` is what was besides. Errors name the other API's fields (``own_names``)."""
-    try:
-        made = parse(ChatCompletionRequest, {k: v for k, v in given.items() if v is not None})
+class StandsForChat(BaseModel):
+    """Another API's request, which is answered as a chat request."""
+
+    model_config = ConfigDict(extra="allow")
+    further_fields: ClassVar[tuple[str, ...]] = (
+        *ChatCompletionRequest.model_fields,
+        *ChatCompletionRequest.further_fields,
+    )
+    own_names: ClassVar[Mapping[Any, str]]
+    """Fields of a chat request -> their names here."""
+    left_out: ClassVar[tuple[str, ...]]
+    """Further fields that are none of a chat request."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+
+    def chat_of(
+        self, given: dict[str, Any], skipped: Sequence[str], thinks: bool | None = None
+    ) -> ChatCompletionRequest:
+        """The chat request with ``given`` fields; those that are ``None`` are left out, ``skipped``
+        is what was besides. Errors name the fields of this one."""
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in self.left_out}
+        same = {name: getattr(self, name) for name in StandsForChat.model_fields}
+        fields = {k: v for k, v in {**extra, **same, **given}.items() if v is not None}
+        try:
+            made = parse(ChatCompletionRequest, fields)
+        except RequestValidationError as exc:
+            first, *_ = exc.errors()
+            cause = first.get("ctx", {}).get("error")
+            if isinstance(cause, RequestError) and cause.param in self.own_names:
+                raise cause.renamed(self.own_names) from None
+            body, *path = first["loc"]
+            renamed = {**first, "loc": (body, *(self.own_names.get(part, part) for part in path))}
+            raise RequestValidationError([renamed]) from None
         made._skipped[:0] = skipped
-        made._thinks = thinks
+        made._thinks, made._own_names = thinks, self.own_names
         return made
-    except RequestValidationError as exc:
-        first, *_ = exc.errors()
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, RequestError) and cause.param in own_names:
-            raise cause.renamed(own_names) from None
-        body, *path = first["loc"]
-        renamed = {**first, "loc": (body, *(own_names.get(part, part) for part in path))}
-        raise RequestValidationError([renamed]) from None
 
 
 class TokenizeChatRequest(ChatPrompt):

@@ -14,7 +14,7 @@ from kvserve import absent
 from kvserve.engine.frontend.content import HistoryReader, thought_text
 from kvserve.log import RequestError
 from kvserve.sampling_params import refused
-from kvserve.server.openai.chat_protocol import ChatCompletionRequest, parse_chat
+from kvserve.server.openai.chat_protocol import ChatCompletionRequest, StandsForChat
 from kvserve.server.openai.client_tools import BRINGS_TOOLS, CALLS, INPUT, ClientTools, loaded
 from kvserve.server.openai.fields import FirstFault
 
@@ -23,13 +23,6 @@ IGNORED = ("max_tool_calls", "truncation")
 """They are about stored answers or OpenAI's own tools, or what is done when the context is too
 short: here that is an error."""
 
-OWN_NAMES: dict[Any, str] = {
-    "messages": "input",
-    "response_format": "text",
-    "max_completion_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning",
-}
-"""Fields of a chat request -> their names here."""
 _CALLS = tuple(CALLS.values())
 _OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
 
@@ -68,29 +61,27 @@ class TextSettings(BaseModel):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(StandsForChat):
     """Further fields (``kv_policy``, ``top_k``, ``seed``, ...) are those of chat completions."""
 
-    model_config = ConfigDict(extra="allow")
-    further_fields: ClassVar = (
-        *ChatCompletionRequest.model_fields,
-        *ChatCompletionRequest.further_fields,
-        *IGNORED,
-    )
+    further_fields = (*StandsForChat.further_fields, *IGNORED)
+    left_out = IGNORED
+    own_names: ClassVar = {
+        "messages": "input",
+        "response_format": "text",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning",
+    }
 
-    model: str | None = None
     input: Input
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], FirstFault()] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
     include: Annotated[list[Any], FirstFault()] | None = None
-    stream: bool | None = None
 
     @cached_property
     def client_tools(self) -> ClientTools:
@@ -103,13 +94,11 @@ class ResponsesRequest(BaseModel):
 
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request, whose errors name the fields of this one."""
-        extra = dict(self.model_extra or {})
-        logprobs = _LOGPROBS in (self.include or ())
-        for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": logprobs}.items():
-            if asked:
+        asked = {"include": _LOGPROBS in (self.include or ())}
+        for name, value in {**(self.model_extra or {}), **asked}.items():
+            if value and name in ("top_logprobs", "include"):
                 why = "log-probabilities go with /v1/chat/completions"
                 raise refused(absent.refusal(name, why), name)
-        extra = {name: value for name, value in extra.items() if name not in IGNORED}
         tools = self.client_tools
         answered = any(each.get("role") == "assistant" or _called(each) for each in self._items)
         history = HistoryReader("input", answered)
@@ -117,24 +106,15 @@ class ResponsesRequest(BaseModel):
         if form is not None and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
         given = {
-            **extra,
-            "model": self.model,
             "messages": self._messages(history),
             "tools": tools.functions or None,
             "tool_choice": tools.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
-            "stream": self.stream,
         }
-        return parse_chat(given, OWN_NAMES, [*tools.skipped, *history.skipped])
-
-    @property
-    def token_limit_field(self) -> str:
-        return "max_tokens" if self.max_output_tokens is None else "max_output_tokens"
+        return self.chat_of(given, [*tools.skipped, *history.skipped])
 
     def _messages(self, history: HistoryReader) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -54,17 +54,19 @@ class _Cursor:
 
 
 class AnswerWriter(Protocol):
-    """Turns outputs into an answer, or into the bytes of a stream; ``prepare`` comes before an
-    output's chunks."""
+    """Turns outputs into an answer, or into the bytes of a stream."""
+
+    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
+        """Before an output's chunks: do beside the event loop what takes long."""
+        return
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json: ...
-    async def prepare(self, prompt_index: int, output: RequestOutput) -> None: ...
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]: ...
     def end(self, outputs: Sequence[RequestOutput]) -> bytes: ...
     def failure(self, exc: Exception) -> bytes: ...
 
 
-class ChoicesWriter:
+class ChoicesWriter(AnswerWriter):
     """Writes answers of several choices; one subclass for each of OpenAI's two older APIs."""
 
     object_name: str
@@ -73,9 +75,9 @@ class ChoicesWriter:
     def __init__(
         self,
         request: GenerationRequest,
+        fingerprint: str,
         request_id: str,
         model: str,
-        fingerprint: str,
         num_prompts: int = 1,
     ) -> None:
         self._n = request.n or 1
@@ -102,9 +104,6 @@ class ChoicesWriter:
                 choices.append(part)
         head = {**self._id, **self._about, "object": self.object_name}
         return {**head, "choices": choices, "usage": self._usage(outputs)}
-
-    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
-        """Do beside the event loop what takes long."""
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[bytes]:
         """Chunks for everything in ``output`` that the client has not seen."""
@@ -294,7 +293,7 @@ class ChatWriter(ChoicesWriter):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-class ChoiceWriter:
+class ChoiceWriter(AnswerWriter):
     """Writes answers of one choice that are more than text: items of ``/v1/responses``, blocks of
     ``/v1/messages``. In a stream each change of them is an event."""
 
@@ -306,9 +305,6 @@ class ChoiceWriter:
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         self.advance(outputs[0])
         return self._finished(outputs[0])
-
-    async def prepare(self, prompt_index: int, output: RequestOutput) -> None:
-        """Nothing takes long."""
 
     def advance(self, output: RequestOutput) -> list[Json]:
         """Events for what is new in the only choice."""

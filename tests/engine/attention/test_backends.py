@@ -187,6 +187,7 @@ def test_a_cached_build_needs_no_compiler(
 ) -> None:
     assert select_backend("cpu", NEEDS).name == "cpu"
     build.load_library.cache_clear()
+    build._found.cache_clear()
     use_compiler(empty_cache, "", monkeypatch)
     assert select_backend("auto", NEEDS).name == "cpu"
 

@@ -14,9 +14,8 @@ import pytest
 from kvserve.engine.gguf.reader import read_gguf
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.gguf.tokenizer import gguf_tokenizer
-from kvserve.engine.models.spec import read_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import read_spec, write_checkpoint
 from tests.gguf_files import write_gguf
 
 MUCH = 2**60

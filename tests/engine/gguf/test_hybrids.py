@@ -18,9 +18,8 @@ from tokenizers import pre_tokenizers
 from kvserve import LLM
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.delta_layers import DeltaTransformer
-from kvserve.engine.models.spec import read_spec
 from kvserve.log import ConfigError
-from tests.checkpoints import edited_tensors, generate, random_prompts, write_checkpoint
+from tests.checkpoints import edited_tensors, generate, random_prompts, read_spec, write_checkpoint
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import write_hybrid
 from tests.engine.recorder import Recorder

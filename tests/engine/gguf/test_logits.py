@@ -17,10 +17,9 @@ from kvserve.config import ModelConfig
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.generation import read_generation_config
 from kvserve.engine.models.implementation import choose_spec
-from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.layer.weight_levels import Levels
 from kvserve.log import ConfigError
-from tests.checkpoints import generate, random_prompts, write_checkpoint
+from tests.checkpoints import generate, random_prompts, read_spec, write_checkpoint
 from tests.engine.models.decoding import check_parity, make, row_of
 from tests.gguf_files import Kind, dequantised, llama3_factors, write_gguf
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from kvserve.engine.models.experts import combine, route
 from kvserve.engine.models.linear import expert_linear, packed
-from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.layer.linear_cpu import ExpertPanels
 from kvserve.log import ConfigError
-from tests.checkpoints import edit_config, random_prompts, write_checkpoint
+from tests.checkpoints import edit_config, random_prompts, read_spec, write_checkpoint
 from tests.engine.models.decoding import make, tokens
 
 EXPERTS, HIDDEN, OUTPUTS = 6, 48, 72

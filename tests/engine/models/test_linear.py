@@ -18,9 +18,8 @@ from kvserve.engine.device.shared_group import SharedGroup
 from kvserve.engine.models import linear as module
 from kvserve.engine.models.linear import linear, packed, select_product, take_rows
 from kvserve.engine.models.loader import load_model
-from kvserve.engine.models.spec import read_spec
 from kvserve.kernels.layer.linear_cpu import Panels
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import read_spec, write_checkpoint
 from tests.thinning import thinned
 
 DTYPES = [torch.float32, torch.bfloat16]

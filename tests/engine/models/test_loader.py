@@ -304,15 +304,16 @@ def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -
         import sys, torch
         from pathlib import Path
         from kvserve.config import ModelConfig
+        from kvserve.engine.models.hub import read_config
         from kvserve.engine.models.loader import load_model
-        from kvserve.engine.models.spec import read_spec
+        from kvserve.engine.models.spec import parse_spec
 
         def status(field):
             lines = Path("/proc/self/status").read_text().splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
         path = Path(sys.argv[1])
-        spec = read_spec(path)
+        spec = parse_spec(*read_config(path))
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = status("VmRSS")
         model = load_model(path, ModelConfig(), spec, torch.bfloat16, "cpu")

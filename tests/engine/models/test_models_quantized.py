@@ -16,7 +16,6 @@ from kvserve.engine.models import held, plain_storage
 from kvserve.engine.models.linear import linear
 from kvserve.engine.models.loader import load_model
 from kvserve.engine.models.quantization import PARSERS
-from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.kernels.layer import linear_cpu as linear_numbers
 from kvserve.kernels.layer import weight_levels_cpu as linear_levels
@@ -28,6 +27,7 @@ from tests.checkpoints import (
     edited_tensors,
     generate,
     random_prompts,
+    read_spec,
     write_checkpoint,
 )
 from tests.engine.models.decoding import check_parity, make, row_of, tokens

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvserve import LLM, SamplingParams
 from kvserve.engine.core import request_policies
-from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import make_policy, policy_class
 from kvserve.engine.runner.model_runner import ModelRunner
 from kvserve.engine.runner.policy_fit import continuation_refusal
@@ -24,7 +23,7 @@ from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.continuations import Continuations
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.triggers.trigger import RowState
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import random_prompts, read_spec, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models.decoding import row_of
 from tests.engine.policies.cases import CASES, UNEVEN_CASES

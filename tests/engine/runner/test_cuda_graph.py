@@ -14,7 +14,6 @@ import pytest
 from kvserve import LLM, SamplingParams
 from kvserve.config import EngineConfig
 from kvserve.engine.core import request_policies
-from kvserve.engine.models.spec import read_spec
 from kvserve.engine.policies.registry import policy_class
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.engine.runner.plan import make_plan
@@ -25,7 +24,7 @@ from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
-from tests.checkpoints import random_prompts
+from tests.checkpoints import random_prompts, read_spec
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models.decoding import make, row_of
 from tests.engine.policies.cases import CASES, UNEVEN_CASES

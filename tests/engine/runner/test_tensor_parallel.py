@@ -22,7 +22,6 @@ from kvserve.engine.compression.moves import MovePlan
 from kvserve.engine.device.shared_group import SharedGroup
 from kvserve.engine.models.checkpoint import SafetensorsFiles
 from kvserve.engine.models.loader import load_model
-from kvserve.engine.models.spec import read_spec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.engine.runner.ranks import Ranks
 from kvserve.kernels.layer.weight_levels import Levels
@@ -30,7 +29,7 @@ from kvserve.log import ConfigError, EngineDeadError
 from kvserve.outputs import RequestOutput
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
-from tests.checkpoints import random_prompts, write_checkpoint
+from tests.checkpoints import random_prompts, read_spec, write_checkpoint
 from tests.engine.models.decoding import make
 from tests.engine.test_pressure import before_steps
 from tests.quantized_checkpoints import AWQ, fp8_config, quantize

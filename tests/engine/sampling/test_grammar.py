@@ -18,7 +18,7 @@ from kvserve.config import EngineConfig
 from kvserve.engine.core.core_loop import GrammarQueue
 from kvserve.engine.messages import NewSequence
 from kvserve.engine.sampling import grammar
-from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar, TokenMasks
+from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher, SequenceGrammar
 from kvserve.late import Made
 from kvserve.log import RequestError
 from kvserve.sampling_params import StructuredOutput
@@ -185,7 +185,7 @@ def test_rows_without_a_grammar_stay_as_they_are() -> None:
     before = logits.clone()
     none = (None, None)
     grammars = [(at, SequenceGrammar(Only(token), none, ())) for at, token in ((3, 74), (0, 9))]
-    masked = TokenMasks.of(grammars, logits).apply(logits)
+    masked = SequenceGrammar.allowed(grammars, logits).apply(logits)
     expected = torch.full_like(logits, -torch.inf)
     expected[3, 74], expected[0, 9] = logits[3, 74], logits[0, 9]
     expected[1:3] = logits[1:3]
@@ -197,7 +197,7 @@ def test_the_host_makes_and_sends_a_bit_per_token_of_a_grammar() -> None:
     grammars = [(200, SequenceGrammar(Only(5), (None, None), ()))]
 
     def make(vocabulary: int) -> None:
-        masks = TokenMasks.of(grammars, torch.zeros(1, 1).expand(256, vocabulary))
+        masks = SequenceGrammar.allowed(grammars, torch.zeros(1, 1).expand(256, vocabulary))
         assert masks.bits.nbytes == vocabulary // 8
 
     make(VOCABULARY)

@@ -23,10 +23,10 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "temporary_folder", lambda: str(tmp_path))
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    for kept in (build.load_library, build.why_missing, build.levels_of_this_cpu):
+    for kept in (build.load_library, build._found, build.levels_of_this_cpu):
         kept.cache_clear()
     yield
-    for kept in (build.load_library, build.why_missing, build.levels_of_this_cpu):
+    for kept in (build.load_library, build._found, build.levels_of_this_cpu):
         kept.cache_clear()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvserve.engine.sampling import gbnf
+from kvserve.engine.sampling import grammar_gbnf
 from tests.grammars import gbnf_takes
 
 
@@ -45,4 +45,4 @@ def test_what_is_no_character_stays_an_error() -> None:
 @pytest.mark.parametrize("text", ["[" * 1000, "{" * 1000, '"\\' * 1000 + "n"])
 def test_what_nothing_closes_is_read_once(text: str) -> None:
     """It was read from each of its characters on: hours for a grammar of a megabyte."""
-    assert gbnf._TOKENS.findall(text) == [text] and gbnf.plain_gbnf(text) == text
+    assert grammar_gbnf._TOKENS.findall(text) == [text] and grammar_gbnf.plain_gbnf(text) == text
