@@ -21,7 +21,7 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {"always", "firsts", "last", "recent", "rows", "shares", "slots", "starts", "sums"}
+UNALIGNED = {*"always firsts last part_recent recent rows shares slots starts sums".split()}
 
 
 def interprets() -> bool:
@@ -79,8 +79,8 @@ def _complete(module: dict[str, Any]) -> None:
 def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
     table = FLOAT32_TILES
-    if dtype is not torch.float32:  # the newest that is not newer than the device
-        older = [known for known in TILES if known <= capability(device)]
+    if dtype is not torch.float32:  # the newest not newer than the device: sm_120 has less memory
+        older = [known for known in TILES if known <= capability(device) < (12, 0)]
         table = TILES[max(older, default=min(TILES))]
     tile = table[kernel]
     part = max(1, head_dim // 128)

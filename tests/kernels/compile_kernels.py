@@ -585,7 +585,7 @@ def updated(budget: dict[str, Any], costs: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile the Triton kernels without a GPU")
-    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--arch", type=int, nargs="+", choices=(*ARCHS, 120), default=ARCHS)
     parser.add_argument("--name", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--ptx", type=Path, metavar="DIR", help="write each kernel's assembly")
     parser.add_argument("--write", action="store_true", help=f"write {BUDGET.name}")

@@ -151,7 +151,8 @@ def chunks_of(batch: ForwardBatch) -> RowChunks:
         rows = starts[:-1]
     else:
         rows, starts = to_device(batch.rows, device), to_device(batch.starts, device)
-    seen = batch.last[0, 0, starts[:-1]]
+    own = batch.newest or batch  # a token that sees itself there may see none of the others
+    seen = own.last[0, 0, starts[:-1]]
     return RowChunks(torch.where(seen < 0, -1, rows), starts, longest)
 
 

@@ -357,6 +357,18 @@ def test_guesses_are_taken_back_on_a_gpu(tmp_path: Path) -> None:
     assert oracle.guessed > oracle.confirmed > 5
 
 
+def test_states_beside_entries_in_few_bits_on_a_gpu(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of rows so short that all their entries are read as they were computed."""
+    kinds, prompts = ["linear_attention", "full_attention"], [[5, 6, 7], HISTORY[:20]]
+    directory = write_hybrid("qwen3_5_text", tmp_path, num_hidden_layers=2, layer_types=kinds)
+    settings: dict[str, Any] = {"kv_cache_dtype": "3bit", "cudagraph_capture_sizes": (2,)}
+    wanted = tokens(make(directory, **settings), prompts, 6)
+    request.getfixturevalue("kernels_of_gpus")
+    assert tokens(make(directory, **settings), prompts, 6) == wanted
+
+
 @pytest.mark.parametrize("kernels", [None, "kernels_of_gpus"])
 def test_states_behind_guesses_are_those_of_single_tokens(
     kernels: str | None, tmp_path: Path, request: pytest.FixtureRequest

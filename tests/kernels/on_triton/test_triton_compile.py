@@ -129,6 +129,13 @@ def test_every_kernel_is_compiled() -> None:
 
 @pytest.mark.device
 @pytest.mark.slow
+def test_the_newest_cards_have_less_shared_memory(tmp_path: Path) -> None:
+    costs = compiled(tmp_path, "--arch", "120", "--name", "prefill", "prefill/dim256")
+    assert all(cost["sm_120"]["shared"] <= 99 * 1024 for cost in costs.values()), costs
+
+
+@pytest.mark.device
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NAMES)
 def test_a_variant_of_each_kernel(what: str, tmp_path: Path) -> None:
     costs = compiled(tmp_path, "--arch", "90", "--name", *NAMES[what])
