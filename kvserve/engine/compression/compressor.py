@@ -18,19 +18,18 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.event_parts import EventParts
 from kvserve.engine.compression.forwards import QueryRecomputer
-from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
+from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lane_numbers, lanes_of
 from kvserve.engine.compression.observer import (
     Observer,
     Scope,
     Windows,
     at_layers,
-    slots_of,
     uneven_lengths,
 )
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
-from kvserve.kernels.move.events import dropped_entries
+from kvserve.kernels.move.events import Moves, event_slots
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Late, Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
@@ -99,11 +98,7 @@ class Compressor:
                 kept = _by_event(part, kept)
                 left = None if left is None else _one_remainder(part, left)
             count = (part.plan.windows * part.plan.keep)[:, None, None]
-            moves = plan_moves(part, kept, count, self._cache.layout)
-            if not part.scores_alone.any():
-                self._move(part, scope, moves, part.copy_start, block_tables, left)
-            elif self.on_moves is not None:
-                self.on_moves(part, moves)
+            self._move(part, scope, kept, count, block_tables, left)
 
     def _select(
         self,
@@ -221,13 +216,9 @@ class Compressor:
             left = None
             if len(fitted) == len(chosen):
                 left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
-            layout, start = self._cache.layout, part.plan.region_start
-            counts = lanes_of(part.new_lens, layout) - start[:, None, None]
-            if events.kind is EventKind.BLOCKS:
-                plan = MovePlan.staying(kept, counts)
-            else:
-                plan, start = plan_moves(part, kept, counts, layout), part.copy_start
-            self._move(part, scope, plan, start, block_tables, left)
+            start = part.plan.region_start[:, None, None]
+            counts = lanes_of(part.new_lens, self._cache.layout) - start
+            self._move(part, scope, kept, counts, block_tables, left)
 
     def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
@@ -238,29 +229,36 @@ class Compressor:
         self,
         events: Events,
         scope: Scope,
-        plan: MovePlan,
-        start: IntArray,
+        kept: Tensor,
+        chosen: IntArray,
         block_tables: Tensor,
         left: Remainder | None,
     ) -> None:
-        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops from the entries
-        ``start [E]`` on if it is fitted."""
+        """Leave the first ``chosen [E, L, Hkv]`` entries of ``kept [E, L, Hkv, C]`` of equal-shaped
+        events' regions; ``left`` [E, L, Hkv, ...] stands for the others if it is fitted."""
+        stays, device = events.kind is EventKind.BLOCKS, kept.device
+        start = events.plan.region_start if stays else events.copy_start
+        numbers = lane_numbers(events, chosen, self._cache.layout, start)
         if self.on_moves is not None:
-            self.on_moves(events, plan)
-        if self._remainders is not None and scope.policy.demands.leaves != "off":
-            if left is None:
-                left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
-            self._remainders.add(to_device(events.rows, plan.src.device), left)
-        if events.kind is EventKind.BLOCKS:
+            self.on_moves(events, MovePlan.of(kept, numbers))
+        if events.scores_alone.any():
             return
-        layout = self._cache.layout
-        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        src = slots_of(block_tables, events.rows, plan.src, lanes, size)
-        # Slots after the event; entries behind the counts do not exist, and get slot 0.
-        ends = (events.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
-        tables = to_device(events.dst_blocks, plan.counts.device, torch.int32)
-        dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
-        self._cache.entries.move(src, dst, runs=len(events.rows))
+        remainders = None if scope.policy.demands.leaves == "off" else self._remainders
+        moved = 0 if stays else int(numbers[3].max())
+        lost = 0 if remainders is None or left is not None else int(numbers[2].max())
+        of_lanes, rows = to_device(numbers, device), to_device(events.rows, device)
+        tables, size = (
+            to_device(events.dst_blocks, device, torch.int32),
+            self._cache.layout.block_size,
+        )
+        moves = Moves(kept, of_lanes, moved, lost, block_tables, rows, tables.contiguous(), size)
+        src, dst, dropped = event_slots(moves)
+        if remainders is not None:
+            if left is None:
+                left = self._cache.entries.mean(dropped, of_lanes[2])
+            remainders.add(rows, left)
+        if moved:
+            self._cache.entries.move(src, dst, runs=len(events.rows))
 
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
@@ -317,30 +315,6 @@ def _one_remainder(task: Events, left: Remainder) -> Remainder:
     for mean, part in zip(means, (keys, values), strict=True):
         mean.index_add_(0, at[0], share * part)
     return Remainder(means[0], means[1], total)
-
-
-def _mean_of_dropped(
-    cache: KVCache, task: Events, plan: MovePlan, start: IntArray, block_tables: Tensor
-) -> Remainder:
-    """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
-    logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
-    layout, device = cache.layout, plan.src.device
-    old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
-    first = np.broadcast_to(start[:, None, None], old.shape)
-    numbers = to_device(np.stack([first, old - first, new - first, old - new]), device)
-    length, count = int((old - new).max()), numbers[3, ..., None]
-    dropped = dropped_entries(plan.src, numbers[:3], length)
-    lanes = layout.num_layers, layout.num_kv_heads
-    slots = slots_of(block_tables, task.rows, dropped, lanes, layout.block_size)
-    # [L, Hkv, E, 1, S]; entries are [L, Hkv, E, S, D] as they are gathered: a product by event
-    # would copy them.
-    share = (torch.arange(length, device=device) < count) / count.clamp(min=1)
-    share = share.movedim(0, 2)[..., None, :]
-    keys, values = (
-        (share @ read(slots, None).unflatten(2, (len(task.rows), -1)).float())[..., 0, :]
-        for read in (cache.entries.keys, cache.entries.values)
-    )
-    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), numbers[3].float().log())
 
 
 def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:
