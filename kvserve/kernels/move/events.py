@@ -76,7 +76,7 @@ def slots_of_entries_cpu(
     outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
     _SLOT_MAPPING(
         *(tables, rows, wide, exist, out),
-        *(wide.stride(), () if exist is None else exist.stride()),
+        *(wide.stride(), (0, 0, 0) if exist is None else exist.stride()),
         *(*wide.shape, *tables.shape, block_tokens),
         refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
     )
