@@ -7,7 +7,7 @@ in one, its counts go to the host with that step's tokens, and it is carried out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -137,13 +137,13 @@ class Compressor:
                 fitted.setdefault(some.start, []).append(found)
             pieces.setdefault(some.start, []).append(chosen)
         # Windows, each in pieces of a few layers, as one.
-        places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
+        places = _joined([_joined(piece, 1) for piece in pieces.values()], 0)
         left = None
         if fitted:
             joined = [
-                [torch.cat(x, dim=1) for x in zip(*piece, strict=True)] for piece in fitted.values()
+                [_joined(x, 1) for x in zip(*piece, strict=True)] for piece in fitted.values()
             ]
-            left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+            left = Remainder(*(_joined(x, 0) for x in zip(*joined, strict=True)))
         return at_layers(places, scope.where), left
 
     def observe(
@@ -241,8 +241,8 @@ class Compressor:
         numbers = lane_numbers(events, chosen, self._cache.layout, start)
         if self.on_moves is not None:
             self.on_moves(events, MovePlan.of(kept, numbers))
-        if events.scores_alone.any():
-            return
+            if events.scores_alone.any():
+                return
         remainders = None if scope.policy.demands.leaves == "off" else self._remainders
         moved = 0 if stays else int(numbers[3].max())
         lost = 0 if remainders is None or left is not None else int(numbers[2].max())
@@ -266,10 +266,15 @@ class Compressor:
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
 
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """One piece is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+
+
 def _by_shape(task: Events, *sizes: IntArray) -> Iterator[tuple[Events, IntArray]]:
     """Yield batches of events that are equal in all of ``sizes [E]``, with their indices."""
     shapes = np.stack(sizes, axis=1)
-    if (shapes == shapes[0]).all():
+    if len(shapes) == 1 or (shapes == shapes[0]).all():
         yield task, np.arange(len(shapes))
         return
     for shape in np.unique(shapes, axis=0):

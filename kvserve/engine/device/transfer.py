@@ -19,10 +19,10 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
     A copy from pageable memory makes torch wait for all work queued on the GPU. A copy from pinned
     memory is queued like a kernel; torch keeps that memory until the copy is done.
     """
-    host = torch.as_tensor(array, dtype=dtype)
-    if torch.device(device).type == "cuda":
+    host, kind = torch.as_tensor(array, dtype=dtype), torch.device(device).type
+    if kind == "cuda":
         host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host if kind == "cpu" else host.to(device, non_blocking=True)
 
 
 def put(x: Tensor, at: IntArray, new: IntArray) -> None:
