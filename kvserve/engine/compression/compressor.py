@@ -84,21 +84,26 @@ class Compressor:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
         The scores that the policy keeps of every row are updated in place. ``on_kept`` is called
         before anything of a shape moves, with the places that its windows keep."""
-        plan, scope = task.plan, self.observer.scope(policy)
+        plan, scope, device = task.plan, self.observer.scope(policy), self._cache.kv.device
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
+            # Before scores are computed, which leaves the CPU's caches full of other things.
+            stays = part.scores_alone.any() and self.on_moves is None
+            several = (part.plan.windows != 1).any()
+            count = (part.plan.windows * part.plan.keep)[:, None, None]
+            numbers = lane_numbers(part, count, self._cache.layout, part.copy_start)
+            first = to_device(windows.entries, device)[..., None]
             places, left = self._select(part, windows, scope, block_tables, log_tables)
             if on_kept is not None:
                 on_kept(part, windows, places)
-            if part.scores_alone.any() and self.on_moves is None:
-                continue  # all of them stay where they are
-            kept = places + to_device(windows.entries, places.device)[..., None]
+            if stays:
+                continue  # all of them, where they are
+            kept = places + first
             del places
-            if (part.plan.windows != 1).any():
+            if several:
                 kept = _by_event(part, kept)
                 left = None if left is None else _one_remainder(part, left)
-            count = (part.plan.windows * part.plan.keep)[:, None, None]
-            self._move(part, scope, kept, count, block_tables, left)
+            self._move(part, scope, kept, numbers, block_tables, left)
 
     def _select(
         self,
@@ -216,9 +221,11 @@ class Compressor:
             left = None
             if len(fitted) == len(chosen):
                 left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
-            start = part.plan.region_start[:, None, None]
-            counts = lanes_of(part.new_lens, self._cache.layout) - start
-            self._move(part, scope, kept, counts, block_tables, left)
+            layout, start = self._cache.layout, part.plan.region_start
+            counts = lanes_of(part.new_lens, layout) - start[:, None, None]
+            start = start if part.kind is EventKind.BLOCKS else part.copy_start
+            numbers = lane_numbers(part, counts, layout, start)
+            self._move(part, scope, kept, numbers, block_tables, left)
 
     def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
@@ -230,15 +237,13 @@ class Compressor:
         events: Events,
         scope: Scope,
         kept: Tensor,
-        chosen: IntArray,
+        numbers: IntArray,
         block_tables: Tensor,
         left: Remainder | None,
     ) -> None:
-        """Leave the first ``chosen [E, L, Hkv]`` entries of ``kept [E, L, Hkv, C]`` of equal-shaped
-        events' regions; ``left`` [E, L, Hkv, ...] stands for the others if it is fitted."""
+        """Leave of equal-shaped events' regions the entries ``kept [E, L, Hkv, C]``, as
+        ``lane_numbers`` say; ``left`` [E, L, Hkv, ...] stands for the others if it is fitted."""
         stays, device = events.kind is EventKind.BLOCKS, kept.device
-        start = events.plan.region_start if stays else events.copy_start
-        numbers = lane_numbers(events, chosen, self._cache.layout, start)
         if self.on_moves is not None:
             self.on_moves(events, MovePlan.of(kept, numbers))
             if events.scores_alone.any():

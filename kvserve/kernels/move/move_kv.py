@@ -59,10 +59,10 @@ def gather_kv_cpu(
     kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
     """``IndexError``, with nothing read, for a slot that is not there."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     slots, sizes = as_int64(slots), _sizes_of(kv_cache)
     out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
-    places = kv_cache, slots, None, layer_ids, out, *slots.shape
+    places = kv_cache, slots, None, ids, out, *slots.shape
     _GATHER_KV(*places, *sizes, values, refused=slot_outside(sizes[0], sizes[2]))
     return out
 
@@ -104,9 +104,9 @@ def to_be_mean(
 ) -> tuple[Remainder, tuple[object, ...]]:
     """As ``mean_of`` returns it, still to be written, and ``Means`` of the C++ file for that."""
     keys, values = torch.empty(2, *counts.shape, dim).unbind()
+    mean = Remainder(keys, values, torch.empty(counts.shape))
     sizes = *counts.shape[1:], len(counts), slots.shape[2] // len(counts), dim
-    fields = as_int64(slots), as_int64(counts), keys, values, *sizes, dtype is torch.bfloat16
-    return Remainder(keys, values, counts.float().log()), fields
+    return mean, (as_int64(slots), as_int64(counts), *mean, *sizes, dtype is torch.bfloat16)
 
 
 def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:

@@ -36,10 +36,10 @@ def gather_levels_cpu(
     values: bool = False,
 ) -> Tensor:
     """To float32 or bfloat16. ``IndexError`` as of the store."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     out = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=dtype)
     _GATHER_LEVELS(
-        *(blocks.fields, out, None, as_int64(slots), layer_ids),
+        *(blocks.fields, out, None, as_int64(slots), ids),
         *(*slots.shape, values, dtype is torch.bfloat16),
         refused=blocks.slot_outside,
     )
@@ -51,11 +51,11 @@ def gather_key_levels_cpu(
 ) -> LevelKeys:
     """Keys of 8 bits with a sign as they are held: [L', Hkv, S, ...]. ``IndexError`` as of the
     store."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     levels = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=torch.int8)
     steps = torch.empty(slots.shape)
     _GATHER_LEVELS(
-        *(blocks.fields, levels, steps, as_int64(slots), layer_ids),
+        *(blocks.fields, levels, steps, as_int64(slots), ids),
         *(*slots.shape, False, False),
         refused=blocks.slot_outside,
     )

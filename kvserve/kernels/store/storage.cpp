@@ -109,7 +109,7 @@ extern "C" struct MoveKV {
   char* cache;           // [num_blocks, block_layers, 2, block_size, block_heads, D], dense
   const int64_t* src;    // [L, H, S], slots
   const int64_t* dst;    // [L, H, S]; gathered: null
-  const int64_t* layers; // [L], the layer of each; moved: null, they are 0 to L
+  const int64_t* layers; // [L], the layer of each; null: they are 0 to L
   char* out;             // [L, H, S, D]; moved: null
   int64_t* fault;        // the slot that was refused
   int64_t num_layers, num_heads, length;
@@ -151,7 +151,8 @@ extern "C" int kvserve_gather_kv(const MoveKV* call) {
   char* out = c.out;
   const int64_t* src = c.src;
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane, src += c.length) {
-    const Lane from(c, c.layers[lane / c.num_heads], lane % c.num_heads, c.values);
+    const int64_t layer = c.layers ? c.layers[lane / c.num_heads] : lane / c.num_heads;
+    const Lane from(c, layer, lane % c.num_heads, c.values);
     for (int64_t i = 0; i < c.length; ++i, out += c.width) {
       if (i + kAhead < c.length) fetch(from.at(src[i + kAhead]), c.width);
       std::memcpy(out, from.at(src[i]), c.width);
@@ -190,6 +191,7 @@ extern "C" struct Means {
   const int64_t* slots;   // [L, H, E, S]
   const int64_t* counts;  // [E, L, H], how many of S count
   float *keys, *values;   // [E, L, H, D], dense; 0 where none counts
+  float* bias;            // [E, L, H], dense: the logarithm of the count
   int64_t layers, heads, events, length, dim, is_bf16;
 };
 
@@ -202,6 +204,7 @@ void write_means(const Means& m, const Add& add) {
     for (int64_t event = 0; event < m.events; ++event) {
       const int64_t* slots = m.slots + (lane * m.events + event) * m.length;
       const int64_t at = event * m.layers * m.heads + lane, count = m.counts[at];
+      m.bias[at] = std::log((float)count);
       for (const bool values : {false, true}) {
         float* mean = (values ? m.values : m.keys) + at * m.dim;
         std::fill_n(mean, m.dim, 0.0f);
@@ -527,7 +530,7 @@ extern "C" struct GatherLevels {
   void* out;                // [L', H, S, D]
   float* steps;             // [L', H, S], of levels that are read as they are; null: numbers are
   const int64_t* slots;     // [L', H, S]
-  const int64_t* layers;    // [L']
+  const int64_t* layers;    // [L']; null: they are 0 to L'
   int64_t* fault;
   int64_t num_layers, num_heads, length, values, is_bf16;  // values: gather these, not keys
 };
@@ -541,7 +544,8 @@ extern "C" int kvserve_gather_levels(const GatherLevels* call) {
   };
   if (refusal(b, c.slots, c.num_layers * c.num_heads * c.length, c.fault)) return 1;
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane) {
-    const int64_t layer = c.layers[lane / c.num_heads] % b.num_layers;
+    const int64_t place = lane / c.num_heads;
+    const int64_t layer = (c.layers ? c.layers[place] : place) % b.num_layers;
     for (int64_t i = lane * c.length; i < (lane + 1) * c.length; ++i) {
       const Place from = at(b, held, c.slots[i], layer, lane % c.num_heads % b.heads);
       if (c.steps) {
