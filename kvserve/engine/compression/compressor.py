@@ -252,11 +252,9 @@ class Compressor:
         moved = 0 if stays else int(numbers[3].max())
         lost = 0 if remainders is None or left is not None else int(numbers[2].max())
         of_lanes, rows = to_device(numbers, device), to_device(events.rows, device)
-        tables, size = (
-            to_device(events.dst_blocks, device, torch.int32),
-            self._cache.layout.block_size,
-        )
-        moves = Moves(kept, of_lanes, moved, lost, block_tables, rows, tables.contiguous(), size)
+        size = self._cache.layout.block_size
+        tables = block_tables, rows, to_device(events.dst_blocks, device, torch.int32)
+        moves = Moves(kept, of_lanes, moved, lost, *tables, size)
         src, dst, dropped = event_slots(moves)
         if remainders is not None:
             if left is None:

@@ -89,7 +89,7 @@ class Moves(NamedTuple):
 
     Looked for are ``moved`` places of each lane, and ``lost`` entries that go. ``tables`` are as of
     ``slot_mapping``, of the ``rows [E]``; ``new_tables`` int32 [LG, E, R, M] are afterwards those
-    from the block of the first place on. All are dense but ``kept``.
+    from the block of the first place on.
     """
 
     kept: Tensor
@@ -106,7 +106,7 @@ def event_slots(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
     """Slots that events move entries from, and to, int64 [L, H, E * moved], and of entries that
     they drop, [L, H, E * lost]. Places that do not exist get slot 0; behind the last entry that is
     dropped is the first one that might have been."""
-    takes = _EVENT_SLOTS.takes(moves.kept, torch.int64)
+    takes = _EVENT_SLOTS.takes(moves.tables, torch.int32)
     return (event_slots_cpu if takes else event_slots_torch)(moves)
 
 
@@ -129,7 +129,9 @@ def event_slots_torch(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
 
 def event_slots_cpu(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
     """``IndexError`` for a row or an entry that is not there."""
-    kept, numbers, moved, lost, tables, rows, new_tables, size = moves
+    kept, _, moved, lost, *_, size = moves
+    tables, new_tables = moves.tables.contiguous(), moves.new_tables.contiguous()
+    numbers, rows = as_int64(moves.numbers), as_int64(moves.rows)
     events, *lanes, num_kept = kept.shape
     src, dst, dropped = (rows.new_empty(*lanes, events * each) for each in (moved, moved, lost))
     _, num_rows, _, columns = tables.shape

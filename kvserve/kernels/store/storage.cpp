@@ -203,7 +203,8 @@ void write_means(const Means& m, const Add& add) {
   for (int64_t lane = 0; lane < m.layers * m.heads; ++lane)
     for (int64_t event = 0; event < m.events; ++event) {
       const int64_t* slots = m.slots + (lane * m.events + event) * m.length;
-      const int64_t at = event * m.layers * m.heads + lane, count = m.counts[at];
+      const int64_t at = event * m.layers * m.heads + lane;
+      const int64_t count = std::min(m.counts[at], m.length);
       m.bias[at] = std::log((float)count);
       for (const bool values : {false, true}) {
         float* mean = (values ? m.values : m.keys) + at * m.dim;
