@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from struct import Struct
 from typing import Any
 
 import torch
@@ -28,12 +29,8 @@ Refusal = Callable[[int], Exception]
 _ALIGNED = 16
 _PLAIN = frozenset((int, bool, float, type(None)))
 
-_NUMBERS = {
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+_CODES = {"int32_t": "i", "int64_t": "q", "float": "f", "double": "d"}
+"""As ``struct.pack`` calls the types of numbers."""
 
 
 class _Item(ctypes.Structure):
@@ -46,7 +43,7 @@ class _Item(ctypes.Structure):
     )
 
 
-Call = tuple[Any, ctypes.Structure, Refusal | None]
+Call = tuple[Any, bytes, Refusal | None]
 """A kernel, what it reads, and what is raised if it refuses."""
 
 
@@ -62,13 +59,13 @@ class Tape:
     """Calls that are made again as often as wanted, in this order, side by side in memory."""
 
     def __init__(self, calls: list[Call]) -> None:
-        sizes = [-(-ctypes.sizeof(call) // _ALIGNED) * _ALIGNED for _, call, _ in calls]
+        sizes = [-(-len(call) // _ALIGNED) * _ALIGNED for _, call, _ in calls]
         self._calls = ctypes.create_string_buffer(sum(sizes) + _ALIGNED)
         self._items = (_Item * len(calls))()
         self._refusals: dict[int, Refusal] = {}
         at = -(-ctypes.addressof(self._calls) // _ALIGNED) * _ALIGNED
         for i, ((function, call, refusal), size) in enumerate(zip(calls, sizes, strict=True)):
-            ctypes.memmove(at, ctypes.addressof(call), ctypes.sizeof(call))
+            ctypes.memmove(at, call, len(call))
             address = ctypes.cast(function, ctypes.c_void_p)
             self._items[i] = _Item(address, at, refusal is not None)
             if refusal is not None:
@@ -96,12 +93,10 @@ def recorded(*, made: bool = True) -> Iterator[list[Call]]:
         _recording.calls, _recording.made = None, True
 
 
-def run(
-    library: ctypes.CDLL, name: str, call: ctypes.Structure, refusal: Refusal | None = None
-) -> None:
+def run(library: ctypes.CDLL, name: str, call: bytes, refusal: Refusal | None = None) -> None:
     """Call ``kvserve_<name>`` of a library; without ``refusal`` it returns nothing."""
     function = getattr(library, f"kvserve_{name}")
-    code = function(ctypes.byref(call)) if _recording.made else 0
+    code = function(call) if _recording.made else 0
     if refusal is not None and code:
         raise refusal(code)
     if _recording.calls is not None:
@@ -120,20 +115,18 @@ class Compiled:
         return re.sub("//.*", "", source_of(self.file).read_text())
 
     @cached_property
-    def _fields(self) -> type[ctypes.Structure]:
+    def _form(self) -> tuple[Struct, int, int]:
+        """The struct, how many numbers it has, and which field the fault is."""
         struct = re.search(rf"kvserve_{self.name}\(const (\w+)\*", self._source)
         assert struct is not None, f"{self.file}.cpp has no {self.name} that reads a struct"
-        return _struct(self._source, struct[1])
+        fields = _fields(self._source, struct[1])
+        form = Struct("".join(fields.values()))
+        return form, len(form.unpack(bytes(form.size))), [*fields, "fault"].index("fault")
 
     def records(self, name: str, fields: Sequence[tuple[Any, ...]]) -> ctypes.Array[Any]:
         """Structs ``name`` side by side, for a field that points to them: keep them meanwhile."""
-        struct = _struct(self._source, name)
-        return (struct * len(fields))(*(struct(*_plain(each)) for each in fields))
-
-    @cached_property
-    def _fault(self) -> int:
-        """Which field that is."""
-        return [name for name, *_ in self._fields._fields_].index("fault")
+        form = Struct("".join(_fields(self._source, name).values()) + "0q")
+        return ctypes.create_string_buffer(b"".join(form.pack(*_numbers(x)) for x in fields))
 
     def takes(self, x: Tensor, *dtypes: torch.dtype, multiple: int = 1) -> bool:
         """Whether there is a library, and ``x`` is on the CPU and of one of ``dtypes``.
@@ -155,7 +148,7 @@ class Compiled:
         ``fault`` is left out. What the kernel writes there fills in ``refused``, the words (of each
         number that it may return) for the ``IndexError`` that then is raised.
         """
-        struct, refusal = self._fields, None
+        (form, count, at), refusal = self._form, None
         if refused:
             fault = (ctypes.c_int64 * 2)()
 
@@ -163,12 +156,11 @@ class Compiled:
                 words = refused if isinstance(refused, str) else refused[code]
                 return IndexError(f"{self.name}: {words.format(*fault)}")
 
-            fields = *fields[: self._fault], ctypes.addressof(fault), *fields[self._fault :]
-        if len(fields) != len(struct._fields_):
-            raise TypeError(f"{self.name}: {len(fields)} of {len(struct._fields_)} fields")
-        # Most fields are numbers; a call of a function for each would be a third of the time.
-        plain = [x if type(x) in _PLAIN else _plain(x) for x in fields]
-        run(load_library(self.file, *defines), self.name, struct(*plain), refusal)
+            fields = *fields[:at], ctypes.addressof(fault), *fields[at:]
+        numbers = _numbers(fields)
+        if len(numbers) != count:
+            raise TypeError(f"{self.name}: {len(numbers)} of {count} numbers")
+        run(load_library(self.file, *defines), self.name, form.pack(*numbers), refusal)
 
 
 def slot_outside(num_blocks: int, block_size: int) -> str:
@@ -181,23 +173,31 @@ def as_int64(x: Tensor) -> Tensor:
     return x.to(torch.int64).contiguous()
 
 
-def _plain(x: Any) -> Any:
-    """Tensors and records as their addresses, alone or in tuples."""
-    if isinstance(x, tuple):
-        return tuple([y if type(y) in _PLAIN else _plain(y) for y in x])
-    if isinstance(x, ctypes.Array):
-        return ctypes.addressof(x)
-    return x.data_ptr() if isinstance(x, Tensor) else x
+def _numbers(fields: Iterable[Any]) -> list[Any]:
+    """Tensors and records as their addresses, ``None`` as 0; tuples are joined."""
+    found: list[Any] = []
+    for x in fields:
+        if type(x) in _PLAIN:  # most are
+            found.append(x or 0)
+        elif isinstance(x, tuple):
+            found += _numbers(x)
+        elif isinstance(x, Tensor):
+            found.append(x.data_ptr())
+        else:
+            found.append(ctypes.addressof(x) if isinstance(x, ctypes.Array) else x)
+    return found
 
 
-def _struct(source: str, name: str) -> type[ctypes.Structure]:
-    """A struct of C++ ``source``, whose comments are gone: pointers, numbers, arrays, structs."""
+def _fields(source: str, name: str) -> dict[str, str]:
+    """Those of a struct of C++ ``source``, whose comments are gone, as ``struct.pack`` calls them:
+    pointers, numbers, arrays, structs."""
     body = re.search(rf"struct {name} \{{(.*?)\n\}};", source, re.DOTALL)
     assert body is not None, name
-    fields = []
+    fields = {}
     for words in filter(str.strip, body[1].split(";")):
         kind, names = words.replace("const ", "").replace("* ", " *").split(maxsplit=1)
         for pointer, field, length in re.findall(r"(\*?)(\w+)(?:\[(\d+)\])?", names):
-            plain: Any = ctypes.c_void_p if pointer else _NUMBERS.get(kind) or _struct(source, kind)
-            fields.append((field, plain * int(length) if length else plain))
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+            code = "P" if pointer else _CODES.get(kind)
+            nested = "" if code else "".join(_fields(source, kind).values())
+            fields[field] = f"{length}{code}" if code else f"{nested}0q"  # to whole words
+    return fields

@@ -57,16 +57,11 @@ class StorageKernels(NamedTuple):
 
 
 TORCH = StorageKernels(
-    store_kv.store_kv_torch,
-    move_kv.gather_kv_torch,
-    move_kv.move_kv_torch,
-    store_kv.store_queries_torch,
-    move_kv.gather_torch,
-    int4_log.store_int4_torch,
-    int4_log.gather_int4_torch,
+    *(store_kv.store_kv_torch, move_kv.gather_kv_torch, move_kv.move_kv_torch),
+    *(store_kv.store_queries_torch, move_kv.gather_torch),
+    *(int4_log.store_int4_torch, int4_log.gather_int4_torch),
     quantized_entries.store_levels_torch,
-    move_levels.gather_levels_torch,
-    move_levels.move_levels_torch,
+    *(move_levels.gather_levels_torch, move_levels.move_levels_torch),
     FewKernels(
         few_bits.store_few_torch,
         move_few.gather_few_torch,
@@ -75,16 +70,11 @@ TORCH = StorageKernels(
     ),
 )
 COMPILED = StorageKernels(
-    store_kv.store_kv_cpu,
-    move_kv.gather_kv_cpu,
-    move_kv.move_kv_cpu,
-    store_kv.store_queries_cpu,
-    move_kv.gather_torch,
-    int4_log.store_int4_cpu,
-    int4_log.gather_int4_cpu,
+    *(store_kv.store_kv_cpu, move_kv.gather_kv_cpu, move_kv.move_kv_cpu),
+    *(store_kv.store_queries_cpu, move_kv.gather_torch),
+    *(int4_log.store_int4_cpu, int4_log.gather_int4_cpu),
     quantized_entries.store_levels_cpu,
-    move_levels.gather_levels_cpu,
-    move_levels.move_levels_cpu,
+    *(move_levels.gather_levels_cpu, move_levels.move_levels_cpu),
     FewKernels(
         few_bits.store_few_cpu,
         move_few.gather_few_cpu,
@@ -94,16 +84,15 @@ COMPILED = StorageKernels(
     ),
 )
 TRITON = StorageKernels(
-    store_kv_triton.store_kv_triton,
-    move_kv_triton.gather_kv_triton,
-    move_kv_triton.move_kv_triton,
-    store_kv_triton.store_queries_triton,
-    move_kv_triton.gather_triton,
-    int4_log_triton.store_int4_triton,
-    int4_log_triton.gather_int4_triton,
+    *(
+        store_kv_triton.store_kv_triton,
+        move_kv_triton.gather_kv_triton,
+        move_kv_triton.move_kv_triton,
+    ),
+    *(store_kv_triton.store_queries_triton, move_kv_triton.gather_triton),
+    *(int4_log_triton.store_int4_triton, int4_log_triton.gather_int4_triton),
     quantized_entries_triton.store_levels_triton,
-    move_levels_triton.gather_levels_triton,
-    move_levels_triton.move_levels_triton,
+    *(move_levels_triton.gather_levels_triton, move_levels_triton.move_levels_triton),
     FewKernels(
         few_bits_triton.store_few_triton,
         move_few_triton.gather_few_triton,

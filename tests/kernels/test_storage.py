@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,8 @@ from torch import Tensor
 from kvserve.engine.cache.level_entries import QuantizedEntries
 from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.layer.elementwise_triton import rotate_triton
+from kvserve.kernels.move.move_kv import mean_kv, mean_of
+from kvserve.kernels.move.move_levels import mean_levels
 from kvserve.kernels.storage import COMPILED, TORCH, TRITON, StorageKernels
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks, quantize
 from kvserve.kernels.store.slot_mapping import slot_mapping
@@ -145,6 +148,24 @@ def test_store(place: Place, tokens: int) -> None:
         TORCH.store_kv(expected, layer, slots, *both.chunk(2, dim=1))
         place.kernels.store_kv(place.cache, layer, slots, *both.chunk(2, dim=1))
     assert torch.equal(place.cache, expected)
+
+
+def test_means(place: Place) -> None:
+    """Of two events, whose lanes differ in how many entries count."""
+    cache, slots, counts = (
+        place.cache,
+        place.lanes(14),
+        torch.tensor([[[0, 1], [7, 4]], [[7, 0], [3, 5]]]),
+    )
+    keys, values = TORCH.gather_kv(cache, slots), TORCH.gather_kv(cache, slots, None, True)
+    found = mean_kv(cache, slots, counts, lambda *_: keys, lambda *_: values)
+    for event, layer, head in itertools.product(range(2), repeat=3):
+        count, at = int(counts[event, layer, head]), (event, layer, head)
+        run = slice(7 * event, 7 * event + count)
+        for mean, x in zip(found, (keys, values), strict=False):
+            expected = x[layer, head, run].float().sum(dim=0) / max(count, 1)
+            torch.testing.assert_close(mean[at], expected)
+        torch.testing.assert_close(found.bias[at].exp(), torch.tensor(float(count)))
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -323,6 +344,12 @@ def test_levels(form: EntryFormat, kernels: StorageKernels, dim: int, dtype: tor
         entries = QuantizedEntries(ours, kernels, dtype)
         exact = TORCH.gather_levels(theirs, lanes, None, F32)
         assert torch.equal(entries.scored(lanes, None).float(), exact)
+    counts = torch.tensor([[0, 1], [9, 20], [20, 7]]).expand(2, 3, 2)
+    key, value = (TORCH.gather_levels(ours, lanes, None, dtype, of) for of in (False, True))
+    means = mean_levels(ours, lanes, counts, dtype, lambda *_: key, lambda *_: value)
+    # Numbers of a channel differ a millionfold, and cancel out.
+    for mean, expected in zip(means, mean_of(key, value, counts), strict=True):
+        torch.testing.assert_close(mean, expected, atol=1e-5, rtol=1e-4)
     for each, pool in ((kernels, ours), (TORCH, theirs)):
         each.move_levels(pool, lanes[..., :10], lanes[..., 10:20], 1)
     assert torch.equal(ours.pool, theirs.pool)
@@ -368,12 +395,15 @@ def test_compiled_kernels_refuse_slots_outside_of_the_pool(slot: int) -> None:
     levels = QuantizedBlocks(pool, FORMATS["int8"], 8, 16)
     wrong, fine = torch.tensor([[8, 9, slot]]), torch.tensor([[8, 9, 10]]).expand(1, 2, -1)
     lanes = wrong.expand(1, 2, -1)
+    unread: Any = (None, None)
     calls: dict[str, Callable[[], object]] = {
         "store_kv": lambda: COMPILED.store_kv(cache, 0, wrong, new, new),
         "store_queries": lambda: COMPILED.store_queries(log, 0, wrong, new),
         "gather_kv": lambda: COMPILED.gather_kv(cache, lanes),
         "move_kv": lambda: COMPILED.move_kv(cache, fine, lanes),
         "move_kv: slot": lambda: COMPILED.move_kv(cache, lanes, fine + 8),
+        "mean_kv": lambda: mean_kv(cache, lanes, lanes[None, ..., 0], *unread),
+        "mean_levels": lambda: mean_levels(levels, lanes, lanes[None, ..., 0], F32, *unread),
         "store_levels": lambda: COMPILED.store_levels(levels, 0, wrong, new, new),
         "gather_levels": lambda: COMPILED.gather_levels(levels, lanes, None, F32),
         "move_levels": lambda: COMPILED.move_levels(levels, fine, lanes),

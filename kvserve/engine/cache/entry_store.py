@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.entry_format import EntryFormat
-from kvserve.kernels.storage import StorageKernels
+from kvserve.kernels.storage import StorageKernels, move_kv
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.layout import KVLayout
 
@@ -59,6 +59,11 @@ class RawEntries:
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         """As ``keys``, of values."""
         return self._kernels.gather_kv(self.memory, slots, on_device(slots, layers), True)
+
+    def mean(self, slots: Tensor, counts: Tensor) -> Remainder:
+        """``mean_of`` the entries in slots [L, Hkv, E * S] of all layers."""
+        mean: Remainder = move_kv.mean_kv(self.memory, slots, counts, self.keys, self.values)
+        return mean
 
     def scored(self, slots: Tensor, layers: IntArray | None) -> Any:
         """As ``keys``, or as ``LevelKeys`` where scores take levels faster."""

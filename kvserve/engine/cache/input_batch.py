@@ -17,7 +17,7 @@ from torch import Tensor
 from kvserve.engine.attention.base import ForwardBatch
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.device.distributed import RankGroup
-from kvserve.engine.device.transfer import to_device
+from kvserve.engine.device.transfer import put, to_device
 from kvserve.engine.sampling.sampler import SamplingRows
 from kvserve.kernels.attend.decode_inputs import (
     Chunks,
@@ -120,11 +120,8 @@ class InputBatch(RowArrays):
             for each in self._beside:
                 each.swap(moves.ins, back=True)
         for table, update in zip(self._tables, output.table_updates, strict=True):
-            if len(update.indices) and self.device == "cpu":  # torch takes longer for a few numbers
-                table.view(-1).numpy()[update.indices] = update.blocks
-            elif len(update.indices):
-                blocks = to_device(update.blocks, table.device, table.dtype)
-                table.view(-1)[self._long(update.indices)] = blocks
+            if len(update.indices):
+                put(table.view(-1), update.indices, update.blocks)
 
     def unfit(self, requests: Iterable[NewRequest]) -> list[int]:
         """Ids of new sequences that cannot be set up; called when setting up all has failed."""
@@ -138,14 +135,13 @@ class InputBatch(RowArrays):
 
     def after_compaction(self, task: Events) -> None:
         """Set the rows' lengths to those that ``task`` leaves."""
-        rows = self._long(task.rows)
-        self.kv_lens[:, rows] = self._long(task.new_lens)
-        self.log_from[rows] = self._long(task.log_from)
+        put(self.kv_lens.transpose(0, 1), task.rows, task.new_lens.swapaxes(0, 1))
+        put(self.log_from, task.rows, task.log_from)
         rounds = task.rounds
         if rounds.any():
-            self.rounded_at[self._long(task.rows[rounds])] = self._long(task.rounded_at[rounds])
+            put(self.rounded_at, task.rows[rounds], task.rounded_at[rounds])
         for group in self.groups:
-            group.after_compaction(task, rows)
+            group.after_compaction(task, self._long(task.rows))
 
     def add_to_fingerprint(self, rows: IntArray, group: RankGroup) -> None:
         """Let ``group`` compare these rows' lengths, positions and last tokens."""

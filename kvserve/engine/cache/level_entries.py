@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.cache.entry_store import RawEntries, on_device
-from kvserve.kernels.move.move_levels import gather_key_levels_cpu
+from kvserve.kernels.move.move_levels import gather_key_levels_cpu, mean_levels
 from kvserve.kernels.storage import COMPILED, StorageKernels
 from kvserve.kernels.store.entries import Entries
 from kvserve.kernels.store.few_bits import FewBlocks
@@ -46,6 +46,9 @@ class QuantizedEntries(RawEntries):
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
         own = on_device(slots, layers)
         return self._kernels.gather_levels(self.blocks, slots, own, self._dtype, True)
+
+    def mean(self, slots: Tensor, counts: Tensor) -> Remainder:
+        return mean_levels(self.blocks, slots, counts, self._dtype, self.keys, self.values)
 
     def scored(self, slots: Tensor, layers: IntArray | None) -> Tensor | LevelKeys:
         form, own = self.blocks.keys.form, on_device(slots, layers)

@@ -7,7 +7,7 @@ in one, its counts go to the host with that step's tokens, and it is carried out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,19 +18,18 @@ from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.engine.compression.event_parts import EventParts
 from kvserve.engine.compression.forwards import QueryRecomputer
-from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lanes_of, plan_moves
+from kvserve.engine.compression.moves import Kept, KeptEntries, MovePlan, lane_numbers, lanes_of
 from kvserve.engine.compression.observer import (
     Observer,
     Scope,
     Windows,
     at_layers,
-    slots_of,
     uneven_lengths,
 )
 from kvserve.engine.device.distributed import ALONE, RankGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.policies.base import Policy
-from kvserve.kernels.move.events import dropped_entries
+from kvserve.kernels.move.events import Moves, event_slots
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.late import Made
 from kvserve.scheduler.arrays import IntArray, ragged_arange
@@ -83,25 +82,26 @@ class Compressor:
         """Carry out ``task`` with the tables from before it; events of equal shape run together.
         The scores that the policy keeps of every row are updated in place. ``on_kept`` is called
         before anything of a shape moves, with the places that its windows keep."""
-        plan, scope = task.plan, self.observer.scope(policy)
+        plan, scope, device = task.plan, self.observer.scope(policy), self._cache.kv.device
         for part, _ in _by_shape(task, plan.window_len, plan.keep, plan.num_queries):
             windows = Windows.of(part, policy.query_places(int(part.plan.num_queries[0])))
+            # Before scores are computed, which leaves the CPU's caches full of other things.
+            stays = part.scores_alone.any() and self.on_moves is None
+            several = (part.plan.windows != 1).any()
+            count = (part.plan.windows * part.plan.keep)[:, None, None]
+            numbers = lane_numbers(part, count, self._cache.layout, part.copy_start)
+            first = to_device(windows.entries, device)[..., None]
             places, left = self._select(part, windows, scope, block_tables, log_tables)
             if on_kept is not None:
                 on_kept(part, windows, places)
-            if part.scores_alone.any() and self.on_moves is None:
-                continue  # all of them stay where they are
-            kept = places + to_device(windows.entries, places.device)[..., None]
+            if stays:
+                continue  # all of them, where they are
+            kept = places + first
             del places
-            if (part.plan.windows != 1).any():
+            if several:
                 kept = _by_event(part, kept)
                 left = None if left is None else _one_remainder(part, left)
-            count = (part.plan.windows * part.plan.keep)[:, None, None]
-            moves = plan_moves(part, kept, count, self._cache.layout)
-            if not part.scores_alone.any():
-                self._move(part, scope, moves, part.copy_start, block_tables, left)
-            elif self.on_moves is not None:
-                self.on_moves(part, moves)
+            self._move(part, scope, kept, numbers, block_tables, left)
 
     def _select(
         self,
@@ -140,13 +140,13 @@ class Compressor:
                 fitted.setdefault(some.start, []).append(found)
             pieces.setdefault(some.start, []).append(chosen)
         # Windows, each in pieces of a few layers, as one.
-        places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
+        places = _joined([_joined(piece, 1) for piece in pieces.values()], 0)
         left = None
         if fitted:
             joined = [
-                [torch.cat(x, dim=1) for x in zip(*piece, strict=True)] for piece in fitted.values()
+                [_joined(x, 1) for x in zip(*piece, strict=True)] for piece in fitted.values()
             ]
-            left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
+            left = Remainder(*(_joined(x, 0) for x in zip(*joined, strict=True)))
         return at_layers(places, scope.where), left
 
     def observe(
@@ -221,11 +221,9 @@ class Compressor:
                 left = Remainder(*map(torch.stack, zip(*fitted, strict=True)))
             layout, start = self._cache.layout, part.plan.region_start
             counts = lanes_of(part.new_lens, layout) - start[:, None, None]
-            if events.kind is EventKind.BLOCKS:
-                plan = MovePlan.staying(kept, counts)
-            else:
-                plan, start = plan_moves(part, kept, counts, layout), part.copy_start
-            self._move(part, scope, plan, start, block_tables, left)
+            start = start if part.kind is EventKind.BLOCKS else part.copy_start
+            numbers = lane_numbers(part, counts, layout, start)
+            self._move(part, scope, kept, numbers, block_tables, left)
 
     def tell(self, events: Events, kept: Tensor, counts: IntArray) -> None:
         """Call ``on_moves`` for rows that hold ``kept [E, L, Hkv, C]`` without any move."""
@@ -236,29 +234,32 @@ class Compressor:
         self,
         events: Events,
         scope: Scope,
-        plan: MovePlan,
-        start: IntArray,
+        kept: Tensor,
+        numbers: IntArray,
         block_tables: Tensor,
         left: Remainder | None,
     ) -> None:
-        """Carry out a plan; ``left`` [E, L, Hkv, ...] stands for what it drops from the entries
-        ``start [E]`` on if it is fitted."""
+        """Leave of equal-shaped events' regions the entries ``kept [E, L, Hkv, C]``, as
+        ``lane_numbers`` say; ``left`` [E, L, Hkv, ...] stands for the others if it is fitted."""
+        stays, device = events.kind is EventKind.BLOCKS, kept.device
         if self.on_moves is not None:
-            self.on_moves(events, plan)
-        if self._remainders is not None and scope.policy.demands.leaves != "off":
+            self.on_moves(events, MovePlan.of(kept, numbers))
+            if events.scores_alone.any():
+                return
+        remainders = None if scope.policy.demands.leaves == "off" else self._remainders
+        moved = 0 if stays else int(numbers[3].max())
+        lost = 0 if remainders is None or left is not None else int(numbers[2].max())
+        of_lanes, rows = to_device(numbers, device), to_device(events.rows, device)
+        size = self._cache.layout.block_size
+        tables = block_tables, rows, to_device(events.dst_blocks, device, torch.int32)
+        moves = Moves(kept, of_lanes, moved, lost, *tables, size)
+        src, dst, dropped = event_slots(moves)
+        if remainders is not None:
             if left is None:
-                left = _mean_of_dropped(self._cache, events, plan, start, block_tables)
-            self._remainders.add(to_device(events.rows, plan.src.device), left)
-        if events.kind is EventKind.BLOCKS:
-            return
-        layout = self._cache.layout
-        lanes, size = (layout.num_layers, layout.num_kv_heads), layout.block_size
-        src = slots_of(block_tables, events.rows, plan.src, lanes, size)
-        # Slots after the event; entries behind the counts do not exist, and get slot 0.
-        ends = (events.copy_start % size)[:, None, None, None] + np.arange(plan.src.shape[-1])
-        tables = to_device(events.dst_blocks, plan.counts.device, torch.int32)
-        dst = slots_of(tables, np.arange(len(events.rows)), ends, lanes, size, plan.counts)
-        self._cache.entries.move(src, dst, runs=len(events.rows))
+                left = self._cache.entries.mean(dropped, of_lanes[2])
+            remainders.add(rows, left)
+        if moved:
+            self._cache.entries.move(src, dst, runs=len(events.rows))
 
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
@@ -266,10 +267,15 @@ class Compressor:
         return [self._group.own(tensor, dim=2) for tensor in tensors]
 
 
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """One piece is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
+
+
 def _by_shape(task: Events, *sizes: IntArray) -> Iterator[tuple[Events, IntArray]]:
     """Yield batches of events that are equal in all of ``sizes [E]``, with their indices."""
     shapes = np.stack(sizes, axis=1)
-    if (shapes == shapes[0]).all():
+    if len(shapes) == 1 or (shapes == shapes[0]).all():
         yield task, np.arange(len(shapes))
         return
     for shape in np.unique(shapes, axis=0):
@@ -315,30 +321,6 @@ def _one_remainder(task: Events, left: Remainder) -> Remainder:
     for mean, part in zip(means, (keys, values), strict=True):
         mean.index_add_(0, at[0], share * part)
     return Remainder(means[0], means[1], total)
-
-
-def _mean_of_dropped(
-    cache: KVCache, task: Events, plan: MovePlan, start: IntArray, block_tables: Tensor
-) -> Remainder:
-    """The mean of what equal-shaped events drop from the entries ``start [E]`` on, and the
-    logarithm of their number: [E, L, Hkv, ...]. Nothing has moved yet."""
-    layout, device = cache.layout, plan.src.device
-    old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
-    first = np.broadcast_to(start[:, None, None], old.shape)
-    numbers = to_device(np.stack([first, old - first, new - first, old - new]), device)
-    length, count = int((old - new).max()), numbers[3, ..., None]
-    dropped = dropped_entries(plan.src, numbers[:3], length)
-    lanes = layout.num_layers, layout.num_kv_heads
-    slots = slots_of(block_tables, task.rows, dropped, lanes, layout.block_size)
-    # [L, Hkv, E, 1, S]; entries are [L, Hkv, E, S, D] as they are gathered: a product by event
-    # would copy them.
-    share = (torch.arange(length, device=device) < count) / count.clamp(min=1)
-    share = share.movedim(0, 2)[..., None, :]
-    keys, values = (
-        (share @ read(slots, None).unflatten(2, (len(task.rows), -1)).float())[..., 0, :]
-        for read in (cache.entries.keys, cache.entries.values)
-    )
-    return Remainder(keys.movedim(2, 0), values.movedim(2, 0), numbers[3].float().log())
 
 
 def _not_in(kept: Tensor, length: int, counts: Tensor | None = None) -> Tensor:

@@ -43,23 +43,31 @@ class MovePlan:
     counts: Tensor
 
     @classmethod
+    def of(cls, kept: Tensor, numbers: IntArray) -> MovePlan:
+        """That of events that keep ``kept``, with their ``lane_numbers``."""
+        of_lanes = to_device(numbers, kept.device)
+        src = moved_entries(kept, of_lanes, int(numbers[3].max()))
+        return cls(src, of_lanes[0, :, 0, 0], of_lanes[3])
+
+    @classmethod
     def staying(cls, src: Tensor, counts: IntArray) -> MovePlan:
         """Entries that rows hold without any move; ``counts [E, L, Hkv]`` of them exist."""
         return cls(src, torch.zeros_like(src[:, 0, 0, 0]), to_device(counts, src.device))
 
 
-def plan_moves(task: Events, kept: Tensor, chosen: IntArray, layout: KVLayout) -> MovePlan:
-    """Plan events: entries before the region stay, then come kept ones, then all behind windows.
-
-    kept: int64 [E, L, Hkv, C], physical entries; the first ``chosen [E, L, Hkv]`` ascend and count.
-    """
-    old, new = lanes_of(task.old_lens, layout), lanes_of(task.new_lens, layout)
-    start = task.copy_start[:, None, None]
-    counts, before = new - start, task.plan.region_start[:, None, None] - start
-    numbers = np.stack(np.broadcast_arrays(start, before, chosen, old - new, counts))
-    of_lanes = to_device(numbers, kept.device)
-    src = moved_entries(kept, of_lanes, int(counts.max()))
-    return MovePlan(src, of_lanes[0, :, 0, 0], of_lanes[4])
+def lane_numbers(task: Events, chosen: IntArray, layout: KVLayout, start: IntArray) -> IntArray:
+    """What ``moved_entries`` and ``dropped_entries`` ask of every lane, [7, E, L, Hkv]: of the
+    region ``chosen [E, L, Hkv]`` are kept, and all around it. Places begin at ``start [E]``."""
+    groups, events, tables = task.old_lens.shape
+    numbers = np.empty((7, events, layout.num_layers, layout.num_kv_heads), np.int64)
+    shape = events, groups, layout.layers_per_block, tables, layout.heads_per_block
+    by_group, place = numbers.reshape(7, *shape), start[:, None, None]
+    old, new = (x.swapaxes(0, 1)[:, :, None, :, None] for x in (task.old_lens, task.new_lens))
+    first = task.plan.region_start[:, None, None]
+    numbers[0], numbers[1], numbers[4], numbers[6] = place, first - place, first, chosen
+    by_group[2], by_group[3] = old - new, new - place[..., None, None]
+    np.add(numbers[2], chosen, out=numbers[5])
+    return numbers
 
 
 def lanes_of(lens: IntArray, layout: KVLayout) -> IntArray:

@@ -71,8 +71,10 @@ class Windows:
     def of(cls, task: Events, places: range) -> Windows:
         """The windows of events whose lanes have equal lengths."""
         plan, at = task.plan, np.asarray(places, np.int64)
-        event = np.repeat(np.arange(len(task.rows)), plan.windows)
-        first = ragged_arange(plan.windows) * plan.window_len[event]  # of an event's windows
+        event, first = np.arange(len(task.rows)), np.zeros_like(plan.window_len)
+        if (plan.windows != 1).any():
+            event = np.repeat(event, plan.windows)
+            first = ragged_arange(plan.windows) * plan.window_len[event]  # of an event's windows
         token_ids = None
         if task.token_ids is not None:
             token_ids = task.token_ids[event[:, None], first[:, None] + at]
@@ -280,7 +282,6 @@ class Observer:
         if (numbers < begin).any():
             missing = to_device(held[..., : part.length] < begin[..., None], device, torch.bool)
 
-        @functools.cache
         def left() -> Remainder | None:
             if remainders is None or policy.demands.leaves == "off":
                 return None
@@ -298,7 +299,7 @@ class Observer:
             gather,
             policy.demands.later_entries,
             values,
-            left,
+            Made(left),
             sinks,
         )
         if not policy.demands.uses_centres:
@@ -337,4 +338,6 @@ def slots_of(
 
 def by_window(x: Tensor, windows: int) -> Tensor:
     """[L, heads, E' * S, ...] -> [E', L, heads, S, ...]."""
+    if windows == 1:
+        return x[None]
     return x.unflatten(2, (windows, -1)).transpose(1, 2).transpose(0, 1)

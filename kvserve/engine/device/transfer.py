@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvserve.scheduler.arrays import IntArray
+
 
 def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch.int64) -> Tensor:
     """``array`` (numbers, numpy, or a CPU tensor) as ``dtype`` on ``device``.
@@ -17,10 +19,18 @@ def to_device(array: Any, device: torch.device | str, dtype: torch.dtype = torch
     A copy from pageable memory makes torch wait for all work queued on the GPU. A copy from pinned
     memory is queued like a kernel; torch keeps that memory until the copy is done.
     """
-    host = torch.as_tensor(array, dtype=dtype)
-    if torch.device(device).type == "cuda":
+    host, kind = torch.as_tensor(array, dtype=dtype), torch.device(device).type
+    if kind == "cuda":
         host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+    return host if kind == "cpu" else host.to(device, non_blocking=True)
+
+
+def put(x: Tensor, at: IntArray, new: IntArray) -> None:
+    """Write ``new`` to the indices ``at`` of the first dimension of ``x``."""
+    if x.device.type == "cpu":  # torch takes longer for a few numbers
+        x.numpy()[at] = new
+    else:
+        x[to_device(at, x.device)] = to_device(new, x.device, x.dtype)
 
 
 class HostCopy:

@@ -64,74 +64,70 @@ extern "C" int kvserve_slot_mapping(const SlotMapping* call) {
   return 0;
 }
 
-// ---- which entry comes to each place of the rows that events leave -------------------------------
+// ---- the slots that entries move between, and those that no place gets --------------------------
 
 // What the launcher passes; it mirrors these fields. Strides are in numbers.
-extern "C" struct MovedEntries {
-  const int64_t* kept;     // [E, L, H, C]
-  const int64_t* numbers;  // [5, E, L, H], dense: start, before, chosen, evicted, counts
-  int64_t* out;            // [E, L, H, length], dense
+extern "C" struct EventSlots {
+  const int64_t* kept;        // [E, L, H, C]
+  const int64_t* numbers;     // [7, E, L, H], dense: as of Moves
+  const int32_t* tables;      // [groups, num_rows, tables_per_row, columns], dense
+  const int64_t* rows;        // [E]
+  const int32_t* new_tables;  // [groups, E, tables_per_row, new_columns], dense
+  int64_t *src, *dst;         // [L, H, E, moved], dense
+  int64_t* dropped;           // [L, H, E, lost], dense
+  int64_t* fault;             // the row or the entry that was refused
   int64_t strides[4];
-  int64_t events, layers, heads, num_kept, length;
+  int64_t events, layers, heads, num_kept, moved, lost;
+  int64_t groups, num_rows, tables_per_row, columns, new_columns, block_tokens;
 };
 
-extern "C" void kvserve_moved_entries(const MovedEntries* call) {
-  const MovedEntries& c = *call;
-  const int64_t lanes = c.events * c.layers * c.heads;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t event = lane / (c.layers * c.heads);
-    const int64_t layer = lane / c.heads % c.layers, head = lane % c.heads;
-    const int64_t* kept =
-        c.kept + event * c.strides[0] + layer * c.strides[1] + head * c.strides[2];
-    const auto number = [&](int64_t which) { return c.numbers[which * lanes + lane]; };
-    const int64_t start = number(0), before = number(1), evicted = number(3);
-    const int64_t last_chosen = c.num_kept ? before + number(2) : 0, count = number(4);
-    int64_t* out = c.out + lane * c.length;
-    for (int64_t place = 0; place < c.length; ++place) {
-      if (place >= count)
-        out[place] = 0;
-      else if (place < before)
-        out[place] = start + place;
-      else if (place < last_chosen)
-        out[place] = kept[std::min(place - before, c.num_kept - 1) * c.strides[3]];
-      else
-        out[place] = start + place + evicted;
-    }
-  }
-}
-
-// ---- which entries no place gets -----------------------------------------------------------------
-
-// What the launcher passes; it mirrors these fields. Strides are in numbers.
-extern "C" struct DroppedEntries {
-  const int64_t* kept;     // [E, L, H, C]
-  const int64_t* numbers;  // [3, E, L, H], dense: first, held, how many of kept count
-  int64_t* out;            // [E, L, H, length], dense
-  int64_t strides[4];
-  int64_t events, layers, heads, num_kept, length;
-};
-
-extern "C" void kvserve_dropped_entries(const DroppedEntries* call) {
-  const DroppedEntries& c = *call;
-  const int64_t lanes = c.events * c.layers * c.heads;
+// 1 for a row that is not there, 2 for an entry that no column holds.
+extern "C" int kvserve_event_slots(const EventSlots* call) {
+  const EventSlots& c = *call;
   std::vector<char> stays;
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t event = lane / (c.layers * c.heads);
-    const int64_t layer = lane / c.heads % c.layers, head = lane % c.heads;
-    const int64_t* kept =
-        c.kept + event * c.strides[0] + layer * c.strides[1] + head * c.strides[2];
-    const int64_t first = c.numbers[lane], held = c.numbers[lanes + lane];
-    const int64_t count = std::min(c.numbers[2 * lanes + lane], c.num_kept);
-    stays.assign(std::max<int64_t>(held, 0), 0);
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t place = kept[i * c.strides[3]] - first;
-      if (place >= 0 && place < held) stays[place] = 1;
+  int64_t *src = c.src, *dst = c.dst, *dropped = c.dropped;
+  for (int64_t lane = 0; lane < c.layers * c.heads; ++lane)
+    for (int64_t event = 0; event < c.events; ++event) {
+      const int64_t layer = lane / c.heads, head = lane % c.heads, row = c.rows[event];
+      const int64_t group = layer * c.groups / c.layers, table = head * c.tables_per_row / c.heads;
+      if (row < 0 || row >= c.num_rows) return *c.fault = row, 1;
+      const auto slot = [&](const int32_t* tables, int64_t rows, int64_t at, int64_t columns,
+                            int64_t entry) -> int64_t {
+        const int64_t column = std::max<int64_t>(entry, 0) / c.block_tokens;
+        if (column >= columns) return *c.fault = entry, -1;
+        const int64_t first = ((group * rows + at) * c.tables_per_row + table) * columns;
+        return tables[first + column] * c.block_tokens + std::max<int64_t>(entry, 0) % c.block_tokens;
+      };
+      const auto old_slot = [&](int64_t entry) {
+        return slot(c.tables, c.num_rows, row, c.columns, entry);
+      };
+      const auto number = [&](int64_t which) {
+        return c.numbers[((which * c.events + event) * c.layers + layer) * c.heads + head];
+      };
+      const int64_t* kept = c.kept + event * c.strides[0] + layer * c.strides[1] + head * c.strides[2];
+      const int64_t start = number(0), before = number(1), evicted = number(2), count = number(3);
+      const int64_t chosen = std::min(number(6), c.num_kept), last = before + chosen;
+      for (int64_t place = 0; place < c.moved; ++place, ++src, ++dst) {
+        *src = *dst = 0;
+        if (place >= count) continue;
+        const bool is_kept = place >= before && place < last;
+        *src = old_slot(is_kept ? kept[(place - before) * c.strides[3]]
+                                : start + place + (place < before ? 0 : evicted));
+        *dst = slot(c.new_tables, c.events, event, c.new_columns, start % c.block_tokens + place);
+        if (*src < 0 || *dst < 0) return 2;
+      }
+      const int64_t first = number(4), *end = dropped + c.lost;
+      stays.assign(c.lost ? std::max<int64_t>(number(5), 0) : 0, 0);
+      for (int64_t i = 0; i < chosen; ++i) {
+        const uint64_t place = kept[i * c.strides[3]] - first;
+        if (place < stays.size()) stays[place] = 1;
+      }
+      for (uint64_t place = 0; place < stays.size() && dropped < end; ++place)
+        if (!stays[place] && (*dropped++ = old_slot(first + place)) < 0) return 2;
+      while (dropped < end)
+        if ((*dropped++ = old_slot(first)) < 0) return 2;
     }
-    int64_t *out = c.out + lane * c.length, *end = out + c.length;
-    for (int64_t place = 0; place < held && out < end; ++place)
-      if (!stays[place]) *out++ = first + place;
-    std::fill(out, end, first);
-  }
+  return 0;
 }
 
 // ---- what events drop is merged into what stands for what their rows had dropped before ----------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,8 @@ from kvserve.kernels.calls import Compiled, as_int64
 from kvserve.kernels.store.remainder import Remainder, merged
 from kvserve.kernels.store.slot_mapping import slot_mapping
 
-_SLOT_MAPPING, MOVED_ENTRIES, DROPPED_ENTRIES, _ADD_REMAINDERS = (
-    Compiled(name, "events")
-    for name in ("slot_mapping", "moved_entries", "dropped_entries", "add_remainders")
+_SLOT_MAPPING, _EVENT_SLOTS, _ADD_REMAINDERS = (
+    Compiled(name, "events") for name in ("slot_mapping", "event_slots", "add_remainders")
 )
 
 
@@ -75,29 +76,86 @@ def slots_of_entries_cpu(
     outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
     _SLOT_MAPPING(
         *(tables, rows, wide, exist, out),
-        *(wide.stride(), () if exist is None else exist.stride()),
+        *(wide.stride(), (0, 0, 0) if exist is None else exist.stride()),
         *(*wide.shape, *tables.shape, block_tokens),
         refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
     )
     return out
 
 
+class Moves(NamedTuple):
+    """E events that keep entries ``kept``; ``numbers`` int64 [7, E, L, H] as of ``moved_entries``,
+    the last three as of ``dropped_entries``.
+
+    Looked for are ``moved`` places of each lane, and ``lost`` entries that go. ``tables`` are as of
+    ``slot_mapping``, of the ``rows [E]``; ``new_tables`` int32 [LG, E, R, M] are afterwards those
+    from the block of the first place on.
+    """
+
+    kept: Tensor
+    numbers: Tensor
+    moved: int
+    lost: int
+    tables: Tensor
+    rows: Tensor
+    new_tables: Tensor
+    block_tokens: int
+
+
+def event_slots(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots that events move entries from, and to, int64 [L, H, E * moved], and of entries that
+    they drop, [L, H, E * lost]. Places that do not exist get slot 0; behind the last entry that is
+    dropped is the first one that might have been."""
+    takes = _EVENT_SLOTS.takes(moves.tables, torch.int32)
+    return (event_slots_cpu if takes else event_slots_torch)(moves)
+
+
+def event_slots_torch(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference of ``event_slots``."""
+    kept, numbers, moved, lost, tables, rows, new_tables, size = moves
+    start, counts, lanes = numbers[0], numbers[3], (kept.shape[1], kept.shape[2])
+    src = dst = dropped = rows.new_empty(*lanes, 0)
+    if moved:
+        entries = moved_entries(kept, numbers, moved)
+        src = slots_of_entries_torch(tables, rows, entries, lanes, size, counts)
+        ends = start[:, :1, :1, None] % size + torch.arange(moved, device=kept.device)
+        own = torch.arange(len(rows), device=kept.device)
+        dst = slots_of_entries_torch(new_tables, own, ends, lanes, size, counts)
+    if lost:
+        entries = dropped_entries(kept, numbers[4:], lost)
+        dropped = slots_of_entries_torch(tables, rows, entries, lanes, size)
+    return src, dst, dropped
+
+
+def event_slots_cpu(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
+    """``IndexError`` for a row or an entry that is not there."""
+    kept, _, moved, lost, *_, size = moves
+    tables, new_tables = moves.tables.contiguous(), moves.new_tables.contiguous()
+    numbers, rows = as_int64(moves.numbers), as_int64(moves.rows)
+    events, *lanes, num_kept = kept.shape
+    src, dst, dropped = (rows.new_empty(*lanes, events * each) for each in (moved, moved, lost))
+    _, num_rows, _, columns = tables.shape
+    new_columns = new_tables.shape[-1]
+    _EVENT_SLOTS(
+        *(kept, numbers, tables, rows, new_tables, src, dst, dropped, kept.stride()),
+        *(events, *lanes, num_kept, moved, lost, *tables.shape, new_columns, size),
+        refused={
+            1: f"row {{}} is not in {num_rows} rows of {columns} blocks of {size}",
+            2: f"entry {{}} is not in {columns} or {new_columns} blocks of {size}",
+        },
+    )
+    return src, dst, dropped
+
+
 def moved_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     """The entries that come, in order, to ``length`` places of each lane: int64 [E, L, H, length].
 
-    kept: int64 [E, L, H, C], the entries that events keep. ``numbers`` int64 [5, E, L, H] are, of
+    kept: int64 [E, L, H, C], the entries that events keep. ``numbers`` int64 [7, E, L, H] are, of
     each lane: the entry of its first place; places before those of kept ones, whose entries stay;
-    how many of ``kept`` count; how many entries fewer there are; and how many places exist, behind
-    which there is entry 0. Places behind those of kept entries take what came behind them.
+    how many entries fewer there are; how many places exist, behind which there is entry 0; and,
+    the last one, how many of ``kept`` count. Places behind those take what came behind them.
     """
-    if MOVED_ENTRIES.takes(kept, torch.int64):
-        return entries_cpu(MOVED_ENTRIES, kept, numbers, length)
-    return moved_entries_torch(kept, numbers, length)
-
-
-def moved_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """The reference of ``moved_entries``."""
-    start, before, chosen, evicted, counts = numbers[..., None].unbind()
+    start, before, evicted, counts, *_, chosen = numbers[..., None].unbind()
     place = torch.arange(length, device=kept.device)
     src = start + place + evicted
     if kept.shape[-1]:
@@ -114,13 +172,6 @@ def dropped_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     may go, how many there are from it on, and how many of ``kept``, all of them from there, count.
     Behind the last dropped one there is the first entry.
     """
-    if DROPPED_ENTRIES.takes(kept, torch.int64):
-        return entries_cpu(DROPPED_ENTRIES, kept, numbers, length)
-    return dropped_entries_torch(kept, numbers, length)
-
-
-def dropped_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """The reference of ``dropped_entries``, by sorting."""
     first, held, counts = numbers[..., None].unbind()
     # A column more for what does not exist; as many as there can be.
     most = kept.shape[-1] + length
@@ -129,14 +180,6 @@ def dropped_entries_torch(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
     dropped.scatter_(-1, torch.where(place[: kept.shape[-1]] < counts, kept - first, most), 0)
     found = dropped[..., :most].argsort(dim=-1, descending=True, stable=True)[..., :length]
     return first + torch.where(place[:length] < held - counts, found, 0)
-
-
-def entries_cpu(find: Compiled, kept: Tensor, numbers: Tensor, length: int) -> Tensor:
-    """What ``MOVED_ENTRIES`` or ``DROPPED_ENTRIES`` finds; ``kept`` may have any strides."""
-    numbers = as_int64(numbers)
-    out = torch.empty(*kept.shape[:-1], length, dtype=torch.int64)
-    find(kept, numbers, out, kept.stride(), *kept.shape, length)
-    return out
 
 
 def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.store.quantized_entries import QuantizedVectors
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.kernels.store.slot_mapping import places_of, vectors_at
 
 Vectors = Tensor | QuantizedVectors
 """Numbers, or levels with steps."""
-_GATHER_KV, _MOVE_KV = Compiled("gather_kv", "storage"), Compiled("move_kv", "storage")
+Read = Callable[[Tensor, None], Tensor]
+_GATHER_KV, _MOVE_KV, _MEAN_KV = (
+    Compiled(name, "storage") for name in ("gather_kv", "move_kv", "mean_kv")
+)
 
 
 def gather_kv_torch(
@@ -53,10 +59,10 @@ def gather_kv_cpu(
     kv_cache: Tensor, slots: Tensor, layer_ids: Tensor | None = None, values: bool = False
 ) -> Tensor:
     """``IndexError``, with nothing read, for a slot that is not there."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     slots, sizes = as_int64(slots), _sizes_of(kv_cache)
     out = kv_cache.new_empty(*slots.shape, kv_cache.shape[-1])
-    places = kv_cache, slots, None, layer_ids, out, *slots.shape
+    places = kv_cache, slots, None, ids, out, *slots.shape
     _GATHER_KV(*places, *sizes, values, refused=slot_outside(sizes[0], sizes[2]))
     return out
 
@@ -68,6 +74,39 @@ def move_kv_cpu(kv_cache: Tensor, src: Tensor, dst: Tensor, runs: int = 1) -> No
     sizes = _sizes_of(kv_cache)
     places = kv_cache, as_int64(src), as_int64(dst), None, None, *src.shape
     _MOVE_KV(*places, *sizes, False, refused=slot_outside(sizes[0], sizes[2]))
+
+
+def mean_kv(kv_cache: Tensor, slots: Tensor, counts: Tensor, keys: Read, values: Read) -> Remainder:
+    """``mean_of`` entries in slots int64 [L, H, E * S], which ``keys`` and ``values`` read where no
+    kernel does. ``IndexError`` as of a gather."""
+    if not _MEAN_KV.takes(kv_cache, torch.float32, torch.bfloat16, multiple=8):
+        return mean_of(keys(slots, None), values(slots, None), counts)
+    sizes = _sizes_of(kv_cache)
+    mean, fields = to_be_mean(slots, counts, kv_cache.shape[-1], kv_cache.dtype)
+    _MEAN_KV(kv_cache, fields, *sizes, refused=slot_outside(sizes[0], sizes[2]))
+    return mean
+
+
+def mean_of(keys: Tensor, values: Tensor, counts: Tensor) -> Remainder:
+    """The mean of the first ``counts`` int64 [E, L, H] of E runs of entries, [L, H, E * S, D], and
+    the logarithm of their number: [E, L, H, ...]."""
+    runs = len(counts)
+    # [L, H, E, 1, S] beside [L, H, E, S, D], as they were gathered: a product by event would copy.
+    share = torch.arange(keys.shape[2] // runs, device=keys.device) < counts[..., None]
+    share = (share / counts[..., None].clamp(min=1)).movedim(0, 2)[..., None, :]
+    key, value = (share @ x.unflatten(2, (runs, -1)).float() for x in (keys, values))
+    bias = counts.float().log()
+    return Remainder(key[..., 0, :].movedim(2, 0), value[..., 0, :].movedim(2, 0), bias)
+
+
+def to_be_mean(
+    slots: Tensor, counts: Tensor, dim: int, dtype: torch.dtype
+) -> tuple[Remainder, tuple[object, ...]]:
+    """As ``mean_of`` returns it, still to be written, and ``Means`` of the C++ file for that."""
+    keys, values = torch.empty(2, *counts.shape, dim).unbind()
+    mean = Remainder(keys, values, torch.empty(counts.shape))
+    sizes = *counts.shape[1:], len(counts), slots.shape[2] // len(counts), dim
+    return mean, (as_int64(slots), as_int64(counts), *mean, *sizes, dtype is torch.bfloat16)
 
 
 def _sizes_of(kv_cache: Tensor) -> tuple[int, ...]:

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled, as_int64
-from kvserve.kernels.move.move_kv import move_torch
+from kvserve.kernels.move.move_kv import Read, mean_of, move_torch, to_be_mean
 from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
+from kvserve.kernels.store.remainder import Remainder
 from kvserve.kernels.store.slot_mapping import places_of
 
-_GATHER_LEVELS, _MOVE_LEVELS = (
-    Compiled(name, "storage") for name in ("gather_levels", "move_levels")
+_GATHER_LEVELS, _MOVE_LEVELS, _MEAN_LEVELS = (
+    Compiled(name, "storage") for name in ("gather_levels", "move_levels", "mean_levels")
 )
 
 
@@ -35,10 +36,10 @@ def gather_levels_cpu(
     values: bool = False,
 ) -> Tensor:
     """To float32 or bfloat16. ``IndexError`` as of the store."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     out = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=dtype)
     _GATHER_LEVELS(
-        *(blocks.fields, out, None, as_int64(slots), layer_ids),
+        *(blocks.fields, out, None, as_int64(slots), ids),
         *(*slots.shape, values, dtype is torch.bfloat16),
         refused=blocks.slot_outside,
     )
@@ -50,15 +51,32 @@ def gather_key_levels_cpu(
 ) -> LevelKeys:
     """Keys of 8 bits with a sign as they are held: [L', Hkv, S, ...]. ``IndexError`` as of the
     store."""
-    layer_ids = torch.arange(slots.shape[0]) if layer_ids is None else as_int64(layer_ids)
+    ids = None if layer_ids is None else as_int64(layer_ids)
     levels = torch.empty(*slots.shape, blocks.keys.shape[-1], dtype=torch.int8)
     steps = torch.empty(slots.shape)
     _GATHER_LEVELS(
-        *(blocks.fields, levels, steps, as_int64(slots), layer_ids),
+        *(blocks.fields, levels, steps, as_int64(slots), ids),
         *(*slots.shape, False, False),
         refused=blocks.slot_outside,
     )
     return LevelKeys(levels, steps)
+
+
+def mean_levels(
+    blocks: QuantizedBlocks,
+    slots: Tensor,
+    counts: Tensor,
+    dtype: torch.dtype,
+    keys: Read,
+    values: Read,
+) -> Remainder:
+    """As ``mean_kv``, of numbers of ``dtype``."""
+    takes = _MEAN_LEVELS.takes(blocks.pool, torch.uint8)
+    if not takes or dtype not in (torch.float32, torch.bfloat16) or blocks.keys.shape[-1] % 8:
+        return mean_of(keys(slots, None), values(slots, None), counts)
+    mean, fields = to_be_mean(slots, counts, blocks.keys.shape[-1], dtype)
+    _MEAN_LEVELS(blocks.fields, fields, refused=blocks.slot_outside)
+    return mean
 
 
 def move_levels_torch(blocks: QuantizedBlocks, src: Tensor, dst: Tensor, runs: int = 1) -> None:

@@ -15,6 +15,8 @@
 
 namespace {
 
+using V = Lanes<8>;
+
 // 1 if one of the slots is not below `end`, the pool's; nothing has been read or written then.
 int refusal(const int64_t* slots, int64_t count, int64_t end, int64_t* fault) {
   for (int64_t i = 0; i < count; ++i)
@@ -70,7 +72,6 @@ namespace {
 // The mean of `group` vectors that stand one behind the other.
 template <typename T>
 void mean(const T* from, T* to, int64_t group, int64_t dim) {
-  using V = Lanes<8>;
   for (int64_t i = 0; i < dim; i += 8) {
     const int64_t count = dim - i < 8 ? dim - i : 8;
     V::F sum = V::load(from + i, count);
@@ -108,7 +109,7 @@ extern "C" struct MoveKV {
   char* cache;           // [num_blocks, block_layers, 2, block_size, block_heads, D], dense
   const int64_t* src;    // [L, H, S], slots
   const int64_t* dst;    // [L, H, S]; gathered: null
-  const int64_t* layers; // [L], the layer of each; moved: null, they are 0 to L
+  const int64_t* layers; // [L], the layer of each; null: they are 0 to L
   char* out;             // [L, H, S, D]; moved: null
   int64_t* fault;        // the slot that was refused
   int64_t num_layers, num_heads, length;
@@ -124,7 +125,8 @@ struct Lane {
   char* start;  // of block 0
   int64_t block_bytes, block_size, entry_bytes;
 
-  Lane(const MoveKV& c, int64_t layer, int64_t head, bool values)
+  template <typename Call>
+  Lane(const Call& c, int64_t layer, int64_t head, bool values)
       : block_bytes(c.block_layers * 2 * c.block_size * c.block_heads * c.width),
         block_size(c.block_size),
         entry_bytes(c.block_heads * c.width) {
@@ -149,7 +151,8 @@ extern "C" int kvserve_gather_kv(const MoveKV* call) {
   char* out = c.out;
   const int64_t* src = c.src;
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane, src += c.length) {
-    const Lane from(c, c.layers[lane / c.num_heads], lane % c.num_heads, c.values);
+    const int64_t layer = c.layers ? c.layers[lane / c.num_heads] : lane / c.num_heads;
+    const Lane from(c, layer, lane % c.num_heads, c.values);
     for (int64_t i = 0; i < c.length; ++i, out += c.width) {
       if (i + kAhead < c.length) fetch(from.at(src[i + kAhead]), c.width);
       std::memcpy(out, from.at(src[i]), c.width);
@@ -180,6 +183,60 @@ extern "C" int kvserve_move_kv(const MoveKV* call) {
       std::memcpy(to + values, from + values, c.width);
     }
   }
+  return 0;
+}
+
+// What launchers pass for means of entries, keys and values; it mirrors these fields.
+extern "C" struct Means {
+  const int64_t* slots;   // [L, H, E, S]
+  const int64_t* counts;  // [E, L, H], how many of S count
+  float *keys, *values;   // [E, L, H, D], dense; 0 where none counts
+  float* bias;            // [E, L, H], dense: the logarithm of the count
+  int64_t layers, heads, events, length, dim, is_bf16;
+};
+
+namespace {
+
+// add(layer, head, slot, values, sum) adds what stands in a slot.
+template <typename Add>
+void write_means(const Means& m, const Add& add) {
+  for (int64_t lane = 0; lane < m.layers * m.heads; ++lane)
+    for (int64_t event = 0; event < m.events; ++event) {
+      const int64_t* slots = m.slots + (lane * m.events + event) * m.length;
+      const int64_t at = event * m.layers * m.heads + lane;
+      const int64_t count = std::min(m.counts[at], m.length);
+      m.bias[at] = std::log((float)count);
+      for (const bool values : {false, true}) {
+        float* mean = (values ? m.values : m.keys) + at * m.dim;
+        std::fill_n(mean, m.dim, 0.0f);
+        for (int64_t i = 0; i < count; ++i)
+          add(lane / m.heads, lane % m.heads, slots[i], values, mean);
+        for (int64_t d = 0; d < m.dim && count; ++d) mean[d] /= count;
+      }
+    }
+}
+
+}  // namespace
+
+extern "C" struct MeanKV {
+  char* cache;  // as of MoveKV
+  Means means;
+  int64_t* fault;
+  int64_t num_blocks, block_layers, block_size, block_heads, width;
+};
+
+extern "C" int kvserve_mean_kv(const MeanKV* call) {
+  const MeanKV& c = *call;
+  const Means& m = c.means;
+  const int64_t count = m.layers * m.heads * m.events * m.length;
+  if (refusal(m.slots, count, c.num_blocks * c.block_size, c.fault)) return 1;
+  write_means(m, [&](int64_t layer, int64_t head, int64_t slot, bool values, float* sum) {
+    const char* from = Lane(c, layer, head, values).at(slot);
+    const auto add = [&](auto* x) {
+      for (int64_t d = 0; d < m.dim; d += 8) V::store(sum + d, V::load(sum + d) + V::load(x + d));
+    };
+    m.is_bf16 ? add((const bf16*)from) : add((const float*)from);
+  });
   return 0;
 }
 
@@ -244,7 +301,6 @@ inline float limited(float x, float most) { return std::max(-most, std::min(most
 
 template <typename T>
 void store_vector(const T* from, float share, int64_t dim, uint8_t* codes, uint16_t* scales) {
-  using V = Lanes<8>;
   float x[kLargestDim];
   for (int64_t d = 0; d < dim; d += 8) V::store(x + d, V::load(from + d));
   float largest = 0.0f;
@@ -324,7 +380,6 @@ extern "C" struct Blocks {
 
 namespace {
 
-using V = Lanes<8>;
 typedef uint8_t Bytes __attribute__((vector_size(8)));
 
 struct Place {
@@ -410,21 +465,22 @@ void quantize(const T* x, const Blocks& b, const Held& held, const Place& to, ui
     for (int64_t j = 0; j < bytes; ++j) to.levels[j] |= levels[bytes + j] << 4;
 }
 
-template <typename T>
-void widen(const Blocks& b, const Held& held, const Place& from, T* to, uint8_t* room) {
-  const int64_t bytes = width(b, held);
+// put(d, numbers, count) takes the numbers of channels d to d + count.
+template <typename Put>
+inline void widen(const Blocks& b, const Held& held, const Place& from, const Put& put) {
   const uint8_t* levels = from.levels;
-  if (held.bits == 4) {
-    for (int64_t j = 0; j < bytes; ++j) room[j] = levels[j] & 15, room[bytes + j] = levels[j] >> 4;
-    levels = room;
-  }
+  const int64_t dim = b.dim, half = dim / 2;
   const float step = as_float(*from.steps), low = from.lows ? as_float(*from.lows) : 0.0f;
-  for (int64_t d = 0; d < b.dim; d += 8) {
-    const V::F numbers = held.e4m3 ? V::load((const e4m3*)levels + d)
-                         : from.lows
-                             ? __builtin_convertvector((V::I)unsigned_bytes<8>(levels + d), V::F)
-                             : V::load((const int8*)levels + d);
-    V::store(to + d, numbers * step + low);
+  if (held.bits == 4) {
+    for (int64_t d = 0; d < half; d += 8) {  // behind levels there are steps: 8 may be read
+      const auto both = (const packed<4>*)(levels + d);
+      put(d, V::load_plane(both, 0) * step + low, std::min<int64_t>(8, half - d));
+      put(half + d, V::load_plane(both, 1) * step + low, std::min<int64_t>(8, half - d));
+    }
+  } else if (held.e4m3) {
+    for (int64_t d = 0; d < dim; d += 8) put(d, V::load((const e4m3*)levels + d) * step, 8);
+  } else {
+    for (int64_t d = 0; d < dim; d += 8) put(d, V::load((const int8*)levels + d) * step, 8);
   }
 }
 
@@ -475,7 +531,7 @@ extern "C" struct GatherLevels {
   void* out;                // [L', H, S, D]
   float* steps;             // [L', H, S], of levels that are read as they are; null: numbers are
   const int64_t* slots;     // [L', H, S]
-  const int64_t* layers;    // [L']
+  const int64_t* layers;    // [L']; null: they are 0 to L'
   int64_t* fault;
   int64_t num_layers, num_heads, length, values, is_bf16;  // values: gather these, not keys
 };
@@ -484,21 +540,44 @@ extern "C" int kvserve_gather_levels(const GatherLevels* call) {
   const GatherLevels& c = *call;
   const Blocks& b = c.blocks;
   const Held& held = c.values ? b.values : b.keys;
-  std::vector<uint8_t> levels(b.dim);
+  const auto put_in = [](auto* to) {
+    return [=](int64_t d, V::F x, int64_t count) { V::store(to + d, x, count); };
+  };
   if (refusal(b, c.slots, c.num_layers * c.num_heads * c.length, c.fault)) return 1;
   for (int64_t lane = 0; lane < c.num_layers * c.num_heads; ++lane) {
-    const int64_t layer = c.layers[lane / c.num_heads] % b.num_layers;
+    const int64_t place = lane / c.num_heads;
+    const int64_t layer = (c.layers ? c.layers[place] : place) % b.num_layers;
     for (int64_t i = lane * c.length; i < (lane + 1) * c.length; ++i) {
       const Place from = at(b, held, c.slots[i], layer, lane % c.num_heads % b.heads);
       if (c.steps) {
         std::memcpy(static_cast<uint8_t*>(c.out) + i * b.dim, from.levels, b.dim);
         c.steps[i] = as_float(*from.steps);
       } else if (c.is_bf16)
-        widen(b, held, from, static_cast<bf16*>(c.out) + i * b.dim, levels.data());
+        widen(b, held, from, put_in(static_cast<bf16*>(c.out) + i * b.dim));
       else
-        widen(b, held, from, static_cast<float*>(c.out) + i * b.dim, levels.data());
+        widen(b, held, from, put_in(static_cast<float*>(c.out) + i * b.dim));
     }
   }
+  return 0;
+}
+
+extern "C" struct MeanLevels {
+  Blocks blocks;
+  Means means;
+  int64_t* fault;
+};
+
+extern "C" int kvserve_mean_levels(const MeanLevels* call) {
+  const Blocks& b = call->blocks;
+  const Means& m = call->means;
+  if (refusal(b, m.slots, m.layers * m.heads * m.events * m.length, call->fault)) return 1;
+  write_means(m, [&](int64_t layer, int64_t head, int64_t slot, bool values, float* sum) {
+    const Held& held = values ? b.values : b.keys;
+    const Place from = at(b, held, slot, layer % b.num_layers, head % b.heads);
+    widen(b, held, from, [&](int64_t d, V::F x, int64_t count) {
+      V::store(sum + d, V::load(sum + d, count) + (m.is_bf16 ? V::rounded<bf16>(x) : x), count);
+    });
+  });
   return 0;
 }
 

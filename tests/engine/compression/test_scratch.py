@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu_runs.jobs import CONFIGS
 from kvserve import LLM
-from kvserve.engine.compression.moves import plan_moves
+from kvserve.engine.compression.moves import MovePlan, lane_numbers
 from kvserve.engine.compression.observer import SCRATCH_BYTES, event_bytes
 from kvserve.engine.models import loader
 from kvserve.engine.policies.registry import make_policy
@@ -48,7 +48,7 @@ def test_plan_follows_the_worked_example() -> None:
     task = Events(0, EventKind.EVEN, row, row, events, old, None, new, five, five, five)
     assert task.new_lens.item() == 11
     layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=8, block_size=4)
-    plan = plan_moves(task, kept + 5, three, layout)
+    plan = MovePlan.of(kept + 5, lane_numbers(task, three, layout, task.copy_start))
     assert plan.counts.tolist() == [[[6, 6]]]
     assert plan.src[0, 0].tolist() == [[5, 7, 10, 11, 12, 13], [6, 7, 8, 11, 12, 13]]
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvserve.kernels.move.events import (
-    DROPPED_ENTRIES,
-    MOVED_ENTRIES,
-    dropped_entries_torch,
-    entries_cpu,
-    moved_entries_torch,
+    Moves,
+    dropped_entries,
+    event_slots_cpu,
+    event_slots_torch,
     slots_of_entries_cpu,
     slots_of_entries_torch,
 )
@@ -48,21 +45,44 @@ def test_slots_of_entries(groups: int, tables: int) -> None:
             slots_of_entries_cpu(table, torch.tensor([row]), first + entry, lanes, BLOCK)
 
 
-@pytest.mark.parametrize("num_kept", [0, 5])
-def test_moved_entries(num_kept: int) -> None:
-    """Lanes of one event differ in what they keep, lose and hold."""
-    torch.manual_seed(3)
+@pytest.mark.parametrize(("groups", "tables", "num_kept"), [(1, 1, 0), (1, 1, 5), (2, HEADS, 5)])
+def test_event_slots(groups: int, tables: int, num_kept: int) -> None:
+    """Lanes of one event differ in what they keep, lose and hold; events may move nothing, or look
+    for nothing that they drop."""
+    generator = torch.Generator().manual_seed(3)
     shape = 3, LAYERS, HEADS
-    kept = torch.randint(20, 60, (LAYERS, 3, HEADS, num_kept)).transpose(0, 1)
-    limits = (9, 4, num_kept + 1, 30, 19)
-    numbers = torch.stack([torch.randint(limit, shape) for limit in limits])
-    found = entries_cpu(MOVED_ENTRIES, kept, numbers, 18)
-    assert torch.equal(found, moved_entries_torch(kept, numbers, 18))
-    assert len(found.unique()) > 20
+
+    def any_of(limit: int, *shape: int) -> Tensor:
+        return torch.randint(limit, shape, generator=generator)
+
+    start, before, evicted = any_of(9, 3)[:, None, None], any_of(4, *shape), any_of(8, *shape)
+    chosen, counts = any_of(num_kept + 1, *shape), any_of(19, *shape)
+    evicted[2, 3, 1] = chosen[2, 3, 1] = 0
+    first = start + before
+    each = start.expand(shape), before, evicted, counts, first, chosen + evicted, chosen
+    numbers = torch.stack(each)
+    kept = torch.zeros(LAYERS, 3, HEADS, num_kept, dtype=torch.int64).transpose(0, 1)
+    for at in itertools.product(*map(range, shape)):
+        region = torch.randperm(int((chosen + evicted)[at]), generator=generator)
+        kept[at][: chosen[at]] = first[at] + region[: chosen[at]].sort().values
+    table = (1 + any_of(49, groups, 7, tables, 12)).int()
+    new_table = (1 + any_of(49, groups, 3, tables, 5)).int()
+    for moved, lost in ((18, 8), (0, 8), (18, 0)):
+        moves = Moves(kept, numbers, moved, lost, table, torch.tensor([4, 0, 6]), new_table, BLOCK)
+        for found, expected in zip(event_slots_cpu(moves), event_slots_torch(moves), strict=True):
+            assert torch.equal(found, expected)
+            assert len(found.unique()) > 20 or not expected.numel()
+    for rows, more, message in (
+        ((4, 7, 6), 0, "row 7 is not in 7 rows of 12 blocks of 4"),
+        ((4, 0, 6), 40, "entry [0-9]+ is not in 12 or 5 blocks of 4"),
+    ):
+        moved_on = torch.cat([numbers[:1] + more, numbers[1:]])
+        wrong = moves._replace(rows=torch.tensor(rows), numbers=moved_on)
+        with pytest.raises(IndexError, match=message):
+            event_slots_cpu(wrong)
 
 
-@pytest.mark.parametrize("find", [partial(entries_cpu, DROPPED_ENTRIES), dropped_entries_torch])
-def test_dropped_entries(find: Callable[..., Tensor]) -> None:
+def test_dropped_entries() -> None:
     """Lanes differ in what they hold and keep; one keeps all, one nothing, one holds nothing."""
     generator = torch.Generator().manual_seed(4)
     first, length, most = torch.tensor([3, 0, 7]), 12, 9
@@ -78,4 +98,4 @@ def test_dropped_entries(find: Callable[..., Tensor]) -> None:
         stay, gone = order[: counts[at]].sort().values, order[counts[at] :].sort().values
         kept[at][: len(stay)] = stay
         expected[at] = torch.cat([gone, first[at[0]].expand(length - len(gone))])
-    assert torch.equal(find(kept, numbers, length), expected)
+    assert torch.equal(dropped_entries(kept, numbers, length), expected)
