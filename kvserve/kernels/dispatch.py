@@ -21,7 +21,8 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {*"always firsts last part_recent recent rows shares slots starts sums".split()}
+UNALIGNED = {"always", "firsts", "last", "part_recent", "recent", "rows", "shares", "slots"}
+UNALIGNED |= {"starts", "sums"}
 
 
 def interprets() -> bool:
