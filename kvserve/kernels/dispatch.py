@@ -21,7 +21,8 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {*"always firsts last part_recent recent rows shares slots starts sums".split()}
+UNALIGNED = {"always", "firsts", "last", "part_recent", "recent", "rows", "shares", "slots"}
+UNALIGNED |= {"starts", "sums"}
 
 
 def interprets() -> bool:
@@ -82,8 +83,7 @@ def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if dtype is not torch.float32:  # the newest not newer than the device: sm_120 has less memory
         older = [known for known in TILES if known <= capability(device) < (12, 0)]
         table = TILES[max(older, default=min(TILES))]
-    tile = table[kernel]
-    part = max(1, head_dim // 128)
+    tile, part = table[kernel], max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
 
 
