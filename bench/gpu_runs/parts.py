@@ -128,9 +128,11 @@ def check_tokens(found: Findings) -> None:
         prompts = TINY.prompts([3, 140, 44, 21])
         for form in ("auto", "k4v4"):
             with found.case(f"states, {form}, beside a CPU"):
-                given = directory, POLICIES["none"], "float32"
-                graphs = small_engine(*given, **GRAPHS, kv_cache_dtype=form)
-                by_torch = small_engine(*given, **EAGER, **ON_A_CPU, kv_cache_dtype=form)
+                held: dict[str, Any] = {"kv_cache_dtype": form}
+                graphs, by_torch = (
+                    small_engine(directory, POLICIES["none"], "float32", **how, **held)
+                    for how in (GRAPHS, EAGER | ON_A_CPU)
+                )
                 answers = generate(graphs, prompts, 40), generate(by_torch, prompts, 40)
                 found.add(f"states, {form}, beside a CPU", *_equal(*answers))
 
