@@ -44,12 +44,20 @@ class Shape:
         ]
 
 
-def write_model(directory: Path, shape: Shape, dtype: torch.dtype) -> Path:
-    """A random Llama, as transformers writes it. Its logits are so far apart that greedy tokens do
-    not change if additions are done in another order."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+_DELTA: dict[str, Any] = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 
-    config = LlamaConfig(
+
+def write_model(directory: Path, shape: Shape, dtype: torch.dtype, kind: str = "llama") -> Path:
+    """A random Llama, or a ``qwen3_5_text`` of two layers, as transformers writes it. Its logits
+    are so far apart that greedy tokens do not change if additions are done in another order."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind,
+        **(_DELTA if kind == "qwen3_5_text" else {}),
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -64,7 +72,7 @@ def write_model(directory: Path, shape: Shape, dtype: torch.dtype) -> Path:
     )
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model: Any = LlamaForCausalLM(config)
+        model: Any = AutoModelForCausalLM.from_config(config)
     model.to(dtype)
     for parameter in model.parameters():
         if parameter.dim() > 1:

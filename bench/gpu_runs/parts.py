@@ -122,6 +122,19 @@ def check_tokens(found: Findings) -> None:
                 by_torch = small_engine(directory, policy, "float32", **EAGER, **ON_A_CPU)
                 answers = generate(plain, prompts, 60), generate(by_torch, prompts, 60)
                 found.add(f"{name}, on a CPU", *_equal(*answers))
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write_model(Path(folder), TINY, torch.float32, "qwen3_5_text")
+        # Of rows whose entries all are as they were computed, and of longer ones.
+        prompts = TINY.prompts([3, 140, 44, 21])
+        for form in ("auto", "k4v4"):
+            with found.case(f"states, {form}, beside a CPU"):
+                held: dict[str, Any] = {"kv_cache_dtype": form}
+                graphs, by_torch = (
+                    small_engine(directory, POLICIES["none"], "float32", **how, **held)
+                    for how in (GRAPHS, EAGER | ON_A_CPU)
+                )
+                answers = generate(graphs, prompts, 40), generate(by_torch, prompts, 40)
+                found.add(f"states, {form}, beside a CPU", *_equal(*answers))
 
 
 def _equal(tokens: list[list[int]], expected: list[list[int]]) -> tuple[bool, str]:
@@ -135,12 +148,14 @@ def check_graphs(found: Findings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = write_model(Path(folder), TINY, torch.float32)
         prompts = TINY.prompts([30, 9, 44, 21, 17, 38])
-        for name, policy in EXACT.items():
+        forms = [(name, "auto") for name in EXACT] + [("kara", "k4v4")] * ("kara" in EXACT)
+        for name, form in forms:
             expected: list[list[int]] = []
             for how, settings in (("plain", EAGER), *GRAPHS_AND_OVERLAP.items()):
-                case = f"{name}, {how}"
+                case = f"{name}, {how}" if form == "auto" else f"{name}, {form}, {how}"
                 with found.case(case):
-                    engine = small_engine(directory, policy, "float32", **settings)
+                    given = settings | {"kv_cache_dtype": form}
+                    engine = small_engine(directory, EXACT[name], "float32", **given)
                     if CUDA:
                         spoil_free_memory()
                     tokens = generate(engine, prompts, 60)

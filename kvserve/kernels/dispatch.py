@@ -83,8 +83,7 @@ def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype
     if dtype is not torch.float32:  # the newest not newer than the device: sm_120 has less memory
         older = [known for known in TILES if known <= capability(device) < (12, 0)]
         table = TILES[max(older, default=min(TILES))]
-    tile = table[kernel]
-    part = max(1, head_dim // 128)
+    tile, part = table[kernel], max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
 
 

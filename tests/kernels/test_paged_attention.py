@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvserve.entry_format import FORMATS, EntryFormat, few
 from kvserve.kernels.attend import paged_attention_triton as launcher
-from kvserve.kernels.attend.paged_attention import paged_attention_torch
+from kvserve.kernels.attend.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.dispatch import UNALIGNED, Kernel
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 from tests.kernels.paged_case import (
     EACH_KERNEL,
@@ -509,6 +510,24 @@ def test_newest(
     block = 16 if dtype is HALF else 5
     inputs, how = NewestCase(FORMATS[name], dim, dtype, tables, block).call(lengths)
     assert_same(kernel, inputs, 4e-3 if dtype is HALF else 0.0, **how, soft_cap=cap)
+
+
+def test_nothing_is_compiled_for_where_parts_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside newest entries: of 14 heads of a token the next part begins anywhere."""
+    odd = set[str]()
+
+    def launch(kernel: Kernel, grid: Any, *args: Any, **options: Any) -> None:
+        for name, x in zip(kernel.source.__code__.co_varnames, args, strict=False):
+            if isinstance(x, Tensor) and x.storage_offset() * x.itemsize % 16:
+                odd.add(name)
+
+    monkeypatch.setattr(Kernel, "launch", launch)
+    q, kv = torch.empty(1, 14, 32, dtype=HALF), torch.empty(9, 16, 2, 32, dtype=HALF)
+    tables, one = torch.ones(1, 1, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    seen, shares = QuerySegments(0 * one, one[None], 128), Shares(q[..., 0].float(), one)
+    newest = Newest(kv, kv, tables, seen, one)
+    launcher.paged_attention_triton(q, kv, kv, tables, seen, 1.0, shares=shares, newest=newest)
+    assert "part_recent" in odd <= UNALIGNED
 
 
 @pytest.mark.compiler

@@ -31,7 +31,7 @@ def warm_up(runner: ModelRunner, policy: Policy, max_len: int, max_tokens: int) 
     ``policy`` is the engine's; events of requests' own policies are not warmed up. All ranks of a
     model call it together.
     """
-    for tokens in {16, min(256, max_tokens), max_tokens}:
+    for tokens in {1, 16, min(256, max_tokens), max_tokens}:
         runner.rehearse(tokens)
     _attend(runner, max_tokens, events_too=policy.demands.recomputed_reduction is not None)
     _draw(runner)

@@ -357,16 +357,24 @@ def test_guesses_are_taken_back_on_a_gpu(tmp_path: Path) -> None:
     assert oracle.guessed > oracle.confirmed > 5
 
 
+@pytest.mark.usefixtures("kernels_of_gpus")
 def test_states_beside_entries_in_few_bits_on_a_gpu(
-    tmp_path: Path, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of rows so short that all their entries are read as they were computed."""
+    """They are kept of rows so short that all their entries are read as they were computed."""
     kinds, prompts = ["linear_attention", "full_attention"], [[5, 6, 7], HISTORY[:20]]
     directory = write_hybrid("qwen3_5_text", tmp_path, num_hidden_layers=2, layer_types=kinds)
-    settings: dict[str, Any] = {"kv_cache_dtype": "3bit", "cudagraph_capture_sizes": (2,)}
-    wanted = tokens(make(directory, **settings), prompts, 6)
-    request.getfixturevalue("kernels_of_gpus")
-    assert tokens(make(directory, **settings), prompts, 6) == wanted
+    llm = make(directory, kv_cache_dtype="3bit", cudagraph_capture_sizes=(2,))
+    launch, rows = Kernel.launch, list[list[int]]()
+
+    def watched(kernel: Kernel, *args: Any, **options: Any) -> None:
+        if kernel.source.__name__ == "_by_steps":
+            rows.append(args[7].tolist())
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(Kernel, "launch", watched)
+    tokens(llm, prompts, 6)
+    assert rows == [[0, 1]] * 6
 
 
 @pytest.mark.parametrize("kernels", [None, "kernels_of_gpus"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvserve.engine.models import delta_layers
 from kvserve.engine.policies.registry import make_policy, policy_class, policy_names
 from kvserve.engine.runner.cuda_graph import DecodeGraphs
 from kvserve.engine.runner.warm_up import warm_up
@@ -24,6 +25,7 @@ from kvserve.kernels.dispatch import UNALIGNED, VARYING, Kernel
 from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 from tests.engine.guesses import LOOKUP, always_guess
+from tests.engine.models.hybrids import write_hybrid
 from tests.meta_device import DRAWN, GREEDY, KARA, RECOMPUTED, small_engine
 from tests.thinning import slow
 
@@ -128,6 +130,21 @@ def test_nothing_is_compiled_for_guesses(
     always_guess(llm)
     llm.generate(random_prompts([5, 17, 33, 1, 7, 12, 29, 8]), [GREEDY, DRAWN] * 4, use_tqdm=False)
     assert llm.stats().draft_tokens_total > 50
+    assert_nothing_new(launched, before)
+
+
+@pytest.mark.usefixtures("on_a_device")
+def test_nothing_is_compiled_for_rows_with_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs."""
+    monkeypatch.setattr(delta_layers, "on_gpu", lambda x: True)
+    launched, model = noted(monkeypatch), write_hybrid("qwen3_5_text", tmp_path)
+    llm = small_engine(tmp_path, "none", model=model, enforce_eager=True)
+    core = llm.engine.core
+    warm_up(core.runner, core.runner.policies[0], core.info.max_model_len, max_tokens=32)
+    before = set(launched)
+    llm.generate(random_prompts([5, 17, 33, 1]), GREEDY, use_tqdm=False)
     assert_nothing_new(launched, before)
 
 
