@@ -11,7 +11,7 @@ import torch
 from kvserve.engine.cache.remainders import Remainders
 from kvserve.kernels.attend.paged_attention import paged_attention_torch
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.move.events import add_remainders, add_remainders_cpu, add_remainders_torch
+from kvserve.kernels.move.events import add_remainders, add_remainders_torch
 from kvserve.kernels.score.fitted_remainder import (
     fitted_remainder,
     fitted_remainder_cpu,
@@ -196,13 +196,13 @@ def test_what_rows_have_lost_is_merged_in_place() -> None:
     rows = torch.tensor([5, 0, 3, 6])
     expected = Remainder(*(part.clone() for part in whole))
     add_remainders_torch(expected, rows, more)
-    add_remainders_cpu(whole, rows, more)
+    add_remainders(whole, rows, more)
     torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert (whole.bias == NOTHING).any()
     before = whole.bias.clone()
     for wrong in (7, -1):
         with pytest.raises(IndexError, match=f"row {wrong} "):
-            add_remainders_cpu(whole, torch.tensor([0, wrong]), more.at(slice(2)))
+            add_remainders(whole, torch.tensor([0, wrong]), more.at(slice(2)))
     assert torch.equal(whole.bias, before)
 
 

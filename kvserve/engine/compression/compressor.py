@@ -7,7 +7,7 @@ in one, its counts go to the host with that step's tokens, and it is carried out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -140,13 +140,13 @@ class Compressor:
                 fitted.setdefault(some.start, []).append(found)
             pieces.setdefault(some.start, []).append(chosen)
         # Windows, each in pieces of a few layers, as one.
-        places = _joined([_joined(piece, 1) for piece in pieces.values()], 0)
+        places = torch.cat([torch.cat(piece, dim=1) for piece in pieces.values()])
         left = None
         if fitted:
             joined = [
-                [_joined(x, 1) for x in zip(*piece, strict=True)] for piece in fitted.values()
+                [torch.cat(x, dim=1) for x in zip(*piece, strict=True)] for piece in fitted.values()
             ]
-            left = Remainder(*(_joined(x, 0) for x in zip(*joined, strict=True)))
+            left = Remainder(*map(torch.cat, zip(*joined, strict=True)))
         return at_layers(places, scope.where), left
 
     def observe(
@@ -265,11 +265,6 @@ class Compressor:
         """This rank's heads of what a policy has chosen: ``tensors [E', L', heads, ...]``."""
         self._group.add_to_fingerprint(tensors[0])
         return [self._group.own(tensor, dim=2) for tensor in tensors]
-
-
-def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    """One piece is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim)
 
 
 def _by_shape(task: Events, *sizes: IntArray) -> Iterator[tuple[Events, IntArray]]:

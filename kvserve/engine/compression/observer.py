@@ -327,13 +327,11 @@ def slots_of(
     entries: IntArray | Tensor,
     lanes: tuple[int, int],
     block_tokens: int,
-    counts: Tensor | None = None,
 ) -> Tensor:
-    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]. Those
-    behind the first ``counts [E', A, H]`` of a lane get slot 0."""
+    """Slots of ``entries [E', A, H, S]`` of table rows ``rows [E']``: [L, heads, E' * S]."""
     at = entries if isinstance(entries, Tensor) else to_device(entries, tables.device)
     owners = to_device(rows, tables.device)
-    return slots_of_entries(tables, owners, at, lanes, block_tokens, counts)
+    return slots_of_entries(tables, owners, at, lanes, block_tokens)
 
 
 def by_window(x: Tensor, windows: int) -> Tensor:

@@ -22,17 +22,25 @@ def slots_of_entries(
     entries: Tensor,
     lanes: tuple[int, int],
     block_tokens: int,
-    counts: Tensor | None = None,
 ) -> Tensor:
     """Slots of the ``entries`` of E table rows ``rows int64 [E]``, in L layers and H heads.
 
     block_tables: as of ``slot_mapping``; entries: int64 [E, L, H, S], where L and H may be 1 for
-    entries that are as in all ``lanes`` = (L, H); below 0 they are as 0. Only the first ``counts``
-    int64 [E, L, H] of a lane exist (default: all); others get slot 0. Returns int64 [L, H, E * S].
+    entries that are as in all ``lanes`` = (L, H); below 0 they are as 0. Returns int64
+    [L, H, E * S]. ``IndexError`` of the kernel for a row or an entry that is not there.
     """
-    takes = _SLOT_MAPPING.takes(block_tables, torch.int32)
-    find = slots_of_entries_cpu if takes else slots_of_entries_torch
-    return find(block_tables, rows, entries, lanes, block_tokens, counts)
+    if not _SLOT_MAPPING.takes(block_tables, torch.int32):
+        return slots_of_entries_torch(block_tables, rows, entries, lanes, block_tokens)
+    tables, rows = block_tables.contiguous(), as_int64(rows)
+    count, length = len(rows), entries.shape[-1]
+    wide = entries.to(torch.int64).expand(count, *lanes, -1)
+    out = torch.empty(*lanes, count * length, dtype=torch.int64)
+    outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
+    _SLOT_MAPPING(
+        *(tables, rows, wide, out, wide.stride(), wide.shape, tables.shape, block_tokens),
+        refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
+    )
+    return out
 
 
 def slots_of_entries_torch(
@@ -43,7 +51,8 @@ def slots_of_entries_torch(
     block_tokens: int,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The reference of ``slots_of_entries``."""
+    """The reference of ``slots_of_entries``; only the first ``counts`` int64 [E, L, H] of a lane
+    exist (default: all), others get slot 0."""
     each = entries.clamp(min=0).expand(len(rows), *lanes, -1)
     exist = None
     if counts is not None:
@@ -57,30 +66,6 @@ def slots_of_entries_torch(
     owners = rows.repeat_interleave(entries.shape[-1])
     slots = slot_mapping(block_tables, owners, by_lane(each), block_tokens)
     return slots if exist is None else torch.where(by_lane(exist), slots, 0)
-
-
-def slots_of_entries_cpu(
-    block_tables: Tensor,
-    rows: Tensor,
-    entries: Tensor,
-    lanes: tuple[int, int],
-    block_tokens: int,
-    counts: Tensor | None = None,
-) -> Tensor:
-    """``IndexError`` for a row or an entry that is not there."""
-    tables, rows = block_tables.contiguous(), as_int64(rows)
-    count, length = len(rows), entries.shape[-1]
-    wide = entries.to(torch.int64).expand(count, *lanes, -1)
-    exist = None if counts is None else counts.to(torch.int64).expand(count, *lanes)
-    out = torch.empty(*lanes, count * length, dtype=torch.int64)
-    outside = f"is not in {tables.shape[1]} rows of {tables.shape[3]} blocks of {block_tokens}"
-    _SLOT_MAPPING(
-        *(tables, rows, wide, exist, out),
-        *(wide.stride(), (0, 0, 0) if exist is None else exist.stride()),
-        *(*wide.shape, *tables.shape, block_tokens),
-        refused={1: f"row {{}} {outside}", 2: f"entry {{}} {outside}"},
-    )
-    return out
 
 
 class Moves(NamedTuple):
@@ -105,9 +90,25 @@ class Moves(NamedTuple):
 def event_slots(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
     """Slots that events move entries from, and to, int64 [L, H, E * moved], and of entries that
     they drop, [L, H, E * lost]. Places that do not exist get slot 0; behind the last entry that is
-    dropped is the first one that might have been."""
-    takes = _EVENT_SLOTS.takes(moves.tables, torch.int32)
-    return (event_slots_cpu if takes else event_slots_torch)(moves)
+    dropped is the first one that might have been. ``IndexError`` as of ``slots_of_entries``."""
+    if not _EVENT_SLOTS.takes(moves.tables, torch.int32):
+        return event_slots_torch(moves)
+    kept, _, moved, lost, *_, size = moves
+    tables, new_tables = moves.tables.contiguous(), moves.new_tables.contiguous()
+    numbers, rows = as_int64(moves.numbers), as_int64(moves.rows)
+    events, *lanes, num_kept = kept.shape
+    src, dst, dropped = (rows.new_empty(*lanes, events * each) for each in (moved, moved, lost))
+    _, num_rows, _, columns = tables.shape
+    new_columns = new_tables.shape[-1]
+    _EVENT_SLOTS(
+        *(kept, numbers, tables, rows, new_tables, src, dst, dropped, kept.stride()),
+        *(events, *lanes, num_kept, moved, lost, *tables.shape, new_columns, size),
+        refused={
+            1: f"row {{}} is not in {num_rows} rows of {columns} blocks of {size}",
+            2: f"entry {{}} is not in {columns} or {new_columns} blocks of {size}",
+        },
+    )
+    return src, dst, dropped
 
 
 def event_slots_torch(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,26 +125,6 @@ def event_slots_torch(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
     if lost:
         entries = dropped_entries(kept, numbers[4:], lost)
         dropped = slots_of_entries_torch(tables, rows, entries, lanes, size)
-    return src, dst, dropped
-
-
-def event_slots_cpu(moves: Moves) -> tuple[Tensor, Tensor, Tensor]:
-    """``IndexError`` for a row or an entry that is not there."""
-    kept, _, moved, lost, *_, size = moves
-    tables, new_tables = moves.tables.contiguous(), moves.new_tables.contiguous()
-    numbers, rows = as_int64(moves.numbers), as_int64(moves.rows)
-    events, *lanes, num_kept = kept.shape
-    src, dst, dropped = (rows.new_empty(*lanes, events * each) for each in (moved, moved, lost))
-    _, num_rows, _, columns = tables.shape
-    new_columns = new_tables.shape[-1]
-    _EVENT_SLOTS(
-        *(kept, numbers, tables, rows, new_tables, src, dst, dropped, kept.stride()),
-        *(events, *lanes, num_kept, moved, lost, *tables.shape, new_columns, size),
-        refused={
-            1: f"row {{}} is not in {num_rows} rows of {columns} blocks of {size}",
-            2: f"entry {{}} is not in {columns} or {new_columns} blocks of {size}",
-        },
-    )
     return src, dst, dropped
 
 
@@ -183,20 +164,11 @@ def dropped_entries(kept: Tensor, numbers: Tensor, length: int) -> Tensor:
 
 
 def add_remainders(whole: Remainder, rows: Tensor, more: Remainder) -> None:
-    """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``."""
-    takes = _ADD_REMAINDERS.takes(whole.keys, torch.float32, multiple=8)
-    (add_remainders_cpu if takes else add_remainders_torch)(whole, rows, more)
-
-
-def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
-    """The reference of ``add_remainders``."""
-    by_layer = Remainder(*(part.transpose(0, 1) for part in more))
-    for part, new in zip(whole, merged(whole.at(slice(None), rows), by_layer), strict=True):
-        part[:, rows] = new.to(part.dtype)
-
-
-def add_remainders_cpu(whole: Remainder, rows: Tensor, more: Remainder) -> None:
-    """``IndexError``, with nothing written, for a row that is not there."""
+    """Merge ``more [E, L, Hkv, ...]`` into ``whole [L, num_rows, Hkv, ...]`` at ``rows [E]``.
+    ``IndexError`` of the kernel, with nothing written, for a row that is not there."""
+    if not _ADD_REMAINDERS.takes(whole.keys, torch.float32, multiple=8):
+        add_remainders_torch(whole, rows, more)
+        return
     if not all(x.is_contiguous() for x in whole):
         raise ValueError(f"add_remainders: remainders {list(whole.keys.shape)} have to be dense")
     rows, dense = as_int64(rows), [x.float().contiguous() for x in more]
@@ -205,3 +177,10 @@ def add_remainders_cpu(whole: Remainder, rows: Tensor, more: Remainder) -> None:
         *(len(rows), *whole.keys.shape),
         refused=f"row {{}} is not one of {whole.keys.shape[1]}",
     )
+
+
+def add_remainders_torch(whole: Remainder, rows: Tensor, more: Remainder) -> None:
+    """The reference of ``add_remainders``."""
+    by_layer = Remainder(*(part.transpose(0, 1) for part in more))
+    for part, new in zip(whole, merged(whole.at(slice(None), rows), by_layer), strict=True):
+        part[:, rows] = new.to(part.dtype)

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvserve.kernels.move.events import (
     Moves,
     dropped_entries,
-    event_slots_cpu,
+    event_slots,
     event_slots_torch,
-    slots_of_entries_cpu,
+    slots_of_entries,
     slots_of_entries_torch,
 )
 
@@ -23,26 +23,20 @@ BLOCK, LAYERS, HEADS = 4, 4, 2
 
 @pytest.mark.parametrize(("groups", "tables"), [(1, 1), (LAYERS, 1), (2, HEADS)])
 def test_slots_of_entries(groups: int, tables: int) -> None:
-    """Entries of each lane, or as in all layers or heads; those behind a lane's end have none."""
+    """Entries of each lane, or as in all layers or heads."""
     torch.manual_seed(2)
     table = torch.randint(1, 50, (groups, 7, tables, 9), dtype=torch.int32)
     rows, lanes = torch.tensor([4, 0, 6]), (LAYERS, HEADS)
-    counts = torch.randint(0, 12, (3, LAYERS, HEADS))
     for shape in ((LAYERS, HEADS), (LAYERS, 1), (1, 1)):
         entries = torch.randint(-3, 9 * BLOCK, (3, *shape, 11))
         if shape == (LAYERS, HEADS):
             entries = entries.transpose(0, 1).contiguous().transpose(0, 1)
         how = table, rows, entries, lanes, BLOCK
-        expected = slots_of_entries_torch(*how)
-        assert torch.equal(slots_of_entries_cpu(*how), expected)
-        for some in (counts, counts[:, :1, :1]):
-            found = slots_of_entries_cpu(*how, some)
-            assert torch.equal(found, slots_of_entries_torch(*how, some))
-            assert (found == 0).any() and not torch.equal(found, expected)
+        assert torch.equal(slots_of_entries(*how), slots_of_entries_torch(*how))
     first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     for row, entry, message in ((7, 0, "row 7"), (-1, 0, "row -1"), (0, 36, "entry 36")):
         with pytest.raises(IndexError, match=f"{message} is not in 7 rows of 9 blocks of 4"):
-            slots_of_entries_cpu(table, torch.tensor([row]), first + entry, lanes, BLOCK)
+            slots_of_entries(table, torch.tensor([row]), first + entry, lanes, BLOCK)
 
 
 @pytest.mark.parametrize(("groups", "tables", "num_kept"), [(1, 1, 0), (1, 1, 5), (2, HEADS, 5)])
@@ -69,7 +63,7 @@ def test_event_slots(groups: int, tables: int, num_kept: int) -> None:
     new_table = (1 + any_of(49, groups, 3, tables, 5)).int()
     for moved, lost in ((18, 8), (0, 8), (18, 0)):
         moves = Moves(kept, numbers, moved, lost, table, torch.tensor([4, 0, 6]), new_table, BLOCK)
-        for found, expected in zip(event_slots_cpu(moves), event_slots_torch(moves), strict=True):
+        for found, expected in zip(event_slots(moves), event_slots_torch(moves), strict=True):
             assert torch.equal(found, expected)
             assert len(found.unique()) > 20 or not expected.numel()
     for rows, more, message in (
@@ -79,7 +73,7 @@ def test_event_slots(groups: int, tables: int, num_kept: int) -> None:
         moved_on = torch.cat([numbers[:1] + more, numbers[1:]])
         wrong = moves._replace(rows=torch.tensor(rows), numbers=moved_on)
         with pytest.raises(IndexError, match=message):
-            event_slots_cpu(wrong)
+            event_slots(wrong)
 
 
 def test_dropped_entries() -> None:
