@@ -21,8 +21,10 @@ VARYING = {
 }
 # Arguments that may begin anywhere in a larger tensor, as the prompts' part of a batch does: no
 # code is compiled for addresses that are multiples of 16 bytes.
-UNALIGNED = {"always", "firsts", "last", "part_recent", "recent", "rows", "shares", "slots"}
-UNALIGNED |= {"starts", "sums"}
+UNALIGNED = {
+    *("always", "firsts", "last", "part_recent", "recent", "rows", "shares", "slots", "starts"),
+    "sums",
+}
 
 
 def interprets() -> bool:
@@ -79,15 +81,17 @@ def _complete(module: dict[str, Any]) -> None:
 
 def tile_of(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile of ``kernel`` for numbers of ``dtype``; heads larger than 128 take fewer at once."""
-    table = FLOAT32_TILES
-    if dtype is not torch.float32:  # the newest not newer than the device: sm_120 has less memory
-        older = [known for known in TILES if known <= capability(device) < (12, 0)]
-        table = TILES[max(older, default=min(TILES))]
+    table = FLOAT32_TILES if dtype is torch.float32 else TILES[generation(device)]
     tile, part = table[kernel], max(1, head_dim // 128)
     return tile._replace(rows=max(16, tile.rows // part), columns=max(16, tile.columns // part))
 
 
 @cache
+def generation(device: torch.device) -> tuple[int, int]:
+    """The newest that has tiles and is not newer than the device."""
+    return max((known for known in TILES if known <= capability(device)), default=min(TILES))
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a CUDA device; without one, Hopper's, whose code is then inspected."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)

@@ -84,11 +84,8 @@ COMPILED = StorageKernels(
     ),
 )
 TRITON = StorageKernels(
-    *(
-        store_kv_triton.store_kv_triton,
-        move_kv_triton.gather_kv_triton,
-        move_kv_triton.move_kv_triton,
-    ),
+    store_kv_triton.store_kv_triton,
+    *(move_kv_triton.gather_kv_triton, move_kv_triton.move_kv_triton),
     *(store_kv_triton.store_queries_triton, move_kv_triton.gather_triton),
     *(int4_log_triton.store_int4_triton, int4_log_triton.gather_int4_triton),
     quantized_entries_triton.store_levels_triton,

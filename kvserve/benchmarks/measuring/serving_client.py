@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvserve.benchmarks.datasets.workload import Workload
+from kvserve.event_reader import EventReader
+
 if TYPE_CHECKING:
     import httpx
-
-    from kvserve.benchmarks.datasets.workload import Workload
 
 ENDPOINTS = {
     "openai": "/v1/completions",
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-
-
-class EventStream:
-    """Server-sent events, cut as their bytes come: httpx's lines end at U+2028 too."""
-
-    _rest = b""
-
-    def cut(self, part: bytes) -> Iterator[dict[str, Any]]:
-        """What the events hold that end in ``part``."""
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        texts = (line.removeprefix(b"data:") for line in lines if line.startswith(b"data:"))
-        return (json.loads(text) for text in texts if text.lstrip().startswith(b"{"))
 
 
 class ServerGone(Exception):
@@ -137,7 +125,7 @@ class ServingClient:
                     await response.aread()
                     answer.error = f"HTTP {response.status_code}: {response.text[:300]}"
                 else:
-                    stream = EventStream()
+                    stream = EventReader()
                     async for part in response.aiter_bytes():
                         for event in stream.cut(part):
                             answer.take(event, perf_counter())

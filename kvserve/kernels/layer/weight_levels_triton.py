@@ -133,7 +133,7 @@ def _tile(x: Tensor, outputs: int, experts: int, exact: bool) -> tuple[int, int]
 
     rows = 16 if len(x) <= 16 else 32 if len(x) <= 32 else 64
     columns = 32 if rows == 16 else 64
-    large = (9, 0) <= dispatch.capability(x.device) < (12, 0) and x.dtype is not torch.float32
+    large = dispatch.generation(x.device) == (9, 0) and x.dtype is not torch.float32
     if len(x) > 64 and experts == 1 and large and busy(128, columns):
         rows = 128
     most = 128 if exact and (large or rows < 64) else 64

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvserve.benchmarks.measuring.serving_client import EventStream
+from kvserve.event_reader import EventReader
 from kvserve.fields import read_size
 from kvserve.log import ConfigError, RequestError
 
@@ -142,7 +142,7 @@ class Client:
         try:
             with self._http.stream("POST", path, json=body) as response:
                 _check(response)
-                stream = EventStream()
+                stream = EventReader()
                 for chunk in chain.from_iterable(map(stream.cut, response.iter_bytes())):
                     if "error" in chunk:
                         raise RequestError(chunk["error"]["message"])
