@@ -160,9 +160,9 @@ async def _converse(
     ``most`` tokens are what an agent's own model would give: those that fit are what it gets.
     """
     own = chat.own_names
-    asked = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
-    for name, value in asked.items() if own else ():
-        if value is not None and value is not False:
+    unshown = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
+    for name, value in unshown.items():
+        if own and value is not None and value is not False:
             why = f"{name} goes with /v1/chat/completions"
             raise RequestError(why, param=name, code="unsupported_field")
     state, model = _admit(chat, request)

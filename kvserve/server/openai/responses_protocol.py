@@ -94,9 +94,9 @@ class ResponsesRequest(StandsForChat):
 
     def as_chat(self) -> ChatCompletionRequest:
         """The equivalent chat request, whose errors name the fields of this one."""
-        asked = {"include": _LOGPROBS in (self.include or ())}
-        for name, value in {**(self.model_extra or {}), **asked}.items():
-            if value and name in ("top_logprobs", "include"):
+        extra, listed = self.model_extra or {}, _LOGPROBS in (self.include or ())
+        for name, asked in {"top_logprobs": extra.get("top_logprobs"), "include": listed}.items():
+            if asked:
                 why = "log-probabilities go with /v1/chat/completions"
                 raise refused(absent.refusal(name, why), name)
         tools = self.client_tools
