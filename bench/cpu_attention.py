@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from bench.harness.reports.report import Column, Report, measure_and_publish
+from bench.harness.setup.checkpoint import SHAPES
+from bench.harness.setup.options import add_report_arguments, at_least
 from kvserve.engine.cache.entry_store import (
     RawEntries,
     block_bytes,

@@ -27,20 +27,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bench.harness.datasets.tasks import TASKS
+from bench.harness.reports.report import Column, Report, Row, measure_and_publish
+from bench.harness.setup.checkpoint import SHAPES, opened_checkpoint
+from bench.harness.setup.options import (
+    add_report_arguments,
+    at_least,
+    number,
+)
+from bench.harness.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from bench.peers.contestants import BASE, CONTESTANTS, Contestant
 from bench.peers.copying import PROMPTS, copying_prompts, cycle, let_it_walk
 from bench.peers.long_traffic import COLUMNS as LONG_COLUMNS
 from bench.peers.long_traffic import LongCase, LongTraffic
 from bench.peers.peer import PEERS, PeerError, PeerProcess
-from kvserve.benchmarks.datasets.tasks import TASKS
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES, opened_checkpoint
-from kvserve.benchmarks.setup.options import (
-    add_report_arguments,
-    at_least,
-    number,
-)
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION, PolicySpec, policy_spec
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.engine.models.hub import find_model
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from kvserve.benchmarks.reports.plots import method_label, method_names
-from kvserve.benchmarks.reports.report import Column, Row, markdown_table
+from bench.harness.reports.plots import method_label, method_names
+from bench.harness.reports.report import Column, Row, markdown_table
 
 KEYS = ("mean_held_bytes", "held_bytes_at_end")
 _POINTS = 5

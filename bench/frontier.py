@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.harness.commands.frontier import Frontier, add_arguments
+from bench.harness.datasets.workload import random_prompts
+from bench.harness.measuring.fidelity import pieces
+from bench.harness.reports.report import Report, Row, measure_and_publish
 from bench.peers.long_traffic import LongTraffic
 from bench.peers.peer import PEERS, ROOT, PeerProcess
-from kvserve.benchmarks.commands.frontier import Frontier, add_arguments
-from kvserve.benchmarks.datasets.workload import random_prompts
-from kvserve.benchmarks.measuring.fidelity import pieces
-from kvserve.benchmarks.reports.report import Report, Row, measure_and_publish
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.models.hub import find_model
 

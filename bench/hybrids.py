@@ -21,10 +21,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.harness.reports.report import Column, Report, Row, measure_and_publish
+from bench.harness.setup.options import add_report_arguments, at_least
 from bench.weight_forms import add_turns
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 
 COLUMNS = (
     Column("batch", "batch", "d"),

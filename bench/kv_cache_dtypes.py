@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES, Engines, MeasuredModel, opened_checkpoint
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
-from kvserve.benchmarks.setup.policy_spec import NO_COMPRESSION
+from bench.harness.reports.report import Column, Report, measure_and_publish
+from bench.harness.setup.checkpoint import SHAPES, Engines, MeasuredModel, opened_checkpoint
+from bench.harness.setup.options import add_report_arguments, at_least
+from bench.harness.setup.policy_spec import NO_COMPRESSION
 from kvserve.config import KV_CACHE_DTYPES
 from kvserve.entry_format import entry_format
 

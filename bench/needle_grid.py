@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from kvserve.benchmarks.datasets.task_text import (
+from bench.harness.datasets.task_text import (
     DIGITS,
     Sample,
     draw_names,
     filler_sentences,
     secrets_of,
 )
-from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
-from kvserve.benchmarks.reports.plots import (
+from bench.harness.datasets.tasks import Grade
+from bench.harness.datasets.workload import Source, TaskPrompts
+from bench.harness.reports.plots import (
     method_names,
     panels,
     save_figures,
     stored_as,
     styled,
 )
-from kvserve.benchmarks.reports.report import Row
+from bench.harness.reports.report import Row
 
 NEEDLE_GRID = "needle-grid"
 _OTHERS = 7

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from bench.harness.commands import evaluate
+from bench.harness.measuring.measure import Played
+from bench.harness.reports.report import Report
+from bench.harness.setup.options import at_least, number
+from bench.harness.setup.policy_spec import PolicySpec
 from bench.needle_grid import NEEDLE_GRID, by_cell, needle_grid, plot_needles
-from kvserve.benchmarks.commands import evaluate
-from kvserve.benchmarks.measuring.measure import Played
-from kvserve.benchmarks.reports.report import Report
-from kvserve.benchmarks.setup.options import at_least, number
-from kvserve.benchmarks.setup.policy_spec import PolicySpec
 from kvserve.log import ConfigError, RequestError
 from kvserve.server.settings.args import Parser
 

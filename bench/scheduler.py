@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from kvserve.benchmarks.datasets.workload import lognormal_lengths
-from kvserve.benchmarks.reports.report import Column, Report, measure_and_publish
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
+from bench.harness.datasets.workload import lognormal_lengths
+from bench.harness.reports.report import Column, Report, measure_and_publish
+from bench.harness.setup.options import add_report_arguments, at_least
 from kvserve.scheduler.layout import Granularity, KVLayout
 from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.sequence import Sequence

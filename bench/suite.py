@@ -11,10 +11,10 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 
+from bench.harness.reports.plots import plot_evaluation, plot_rows
 from bench.needle_grid import plot_needles
 from bench.report.measurements import PLOTS, RESULTS, ROOT, SUITE, Measurement
 from bench.report.page import section
-from kvserve.benchmarks.reports.plots import plot_evaluation, plot_rows
 
 
 def run(measurement: Measurement) -> int:

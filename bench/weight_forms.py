@@ -22,11 +22,11 @@ from typing import Any
 import gguf
 import numpy as np
 
+from bench.harness.reports.report import Column, Report, Row, measure_and_publish
+from bench.harness.setup.checkpoint import SHAPES
+from bench.harness.setup.options import add_report_arguments, at_least
 from bench.peers.gguf_file import copy_gguf, random_gguf
 from bench.peers.peer import PEERS, PeerProcess
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES
-from kvserve.benchmarks.setup.options import add_report_arguments, at_least
 
 COLUMNS = (
     Column("batch", "batch", "d"),

@@ -34,7 +34,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from kvserve.benchmarks.setup.checkpoint import random_statistics
+from bench.harness.setup.checkpoint import random_statistics
 from kvserve.config import ModelConfig
 from kvserve.engine.compression.query_statistics import FILE
 from kvserve.engine.models.hub import read_config

@@ -18,10 +18,10 @@ import torch
 
 from bench.gpu_runs.engines import EngineErrors
 from bench.gpu_runs.jobs import BLOCK, CONFIGS, JOBS, Job
+from bench.harness.datasets.workload import Prompts, lognormal_lengths
+from bench.harness.measuring.measure import play
+from bench.harness.setup.policy_spec import policy_spec
 from bench.machine import write_json
-from kvserve.benchmarks.datasets.workload import Prompts, lognormal_lengths
-from kvserve.benchmarks.measuring.measure import play
-from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.config import EngineConfig
 from kvserve.engine.frontend.llm_engine import LLMEngine
 from kvserve.engine.models.transformer import Transformer

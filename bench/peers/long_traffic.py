@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench.peers.contestants import Contestant
-from bench.peers.peer import PEERS, PeerError, PeerProcess
-from kvserve.benchmarks.datasets.workload import (
+from bench.harness.datasets.workload import (
     DEFAULT_BLOCK_SIZE,
     Prompts,
     blocks_at_once,
@@ -30,9 +28,11 @@ from kvserve.benchmarks.datasets.workload import (
     random_prompts,
     task_prompts,
 )
-from kvserve.benchmarks.reports.report import Column, Row
-from kvserve.benchmarks.setup.checkpoint import SHAPES
-from kvserve.benchmarks.setup.policy_spec import PolicySpec, each_as_held
+from bench.harness.reports.report import Column, Row
+from bench.harness.setup.checkpoint import SHAPES
+from bench.harness.setup.policy_spec import PolicySpec, each_as_held
+from bench.peers.contestants import Contestant
+from bench.peers.peer import PEERS, PeerError, PeerProcess
 from kvserve.engine.frontend.tokenizer import Tokenizer
 
 COLUMNS = (

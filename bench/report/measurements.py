@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.report import Column, columns
+from bench.harness.reports.report import Column, columns
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PLOTS = ROOT / "bench" / "results", ROOT / "docs" / "plots"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.equal_bytes import equal_bytes_table
+from bench.harness.reports.plots import short_names
+from bench.harness.reports.report import Row, describe_machine, markdown_table
 from bench.report.measurements import CHAPTERS, PLOTS, Chapter, Measurement
-from kvserve.benchmarks.reports.plots import short_names
-from kvserve.benchmarks.reports.report import Row, describe_machine, markdown_table
 
 # Figures that are only in the JSON files.
 _LEFT_OUT = frozenset(

@@ -21,17 +21,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from bench.soak.served import Served
-from kvserve.benchmarks.datasets.datasets import conversations
-from kvserve.benchmarks.datasets.workload import (
+from bench.harness.datasets.datasets import conversations
+from bench.harness.datasets.workload import (
     DEFAULT_BLOCK_SIZE,
     Conversations,
     Source,
     blocks_at_once,
 )
-from kvserve.benchmarks.reports.report import Column, Report, Row, measure_and_publish
-from kvserve.benchmarks.setup.checkpoint import SHAPES
-from kvserve.benchmarks.setup.options import add_report_arguments
+from bench.harness.reports.report import Column, Report, Row, measure_and_publish
+from bench.harness.setup.checkpoint import SHAPES
+from bench.harness.setup.options import add_report_arguments
+from bench.soak.served import Served
 
 COLUMNS = (
     Column("policy", "policy", left=True),

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from kvserve.benchmarks.datasets.tasks import make_samples
+from bench.harness.datasets.tasks import make_samples
 
 _POLICIES: tuple[Any, ...] = (None, "none", {"name": "snapkv", "budget": 128}, None, "none", None)
 _SIZE = {"width": 1280, "height": 800}

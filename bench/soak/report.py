@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvserve.benchmarks.reports.report import cpu_name, machine_facts, to_json
+from bench.harness.reports.report import cpu_name, machine_facts, to_json
 
 _COMPARE = {"==": operator.eq, "<=": operator.le}
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from bench.harness.datasets import long_chain, task_text
+from bench.harness.datasets.task_text import Sample
 from bench.tiny_model.recipes import Recipe
 from bench.tiny_model.tokenizer import ASSISTANT, EOS, PAD
-from kvserve.benchmarks.datasets import long_chain, task_text
-from kvserve.benchmarks.datasets.task_text import Sample
 
 PROMPT_WEIGHT = 0.03
 LIST_WEIGHT = 10.0

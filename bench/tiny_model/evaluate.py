@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvserve.benchmarks.datasets.task_text import Sample
-from kvserve.benchmarks.datasets.tasks import TASKS, grade, make_samples
+from bench.harness.datasets.task_text import Sample
+from bench.harness.datasets.tasks import TASKS, grade, make_samples
 
 
 @torch.inference_mode()

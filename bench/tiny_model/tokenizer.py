@@ -7,9 +7,9 @@ token, a digit is one token, anything else falls back to bytes, so any text roun
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bench.harness.datasets.long_chain import LONG_WORDS
+from bench.harness.datasets.task_text import WORDS
 from bench.tiny_model.recipes import Recipe
-from kvserve.benchmarks.datasets.long_chain import LONG_WORDS
-from kvserve.benchmarks.datasets.task_text import WORDS
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 PAD, BOS, EOS, USER, ASSISTANT = range(len(SPECIALS))

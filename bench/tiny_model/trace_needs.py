@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvserve.benchmarks.datasets.long_chain import ALL_NAMES
-from kvserve.benchmarks.datasets.task_text import UNIT, Sample
-from kvserve.benchmarks.datasets.tasks import make_samples
+from bench.harness.datasets.long_chain import ALL_NAMES
+from bench.harness.datasets.task_text import UNIT, Sample
+from bench.harness.datasets.tasks import make_samples
 
 
 @dataclass(frozen=True)

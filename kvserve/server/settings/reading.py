@@ -88,7 +88,7 @@ def check_policies(config: CompressionConfig) -> None:
 def _build(values: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
     reason = ""
     if values.get("policy") == "auto":
-        from kvserve.benchmarks.commands.frontier import automatic
+        from kvserve.measured import automatic
 
         setting, reason = automatic(values.get("model", ModelConfig().model), values)
         values = {**values, **setting}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.datasets.tasks import grade
+from bench.harness.datasets.workload import task_prompts
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.datasets.tasks import grade
-from kvserve.benchmarks.datasets.workload import task_prompts
 from kvserve.engine.cache import entry_statistics
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.entry_format import BITS, FORMATS, few

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.measuring.measure import held_bytes
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.measuring.measure import held_bytes
 from kvserve.engine.attention import paged
 from kvserve.engine.cache.entry_store import block_bytes
 from kvserve.engine.cache.entry_table import EntryTable

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.harness.datasets.tasks import grade, make_samples
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.datasets.tasks import grade, make_samples
 from kvserve.engine.models.hub import find_model
 from tests.checkpoints import greedy
 from tests.thinning import slow

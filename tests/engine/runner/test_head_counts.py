@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.harness.setup.checkpoint import random_statistics
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.setup.checkpoint import random_statistics
 from kvserve.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
 from kvserve.engine.cache.entry_table import EntryTable
 from kvserve.engine.cache.kv_cache import KVCache

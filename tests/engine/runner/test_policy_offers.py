@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.harness.datasets.tasks import make_samples
 from kvserve import LLM, SamplingParams
-from kvserve.benchmarks.datasets.tasks import make_samples
 from kvserve.engine.core.request_policies import offered_args
 from kvserve.engine.policies.registry import policy_names
 

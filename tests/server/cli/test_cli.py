@@ -303,6 +303,16 @@ def test_a_flag_of_another_command_has_a_hint(
     assert expected in capsys.readouterr().err
 
 
+def test_another_bench_in_the_working_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").touch()
+    command = [sys.executable, "-m", "kvserve", "tune", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvserve tune: error: kvserve's package bench is not found")
+    (tmp_path / "bench.py").unlink()
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 0
+
+
 def test_unknown_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["sevre"]) == 2
     assert "unknown command 'sevre'" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from urllib.parse import urljoin
 import pytest
 
 import kvserve
-from kvserve.benchmarks.datasets.tasks import make_samples
+from bench.harness.datasets.tasks import make_samples
 from tests.server.conftest import RunningServer, StartServer
 
 PAGE = Path(kvserve.__file__).parent / "server" / "ui" / "page"
