@@ -235,11 +235,6 @@ class CompressionConfig:
     request_policies: tuple[str, ...] = setting(
         (), "names that --allow-request-policy listed allows"
     )
-    task_classifier: str | None = setting(
-        None,
-        "directory or hub id of a sequence classifier that tells windowkv with task auto the task "
-        "of a prompt; label 0 is localization",
-    )
     policy_reason: str = ""
     """Why it is this policy, for the start-up table."""
 

@@ -52,7 +52,7 @@ class RequestPolicies:
         """Which field keeps a policy from running on this server (empty: the policy), and why."""
         plan, name, layout = self._plan, policy.name, self._built.scheduler.layout
         wants = policy.demands
-        if self._allowed == "none" and name != "none" and not self._is_servers(policy):
+        if self._allowed == "none" and name != "none" and policy != self._plan.policy:
             why = "this server does not let requests choose a policy (--allow-request-policy none)"
             return "", why
         if (reason := policy_refusal(policy, plan.spec, plan.form, "none")) is not None:
@@ -144,13 +144,9 @@ class RequestPolicies:
             raise RequestError("stats are the server's; leave it out", param="kv_policy.stats")
         return policy.with_statistics(None)
 
-    def _is_servers(self, policy: Policy) -> bool:
-        """Whether it is the server's policy, except for the task that a classifier chose."""
-        return policy.as_configured(self._plan.policy) == self._plan.policy
-
     def _is_pinned(self, policy: Policy) -> bool:
         """Whether the policy keeps its id for good: the server's own policy and ``none`` do."""
-        return policy.name == "none" or self._is_servers(policy)
+        return policy.name == "none" or policy == self._plan.policy
 
     def _free_id(self, policy: Policy, sequences: Iterable[Sequence]) -> int:
         others = {

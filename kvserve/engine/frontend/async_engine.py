@@ -16,7 +16,7 @@ from kvserve.engine.core.core_loop import (
     WatchPool,
 )
 from kvserve.engine.frontend.batch import Prompt, read_params, read_prompt, refuse_others
-from kvserve.engine.frontend.output_processor import OutputProcessor, tasks_of
+from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import EngineInfo, PolicyOffer, StepOutputs
 from kvserve.log import ConfigError, EngineDeadError, RequestError
@@ -70,8 +70,7 @@ class AsyncEngine(SaysWhatIsAbsent):
         self._starters = 0
         self._info: EngineInfo | None = None
         self._offers: asyncio.Future[list[PolicyOffer]] | None = None
-        self._tasks = tasks_of(self.config.compression)
-        self._processor = OutputProcessor(None, [], self._tasks)
+        self._processor = OutputProcessor(None, [])
         self._answers: dict[str, _Answer] = {}
 
     @classmethod
@@ -134,7 +133,7 @@ class AsyncEngine(SaysWhatIsAbsent):
                 await client.stop()
             raise
         self._client, self.tokenizer, self._info = client, tokenizer, info
-        self._processor = OutputProcessor(tokenizer, info.eos_token_ids, self._tasks)
+        self._processor = OutputProcessor(tokenizer, info.eos_token_ids)
 
     @property
     def info(self) -> EngineInfo:

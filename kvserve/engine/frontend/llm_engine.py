@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvserve.config import EngineConfig, ModelConfig
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.frontend.output_processor import OutputProcessor, tasks_of
+from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.frontend.tokenizer import Tokenizer
 from kvserve.engine.messages import StepOutputs
 from kvserve.engine.models.hub import LOADING, find_model
@@ -28,7 +28,7 @@ class LLMEngine:
         self.core = EngineCore(config, model)
         self.tokenizer = load_tokenizer(config.model, self.core.info.model_path)
         eos = self.core.info.eos_token_ids
-        self._outputs = OutputProcessor(self.tokenizer, eos, tasks_of(config.compression))
+        self._outputs = OutputProcessor(self.tokenizer, eos)
 
     @property
     def has_unfinished_requests(self) -> bool:

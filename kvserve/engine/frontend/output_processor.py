@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,17 +17,13 @@ from kvserve.engine.messages import (
     StepOutputs,
     policy_spec,
 )
-from kvserve.late import Late, Made
 from kvserve.log import RequestError, logger
 from kvserve.outputs import CompletionOutput, KVCacheDetails, Logprob, RequestMetrics, RequestOutput
 from kvserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvserve.config import CompressionConfig
     from kvserve.engine.frontend.scored_prompt import ScoredPrompt
-    from kvserve.engine.frontend.task_classifier import TaskResolver
 
-_task_resolver = Late("engine.frontend.task_classifier:TaskResolver")
 _ALIKE = {f.name for f in fields(NewSequence)} & {f.name for f in fields(SamplingParams)}
 
 
@@ -44,23 +40,11 @@ class _Branch:
         return self.request.metrics
 
 
-def tasks_of(config: CompressionConfig) -> Made[TaskResolver]:
-    """What tells WindowKV's task: made now if the server's settings name it (``ConfigError`` if it
-    cannot be), or by the first request that leaves it open."""
-    tasks: Made[TaskResolver] = Made(lambda: _task_resolver(config))
-    if config.policy == "windowkv" or config.task_classifier is not None:
-        tasks()
-    return tasks
-
-
 class OutputProcessor:
     """Hands out sequence ids, and folds the core's step outputs into ``RequestOutput`` objects."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, eos_token_ids: list[int], tasks: Made[TaskResolver]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._tasks = tasks
         self._eos = eos_token_ids
         self._branches: dict[int, _Branch] = {}
         self._by_request: dict[str, list[int]] = {}
@@ -94,7 +78,7 @@ class OutputProcessor:
             metrics=RequestMetrics(time.time()),
             prompt_logprobs=None if params.prompt_logprobs is None else self._scored_prompt(),
         )
-        first = self._sequence(request_id, text, token_ids, params)
+        first = self._sequence(request_id, token_ids, params)
         stops, skip = None, params.skip_special_tokens
         if tokenizer is not None:  # once for all choices
             stops = StopStrings(tokenizer, params.stop_strings, skip_special=skip)
@@ -237,21 +221,14 @@ class OutputProcessor:
             branch.metrics.finished_time = time.time()
 
     def _sequence(
-        self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams
+        self, request_id: str, token_ids: list[int], params: SamplingParams
     ) -> NewSequence:
         """The first branch: the fields of ``params``, some in the form that messages carry."""
-        stop_ids, tokenizer = [] if params.ignore_eos else self._eos, self._tokenizer
-
-        def text() -> str | None:
-            return tokenizer.decode(token_ids) if prompt is None and tokenizer else prompt
-
-        policy = params.kv_policy
-        if self._tasks.made or (isinstance(policy, Mapping) and "task" in policy):
-            policy = self._tasks().resolve(policy, text)
+        stop_ids = [] if params.ignore_eos else self._eos
         given: dict[str, Any] = {
             **{name: getattr(params, name) for name in _ALIKE},
             "stop_token_ids": [*stop_ids, *(params.stop_token_ids or ())],
-            "kv_policy": policy_spec(policy),
+            "kv_policy": policy_spec(params.kv_policy),
             "logit_bias": dict(params.logit_bias or {}),
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": self._bad_words(params),

@@ -254,10 +254,6 @@ class Policy:
         """The same, which names another file, if it reads any."""
         return self
 
-    def as_configured(self, servers: Policy) -> Policy:
-        """The same without what was chosen for its request, where ``servers`` says that."""
-        return self
-
     @property
     def later_entries(self) -> int:
         """How many entries behind a window's places its scores need the keys of."""

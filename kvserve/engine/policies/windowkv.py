@@ -28,7 +28,7 @@ from kvserve.scheduler.triggers.trigger import Trigger
 from kvserve.scheduler.triggers.whole_row import AtPrefillEnd
 
 TASKS = ("localization", "aggregation")
-_WINDOWS = {"localization": 16, "aggregation": 32, "auto": 32}
+_WINDOWS = {"localization": 16, "aggregation": 32}
 _MOST = 1e6
 
 
@@ -63,9 +63,8 @@ class WindowKV(Policy):
     )
     task: str = argument(
         "localization",
-        "localization: windows count by all their entries; aggregation: by the best ones; auto: as "
-        "--task-classifier says of each prompt",
-        choices=("auto", *TASKS),
+        "localization: windows count by all their entries; aggregation: by the best ones",
+        choices=TASKS,
     )
     window: int | None = argument(
         None,
@@ -118,8 +117,7 @@ class WindowKV(Policy):
         size = self.reuse_layers or _nearest_divisor(num_layers)
         divides = num_layers % size == 0
         require(divides, "reuse_layers", size, f"a divisor of the model's {num_layers} layers")
-        task = "localization" if self.task == "auto" else self.task
-        policy = replace(self, task=task, reuse_layers=size)
+        policy = replace(self, reuse_layers=size)
         if size == num_layers:  # a pyramid of one group is flat
             flat = self.pyramid in (type(self).pyramid, size) and self.rule == "released"
             fewer = f"below the model's {num_layers} layers where pyramid or rule is given"
@@ -128,9 +126,6 @@ class WindowKV(Policy):
         most = f"at most {2 * self.pyramid:g} (twice pyramid): the first group would keep nothing"
         require(policy.group_budgets(2)[0] >= 0, "reuse_layers", size, most)
         return policy
-
-    def as_configured(self, servers: Policy) -> Policy:
-        return replace(self, task=servers.task) if isinstance(servers, WindowKV) else self
 
     @property
     def caution(self) -> str:

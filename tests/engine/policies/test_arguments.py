@@ -278,6 +278,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "windowkv": [
         *(({"budget": 32, "task": "aggregation"}, "budget"), ({"budget": 16}, "budget")),
         *(({**HELD, "best": 17}, "best"), ({**HELD, "ratio": 0.5}, "ratio")),
+        ({**HELD, "task": "auto"}, "task"),  # the paper's classifier was not released
     ],
     "spindlekv": [({"codebook": 1}, "codebook"), ({"codebook": 2}, "codebook"), (HELD, "budget")],
     "adakv": [
