@@ -15,7 +15,7 @@ from torch import Tensor
 from kvserve.engine.cache.level_entries import QuantizedEntries
 from kvserve.entry_format import FORMATS, EntryFormat
 from kvserve.kernels.layer.elementwise_triton import rotate_triton
-from kvserve.kernels.move.move_kv import mean_kv, mean_of
+from kvserve.kernels.move.move_kv import mean_in_pieces, mean_kv, mean_of
 from kvserve.kernels.move.move_levels import mean_levels
 from kvserve.kernels.storage import COMPILED, TORCH, TRITON, StorageKernels
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks, quantize
@@ -166,6 +166,27 @@ def test_means(place: Place) -> None:
             expected = x[layer, head, run].float().sum(dim=0) / max(count, 1)
             torch.testing.assert_close(mean[at], expected)
         torch.testing.assert_close(found.bias[at].exp(), torch.tensor(float(count)))
+
+
+@pytest.mark.parametrize("at_once", [1, 12, 48, 2**18])
+def test_means_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a layer, some layers, and all: of three runs of 8, some of which lose nothing."""
+    keys, values = torch.randn(2, 5, 2, 24, 8)
+    slots = torch.arange(24).expand(5, 2, -1)
+    counts = torch.randint(0, 9, (3, 5, 2))
+    counts[0, 0], counts[1, 1] = 0, 8
+    monkeypatch.setattr("kvserve.kernels.move.move_kv._AT_ONCE", at_once)
+
+    def read(held: Tensor) -> Callable[[Tensor, range | None], Tensor]:
+        def gather(slots: Tensor, layers: range | None) -> Tensor:
+            own = held if layers is None else held[list(layers)]
+            return own.gather(2, slots[..., None].expand(-1, -1, -1, 8))
+
+        return gather
+
+    found = mean_in_pieces(read(keys), read(values), slots, counts)
+    for mean, expected in zip(found, mean_of(keys, values, counts), strict=True):
+        torch.testing.assert_close(mean, expected)
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled, as_int64, slot_outside
 from kvserve.kernels.store.quantized_entries import QuantizedVectors
-from kvserve.kernels.store.remainder import Remainder
+from kvserve.kernels.store.remainder import Remainder, merged
 from kvserve.kernels.store.slot_mapping import places_of, vectors_at
 
 Vectors = Tensor | QuantizedVectors
 """Numbers, or levels with steps."""
-Read = Callable[[Tensor, None], Tensor]
+Read = Callable[[Tensor, Any], Tensor]
+"""Of slots [L', H, S] and the numbers of their layers (``None``: all of them)."""
+_AT_ONCE = 300_000
+"""Entries that are held at once, with 128 numbers of 16 bits some 300 MB."""
 _GATHER_KV, _MOVE_KV, _MEAN_KV = (
     Compiled(name, "storage") for name in ("gather_kv", "move_kv", "mean_kv")
 )
@@ -80,11 +85,33 @@ def mean_kv(kv_cache: Tensor, slots: Tensor, counts: Tensor, keys: Read, values:
     """``mean_of`` entries in slots int64 [L, H, E * S], which ``keys`` and ``values`` read where no
     kernel does. ``IndexError`` as of a gather."""
     if not _MEAN_KV.takes(kv_cache, torch.float32, torch.bfloat16, multiple=8):
-        return mean_of(keys(slots, None), values(slots, None), counts)
+        return mean_in_pieces(keys, values, slots, counts)
     sizes = _sizes_of(kv_cache)
     mean, fields = to_be_mean(slots, counts, kv_cache.shape[-1], kv_cache.dtype)
     _MEAN_KV(kv_cache, fields, *sizes, refused=slot_outside(sizes[0], sizes[2]))
     return mean
+
+
+def mean_in_pieces(keys: Read, values: Read, slots: Tensor, counts: Tensor) -> Remainder:
+    """``mean_of`` entries that are read for it: of as many layers at once as ``_AT_ONCE`` says, or
+    of parts of one, since all that a long prompt drops would take some GB."""
+    (layers, heads, length), runs = slots.shape, len(counts)
+    each, room = max(1, length // runs), max(1, _AT_ONCE // (heads * runs))
+    some, part = max(1, room // each), min(each, room)
+    if some >= layers:
+        return mean_of(keys(slots, None), values(slots, None), counts)
+
+    def read(own: range, start: int) -> Remainder:
+        lanes = slots[own.start : own.stop].unflatten(2, (runs, -1))[..., start : start + part]
+        count = (counts[:, own.start : own.stop] - start).clamp(0, lanes.shape[3])
+        lanes = lanes.flatten(2)
+        return mean_of(keys(lanes, own), values(lanes, own), count)
+
+    found = [
+        reduce(merged, (read(own, start) for start in range(0, each, part)))
+        for own in (range(layers)[first : first + some] for first in range(0, layers, some))
+    ]
+    return Remainder(*(torch.cat(pieces, dim=1) for pieces in zip(*found, strict=True)))
 
 
 def mean_of(keys: Tensor, values: Tensor, counts: Tensor) -> Remainder:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvserve.kernels.calls import Compiled, as_int64
-from kvserve.kernels.move.move_kv import Read, mean_of, move_torch, to_be_mean
+from kvserve.kernels.move.move_kv import Read, mean_in_pieces, move_torch, to_be_mean
 from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
 from kvserve.kernels.store.remainder import Remainder
 from kvserve.kernels.store.slot_mapping import places_of
@@ -73,7 +73,7 @@ def mean_levels(
     """As ``mean_kv``, of numbers of ``dtype``."""
     takes = _MEAN_LEVELS.takes(blocks.pool, torch.uint8)
     if not takes or dtype not in (torch.float32, torch.bfloat16) or blocks.keys.shape[-1] % 8:
-        return mean_of(keys(slots, None), values(slots, None), counts)
+        return mean_in_pieces(keys, values, slots, counts)
     mean, fields = to_be_mean(slots, counts, blocks.keys.shape[-1], dtype)
     _MEAN_LEVELS(blocks.fields, fields, refused=blocks.slot_outside)
     return mean

@@ -60,6 +60,7 @@ def test_plan_follows_the_worked_example() -> None:
     [
         {"name": "snapkv", "ratio": 0.5},
         {"name": "adakv", "budget": 2048},
+        {"name": "streaming_llm", "budget": 2048, "remainder": "mean"},
         *slow(
             {"name": "snapkv", "budget": 2048},
             {"name": "pyramidkv", "budget": 2048},
