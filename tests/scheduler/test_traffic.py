@@ -78,6 +78,12 @@ def test_random_operations(seeds: range) -> None:
     assert len(seen) == 10, seen
 
 
+def test_a_step_that_has_an_event_preempts_nobody_to_do_something() -> None:
+    """A row that was computed again lost its blocks behind each of its events, which go first, and
+    got them back in the same step: two others were due, and no step had room for their events."""
+    Traffic(614, set(range(27)), further=True).run(200)
+
+
 @pytest.mark.parametrize(
     ("requests", "operations"), [(100, 220), pytest.param(1_000, 2_300, marks=pytest.mark.slow)]
 )

@@ -127,9 +127,9 @@ class Scheduler:
 
         The four phases run in the same order on the device, so each may use the blocks that the
         earlier ones have freed. The invariant of progress: while rows are in use, a step decodes,
-        catches up, admits, scores an event that will find its blocks, or follows a step in flight
-        whose tokens and counts will allow more. If it does none of these, the newest sequences are
-        preempted, one by one, until it does (``Admission.catch_up``).
+        catches up, admits, has an event, scores one that will find its blocks, or follows a step in
+        flight whose tokens and counts will allow more. If it does none of these, the newest
+        sequences are preempted, one by one, until it does (``Admission.catch_up``).
         """
         rows = self.rows
         self.blocks.pass_by(rows.num_computed[: rows.num_rows])
@@ -148,7 +148,7 @@ class Scheduler:
         # It is no progress to score an event that then finds no blocks, again and again.
         blocked_on_blocks = self.events.blocked_on_blocks and rows.num_rows > 1
         moves = bool(events.observations or scoring) and not blocked_on_blocks
-        moves = moves or bool(len(decoding) or unknown)
+        moves = moves or bool(len(decoding) or unknown or events.compactions)
         decoded = len(decoding) if drafts is None else len(drafts.token_ids)
         caught_up = self._admission.catch_up(decoded, moves=moves)
         return self._output(events, decoding, drafts, caught_up)

@@ -100,7 +100,8 @@ def behaviour(policy: Policy) -> list[Any]:
     heads = KV_HEADS * (GROUP if reduction == "heads" else 1)
     window = max(policy.event_trigger.num_queries, policy.protected)
     queries = torch.randn(1, LAYERS, heads, window, DIM)
-    obs = Observation(queries, torch.randn(1, LAYERS, KV_HEADS, ENTRIES, DIM), 0.4)
+    keys, values = torch.randn(2, 1, LAYERS, KV_HEADS, ENTRIES, DIM)
+    obs = Observation(queries, keys, 0.4, values=values)
     known: list[Any] = [
         policy.event_kind,
         reduction,
@@ -115,7 +116,8 @@ def behaviour(policy: Policy) -> list[Any]:
         known += [policy.event_trigger]
     if policy.name == "kara":  # a window's older tokens are scored
         span = policy.window - policy.buffer  # type: ignore[attr-defined]
-        scores = policy.score(Observation(queries, obs.keys[..., :span, :], 0.4))
+        own = Observation(queries, keys[..., :span, :], 0.4, values=values[..., :span, :])
+        scores = policy.score(own)
         return [*known, policy.select(scores, span, policy.keep).tolist()]  # type: ignore[attr-defined]
     scores = policy.score(obs)
     kept = policy.choose(scores, ENTRIES, BUDGET)
