@@ -84,6 +84,11 @@ def test_a_step_that_has_an_event_preempts_nobody_to_do_something() -> None:
     Traffic(614, set(range(27)), further=True).run(200)
 
 
+def test_a_continuation_that_makes_room_for_its_next_turn_leaves_it_the_remainder() -> None:
+    """It was resumed in the step after the one that saved it, and evicted as it was."""
+    Traffic(858, {*range(16), *range(23, 27)}, continuations=True).run(200)
+
+
 @pytest.mark.parametrize(
     ("requests", "operations"), [(100, 220), pytest.param(1_000, 2_300, marks=pytest.mark.slow)]
 )

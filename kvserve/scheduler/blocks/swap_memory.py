@@ -44,6 +44,8 @@ class SwapMemory:
         self._ins: list[RowMove] = []
         self._read: list[IntArray] = []
         self._read_places: list[int] = []
+        self.pinned = NO_PLACE
+        """Of a row that is about to be resumed: it is read in this step, whoever gives it back."""
 
     def move_out(self, device: IntArray, row: int = NO_PLACE) -> IntArray:
         """Move ``device`` blocks to host blocks, which are returned; the first of them is the place
@@ -104,7 +106,7 @@ class SwapMemory:
         """Give a place back, if it is one; if this step reads it, once its moves are taken."""
         if place == NO_PLACE:
             return
-        if any(place == move.remainder for move in self._ins):
+        if place == self.pinned or any(place == move.remainder for move in self._ins):
             self._read_places.append(place)
             return
         self._outs = [move for move in self._outs if move.remainder != place]

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NO_CHUNKS, NO_ROWS, NewRequest, NewRows, PrefillBatch
+from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus
 from kvserve.scheduler.step.departures import Departures
 from kvserve.scheduler.step.settings import Parts, SchedulerSettings
@@ -243,7 +244,8 @@ class Admission:
         length = self._chunk_length(seq, computed, turn.at.target, budget)
         pinned = turn.row.block_ids
         pool = self._saved.host_pool if turn.hosted else self._blocks.pool
-        pool.share(pinned)  # the continuation must not be evicted to make room
+        pool.share(pinned)  # what is resumed stays where it is, if it is evicted to make room
+        self._blocks.continuations.host.pinned = turn.row.remainder
         fits = turn.blocks + self._expected_growth() <= self._blocks.headroom
         fits &= length > 0 or turn.at.target == computed  # an event comes first
         if fits and self._blocks.have_free(turn.blocks):
@@ -254,6 +256,7 @@ class Admission:
             self._blocks.grow(at, turn.at.target - computed_at, computed_at)
             self._admitted.append(seq)
         pool.release(pinned)
+        self._blocks.continuations.host.pinned = NO_PLACE
         return seq.status is SequenceStatus.RUNNING
 
     @property
