@@ -437,12 +437,6 @@ def test_reasoning(inside: bool | None, text: str, expected: tuple[str, str]) ->
     assert (message["reasoning"].rstrip("\n"), message["content"]) == expected
 
 
-def test_reasoning_before_a_call() -> None:
-    text = '<think>hm</think>ok<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    message = parse(lambda: MessageParser(ReasoningSplit(None), ToolSplit(FORMATS["hermes"])), text)
-    assert message == {"reasoning": "hm", "content": "ok", "calls": [["f", "{}"]]}
-
-
 @pytest.mark.parametrize(
     ("name", "prompt", "expected"),
     [
