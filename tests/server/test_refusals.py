@@ -84,9 +84,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 STREAMS = {"stream", "stream_options", "prompt_logprobs"}
 """Fields that a stream allows or forbids: the others are sent both ways."""
-NO_PLACE = {"n": 2, "kv_trace": True, "return_token_ids": True, "prompt_logprobs": 0}
-"""What answers in others' forms cannot hold."""
 Case = tuple[Any, ...]
+ELSEWHERE: list[Case] = [
+    ({name: value}, name, f"{name} goes with")
+    for name, value in {
+        "n": 2,
+        "kv_trace": True,
+        "return_token_ids": True,
+        "prompt_logprobs": 0,
+    }.items()
+]
+"""What answers in the forms of other APIs cannot hold."""
 REFUSED: dict[str, list[Case]] = {
     "/v1/completions": [
         *(({name: value}, name) for name, values in VALUES.items() for value in values),
@@ -167,7 +175,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"temperature": 200}, "temperature"),
-        *(({name: value}, name) for name, value in NO_PLACE.items()),
+        *ELSEWHERE,
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
     ],
     "/v1/messages": [
@@ -183,7 +191,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"messages": of_user({"type": "tool_result", "content": 5})}, "messages", "tool_result"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
-        *(({name: value}, name, f"{name} goes with") for name, value in NO_PLACE.items()),
+        *ELSEWHERE,
         ({"stop_sequences": "a"}, "stop_sequences"),
     ],
     "/detokenize": [({"tokens": [-1]}, "tokens")],
