@@ -180,18 +180,6 @@ def test_a_compiler_that_fails_is_run_once(
     assert runs.read_text() == "once\n"
 
 
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_a_cached_build_needs_no_compiler(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert select_backend("cpu", NEEDS).name == "cpu"
-    build.load_library.cache_clear()
-    build._found.cache_clear()
-    use_compiler(empty_cache, "", monkeypatch)
-    assert select_backend("auto", NEEDS).name == "cpu"
-
-
 @pytest.mark.parametrize(
     ("needs", "why"),
     [
