@@ -151,12 +151,6 @@ def test_broken_checkpoints(break_it: Callable[[Path], Any], message: str, tmp_p
     assert str(directory) in message and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "nowhere", "owner/unheard-of"])
-def test_unknown_models(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--model: .*{name}"):
-        LLM(name)
-
-
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     prompts = random_prompts([7])
