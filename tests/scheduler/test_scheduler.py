@@ -128,7 +128,7 @@ def test_many_prompts_of_nearly_the_whole_pool_all_finish(
     for seq_id in range(32):
         scheduler.add(make_sequence(seq_id, prompt=100, output=25, policy=policy))
     assert len(loop.drain()) == 32
-    assert 0 < scheduler.totals.preemptions_total <= 2 * 32
+    assert 0 < scheduler.totals.preemptions_total <= 32
 
 
 def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(
