@@ -11,6 +11,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 RESULTS = "bench/results/2026-11-24-triattention"
+PAGE = (ROOT / "docs/benchmarks.md").read_text()
 NAMES = {"full cache": "none", "snapkv:trigger=threshold": "snapkv"}
 
 
@@ -50,34 +51,32 @@ def test_long_chains() -> None:
             assert cell == [round(results[task][task, policy]["exact_match"] + 1e-9, 2)]
 
 
-def test_every_policy_at_as_many_bytes() -> None:
-    """The first table: what the result has, and ratios that a calculator confirms."""
-    result = json.loads((ROOT / "bench/results/2026-11-24-equal-bytes-turns.json").read_text())
-    rows = {row["policy_args"]["name"]: row for row in result["rows"]}
-    lines = [
-        line
-        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines()
-        if line.startswith("| ")
-    ]
-    found = {}
-    for line in lines:
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        if name.split(",")[0] in rows and len(cells) == 4:
-            found[name.split(",")[0]] = [
-                [float(x.replace(",", "")) for x in re.findall(r"[\d,]*\.?\d+", cell)]
-                for cell in cells
-            ]
-    assert found.keys() == rows.keys()
-    for name, (right, speed, ratio, megabytes) in found.items():
-        row, turns = rows[name], sorted(rows[name]["output_tok_s_all"])
-        assert right == [round(x, 2) for x in (row["exact_match"], *row["interval_95"])]
-        assert speed == [round(sum(turns) / len(turns)), *(round(turn) for turn in turns)]
-        assert ratio == [round(speed[0] / found["none"][1][0], 2)]
-        assert megabytes == [round(row["mean_held_bytes"] / 1e6, 2)]
-
-
 def numbers(cell: str) -> list[float]:
     return [float(x.replace(",", "")) for x in re.findall(r"[\d,]*\.?\d+", cell)]
+
+
+def as_told(row: Any, none: list[list[float]]) -> list[list[float]]:
+    """Right answers, tokens a second, their ratio to those of ``none``, as the page has these, and
+    megabytes."""
+    turns = sorted(row["output_tok_s_all"])
+    mean = round(sum(turns) / len(turns))
+    return [
+        [round(x, 2) for x in (row["exact_match"], *row["interval_95"])],
+        [mean, *map(round, turns)],
+        [round(mean / none[1][0], 2)],
+        [round(row["mean_held_bytes"] / 1e6, 2)],
+    ]
+
+
+def test_every_policy_at_as_many_bytes() -> None:
+    result = json.loads((ROOT / "bench/results/2026-11-24-equal-bytes-turns.json").read_text())
+    rows = {row["policy_args"]["name"]: row for row in result["rows"]}
+    page = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ")]
+    named = [(name.strip().split(",")[0], cells) for name, *cells in page if len(cells) == 4]
+    found = {name: list(map(numbers, cells)) for name, cells in named if name in rows}
+    assert found.keys() == rows.keys()
+    for name, told in found.items():
+        assert told == as_told(rows[name], found["none"])
 
 
 def test_graded_chains_in_fewer_bits() -> None:
@@ -86,17 +85,13 @@ def test_graded_chains_in_fewer_bits() -> None:
     rows = {(row["policy_args"]["name"], "ratio" in row["policy_args"], row["kv_cache_dtype"]): row
             for row in result["rows"]}  # fmt: skip
     head = "| policy | entries in | right answers"
-    text = (ROOT / "docs/benchmarks.md").read_text().partition(head)[2].partition("\n\n")[0]
+    text = PAGE.partition(head)[2].partition("\n\n")[0]
     seen = {}
     for line in text.splitlines()[2:]:
         name, dtype, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         key = name.split(",")[0], "ratio" in name, dtype.replace("float32", "auto")
-        seen[key] = right, speed, ratio, megabytes = [numbers(cell) for cell in cells]
-        row, turns = rows[key], sorted(rows[key]["output_tok_s_all"])
-        assert right == [round(x, 2) for x in (row["exact_match"], *row["interval_95"])]
-        assert speed == [round(sum(turns) / len(turns)), *map(round, turns)]
-        assert ratio == [round(speed[0] / seen["none", False, "auto"][1][0], 2)]
-        assert megabytes == [round(row["mean_held_bytes"] / 1e6, 2)]
+        seen[key] = [numbers(cell) for cell in cells]
+        assert seen[key] == as_told(rows[key], seen["none", False, "auto"])
     assert seen.keys() == rows.keys()
     full, default = (f"{seen[key][3][0]:.2f}".removeprefix("0") for key in (
         ("none", False, "k8v4"), ("kara", False, "k8v4")))  # fmt: skip
@@ -106,26 +101,24 @@ def test_graded_chains_in_fewer_bits() -> None:
 
 
 def test_where_each_wins() -> None:
-    page = (ROOT / "docs/benchmarks.md").read_text()
     for length in (500, 1000, 3000):
         result = json.loads((ROOT / f"bench/results/2026-11-27-grid-{length}.json").read_text())
         ratios = {(row["pool_share"], row["policy_args"]["name"]): row["ratio_to_first"]
                   for row in result["rows"] if row["kv_cache_dtype"] == "k8v4"}  # fmt: skip
-        (line,) = re.findall(rf"^\| {length:,} \| (.*) \|$", page, re.M)
+        (line,) = re.findall(rf"^\| {length:,} \| (.*) \|$", PAGE, re.M)
         for share, cell in zip((0.125, 0.25, 0.5, 1.0), line.split(" | "), strict=True):
             named = ("none", "kara", "streaming_llm")
             assert numbers(cell) == [round(ratios[share, name], 2) for name in named]
     result = json.loads((ROOT / "bench/results/2026-11-27-grid-12000.json").read_text())
     none, full, fewest, kara, tenth = (f"{row['ratio_to_first']:.2f}" for row in result["rows"])
     said = f"`k8v4` {full}, in `k4v4` {fewest}, Kara in `k8v4` {kara}, at `ratio` .1 {tenth}."
-    assert none == "1.00" and said in page.replace("\n", " ")
+    assert none == "1.00" and said in PAGE.replace("\n", " ")
 
 
 def test_vllm_beside_graded_chains() -> None:
     result = json.loads((ROOT / "bench/results/2026-11-27-graded-peers.json").read_text())
     rows = [row["output_tok_s_all"] for row in result["rows"]]
-    page = (ROOT / "docs/benchmarks.md").read_text()
-    lines = [line for line in page.splitlines() if line.startswith(("| graded,", "| the same"))]
+    lines = [line for line in PAGE.splitlines() if line.startswith(("| graded,", "| the same"))]
     for line, (own, other) in zip(lines, ((0, 4), (2, 4), (1, 5), (3, 5)), strict=True):
         _, ours, theirs, _, ratio = (cell.strip() for cell in line.strip("|").split("|"))
         ratios = sorted(a / b for a, b in zip(rows[own], rows[other], strict=True))

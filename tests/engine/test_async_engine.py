@@ -24,6 +24,7 @@ from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.sampling.grammar import GrammarCompiler, Matcher
 from kvserve.log import ConfigError, EngineDeadError, RequestError
 from kvserve.sampling_params import StructuredOutput
+from kvserve.server.state.errors import as_api_error
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.waiting import WAIT, until
 
@@ -159,8 +160,12 @@ async def test_an_error_that_comes_while_the_caller_waits_is_raised(
         await asyncio.wait_for(failed.wait(), WAIT)
         async for _ in stream:
             pass
-    assert raised.value.code == "internal_error"
+    error = raised.value
+    assert (error.code, as_api_error(error).status_code) == ("internal_error", 500)
     await all_free(engine)
+    monkeypatch.undo()
+    *_, output = [each async for each in engine.generate([5, 6], GREEDY, "b")]
+    assert output.finished
 
 
 @shared

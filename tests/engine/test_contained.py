@@ -19,7 +19,6 @@ from torch import Tensor
 from kvserve import LLM, AsyncEngine, EngineConfig, SamplingParams
 from kvserve.engine.core import containment
 from kvserve.engine.core.engine_core import EngineCore
-from kvserve.engine.frontend.output_processor import OutputProcessor
 from kvserve.engine.policies import registry
 from kvserve.engine.policies.base import argument
 from kvserve.engine.policies.streaming_llm import StreamingLLM
@@ -370,24 +369,6 @@ async def test_a_grammar_that_fails_on_the_way(
         assert as_api_error(refused.value).status_code == 400
         assert "panicked" not in str(refused.value)
         assert await run("again", ignore_eos=True) == alone
-
-
-async def test_a_text_that_cannot_be_made_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    take, broken = OutputProcessor._take, False
-
-    def fail(self: OutputProcessor, branch: Any, *args: Any) -> None:
-        if broken and branch.request.request_id == "bad":
-            raise KeyError("detokenizer")
-        take(self, branch, *args)
-
-    monkeypatch.setattr(OutputProcessor, "_take", fail)
-    async with served("kvserve/tiny") as run:
-        expected = await run("good", ignore_eos=True)
-        broken = True
-        with pytest.raises(RequestError) as refused:
-            await run("bad", ignore_eos=True)
-        assert as_api_error(refused.value).status_code == 500
-        assert await run("good", ignore_eos=True) == expected
 
 
 async def test_a_request_that_breaks_admission_ends_alone(

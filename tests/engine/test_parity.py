@@ -18,12 +18,17 @@ from tests.thinning import slow
 
 TOKENS = 140
 PROMPTS = random_prompts([5, 17, 33, 1, 90, 64])
+CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 4}  # of all sizes, waiting sequences
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"max_num_batched_tokens": 16, "max_num_seqs": 4},  # chunks of all sizes, waiting sequences
     {"num_gpu_blocks_override": 24},  # preempted
     {"enable_chunked_prefill": False, "block_size": 6},
     {"max_num_batched_tokens": 8, "max_num_seqs": 8, "num_gpu_blocks_override": 20},
+    *(
+        {"attention_backend": backend, "kv_layout": layout, **CHUNKS}
+        for backend in ("auto", "torch")
+        for layout in ("model", "layer", "head")
+    ),
 ]
 
 

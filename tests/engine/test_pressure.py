@@ -249,29 +249,6 @@ def test_events_that_depend_on_others_leave_what_a_dense_replay_has(
         torch.testing.assert_close(logits, dense.logits[len(prompt) - 1 :], atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("swap_space", [pytest.param(0, marks=pytest.mark.slow), 1 / 2048])
-def test_32_prompts_of_nearly_the_whole_pool(llama_dir: Path, swap_space: int) -> None:
-    """No 400, no standstill, no storm: each step moves on, and all end as they would alone."""
-    prompts = random_prompts([36] * 32, seed=6)
-    policy = {**KARA, "protect_prompt": False}
-    tight = make_llm(
-        llama_dir, policy, block_size=4, num_gpu_blocks_override=14, swap_space=swap_space
-    )
-    core = tight.engine.core
-
-    def moves_on(output: SchedulerOutput) -> None:
-        assert output.num_tokens or output.moves or not core.scheduler.has_work
-
-    before_steps(tight, moves_on)
-    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-    outputs = tight.generate(prompts, params, use_tqdm=False)
-    alone = make_llm(llama_dir, policy, block_size=4, num_gpu_blocks_override=14)
-    for prompt, output in zip(prompts[:3], outputs, strict=False):
-        (expected,) = alone.generate([prompt], params, use_tqdm=False)
-        assert output.outputs[0] == expected.outputs[0]
-    assert tight.stats().preemptions_total <= 2 * 32
-
-
 def test_branches_hold_one_copy_of_a_prompt_that_a_policy_cuts(llama_dir: Path) -> None:
     """n = 4 under a prefill policy: the prompt is stored once until each branch has its own cut."""
     (prompt,) = random_prompts([64], seed=7)

@@ -117,13 +117,18 @@ def test_the_last_sequence_standing_ends_when_it_outgrows_the_pool() -> None:
     assert_all_blocks_come_back(scheduler)
 
 
-def test_many_prompts_of_nearly_the_whole_pool_all_finish() -> None:
-    loop = Loop(make_scheduler(30))
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+@pytest.mark.parametrize(("policy", "num_blocks"), [(0, 30), (1, 45)])
+def test_many_prompts_of_nearly_the_whole_pool_all_finish(
+    policy: int, num_blocks: int, num_host_blocks: int
+) -> None:
+    """No standstill and no storm."""
+    loop = Loop(make_scheduler(num_blocks, num_host_blocks=num_host_blocks))
     scheduler = loop.scheduler
-    for seq_id in range(12):
-        scheduler.add(make_sequence(seq_id, prompt=100, output=10, policy=0))
-    assert len(loop.drain()) == 12
-    assert scheduler.totals.preemptions_total <= 12
+    for seq_id in range(32):
+        scheduler.add(make_sequence(seq_id, prompt=100, output=25, policy=policy))
+    assert len(loop.drain()) == 32
+    assert 0 < scheduler.totals.preemptions_total <= 32
 
 
 def test_the_engine_wide_schedule_takes_the_oldest_and_replays_what_it_took(

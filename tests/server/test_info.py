@@ -221,13 +221,6 @@ def test_the_document_has_every_detail_of_the_cache(server: RunningServer) -> No
     assert all(field["description"] for field in described["properties"].values())
 
 
-def test_root_path(start_server: StartServer) -> None:
-    server = start_server(root_path="/llm", api_key=("k",))
-    assert server.http.get("/health").status_code == 200
-    assert server.http.get("/llm/health").status_code == 200
-    assert server.http.get("/llm/v1/models").status_code == 401
-
-
 def test_health_generate(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start_server(FakeEngine())
     assert server.http.get("/health_generate").json() == {"status": "ok"}

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +11,7 @@ import pytest
 
 import kvserve
 from tests.server.real_server import MODEL, Server
-from tests.waiting import WAIT, wait_until
+from tests.waiting import wait_until
 
 DIRECTORY = Path(kvserve.__file__).parent / "data" / "tiny"
 pytestmark = pytest.mark.skipif(
@@ -100,64 +95,6 @@ def test_many_at_once(server: Server) -> None:
     texts = [choice["text"] for each in asked for choice in each.result().json()["choices"]]
     assert len(texts) == 80 and len(set(texts)) == 1
     wait_until(server.idle)
-
-
-@pytest.mark.slow
-def test_sigterm_drains() -> None:
-    server = Server()
-    with ThreadPoolExecutor(1) as client:
-        asked = client.submit(server.complete, max_tokens=300, ignore_eos=True, stream=True)
-        wait_until(lambda: bool(server.stats()["requests"]))
-        server.process.send_signal(signal.SIGTERM)
-    text = asked.result().text
-    assert '"finish_reason":"length"' in text and text.endswith("data: [DONE]\n\n")
-    assert server.wait() == 0
-    assert "Traceback" not in server.text
-    server.stop()
-
-
-# ---- what cannot start ------------------------------------------------------------------------
-
-CONFIGS = [
-    ("{", "config.json"),
-    ("[]", "config.json"),
-    ('{"architectures": ["T5Model"]}', "T5Model"),
-    ('{"architectures": ["LlamaForCausalLM"], "model_type": "nothing"}', "num_hidden_layers"),
-]
-ONE_AFTER_THE_OTHER = """
-import json, sys
-from kvserve.server.cli.commands import run
-for argv in json.loads(sys.argv[1]):
-    print(run(["serve", *argv, "--port", "0"]), file=sys.stderr)
-    print("-" * 9, file=sys.stderr)
-"""
-
-
-@pytest.mark.slow
-def test_what_cannot_start(tmp_path: Path) -> None:
-    """One line, which names what is wrong; a config's fault is not the tokenizer's, whose library
-    reads it too. In one process, since a start takes seconds."""
-    cases = [(["--model", str(tmp_path / "nowhere")], str(tmp_path / "nowhere"))]
-    cases.append((["--model", MODEL, "--policy", "kara", "--policy.windw", "3"], "windw"))
-    for i, (text, named) in enumerate(CONFIGS):
-        copy = shutil.copytree(DIRECTORY, tmp_path / str(i))
-        (copy / "config.json").write_text(text)
-        cases.append((["--model", str(copy)], named))
-    shard = "model-00002-of-00002.safetensors"
-    (tmp_path / "shards").mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DIRECTORY / name, tmp_path / "shards")
-    index = {"weight_map": {"model.embed_tokens.weight": shard}}
-    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
-    cases.append((["--model", str(tmp_path / "shards")], shard))
-    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, json.dumps([argv for argv, _ in cases])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
-    *told, rest = done.stderr.split("-" * 9 + "\n")
-    assert "Traceback" not in done.stderr and not rest, done.stderr
-    for text, (_, named) in zip(told, cases, strict=True):
-        *_, line, status = text.strip().splitlines()
-        assert status == "1" and line.startswith("kvserve serve: error: "), text
-        assert named in line and "--tokenizer" not in line, text
 
 
 def say(server: Server, prompt: list[int], **body: Any) -> tuple[list[int], dict[str, Any]]:

@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
         *("", [], ["a", ""], [[1], []], ["a", [1]], [1, "a"], [True], 5, None, [2**70], True, {}),
         *(1.0, ["a", 1], [1, True], [1, 2.0], [1, None], [[1], "a"], [[1], [True]], [[[1]]]),
         *([1, 2**31], [1, -(2**31)], [[1], 2], ["a", None], [-1], [[-1, 3]], [0x110000], ABSENT),
+        *("x" * 600, ["a", "x" * 600]),
     ),
     "max_tokens": (-1, 0, "many", 600),
     "max_completion_tokens": (-1, 600, 2**63),
@@ -84,6 +85,16 @@ VALUES: dict[str, tuple[Any, ...]] = {
 STREAMS = {"stream", "stream_options", "prompt_logprobs"}
 """Fields that a stream allows or forbids: the others are sent both ways."""
 Case = tuple[Any, ...]
+ELSEWHERE: list[Case] = [
+    ({name: value}, name, f"{name} goes with")
+    for name, value in {
+        "n": 2,
+        "kv_trace": True,
+        "return_token_ids": True,
+        "prompt_logprobs": 0,
+    }.items()
+]
+"""What answers in the forms of other APIs cannot hold."""
 REFUSED: dict[str, list[Case]] = {
     "/v1/completions": [
         *(({name: value}, name) for name, values in VALUES.items() for value in values),
@@ -164,7 +175,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"temperature": 200}, "temperature"),
-        ({"n": 2}, "n"),
+        *ELSEWHERE,
         ({"kv_policy": {"name": "kara", "windw": 1}}, "kv_policy.windw"),
     ],
     "/v1/messages": [
@@ -180,7 +191,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"messages": of_user({"type": "tool_result", "content": 5})}, "messages", "tool_result"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
-        ({"n": 2}, "n", "n goes with"),
+        *ELSEWHERE,
         ({"stop_sequences": "a"}, "stop_sequences"),
     ],
     "/detokenize": [({"tokens": [-1]}, "tokens")],

@@ -18,10 +18,9 @@ from kvserve.kernels import build
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.store.few_bits import FewHeads
 from kvserve.log import ConfigError
-from tests.checkpoints import greedy
-from tests.engine.test_parity import PROMPTS, TOKENS, generate
+from tests.engine.test_parity import PROMPTS, generate
 from tests.kernels.paged_case import SCALE, Case, Shape, make
-from tests.thinning import slow, thinned
+from tests.thinning import slow
 
 NEEDS = Needs("cpu", torch.float32, head_dim=16, block_size=16, scale=0.25)
 
@@ -83,26 +82,6 @@ def test_backends_agree(lengths: list[int], groups: int, tables: int) -> None:
         expected = reference(0, case.query, cache)
         torch.testing.assert_close(found(0, case.query, cache), expected, atol=1e-5, rtol=1e-5)
         assert expected.isfinite().all()
-
-
-@pytest.mark.compiler
-@thinned(
-    {
-        "layout": ["model", "layer", "head"],
-        "backend": ["cpu", "torch"],
-        "kind": ["llama", "qwen3"],
-    }
-)
-def test_greedy_equals_transformers(
-    kind: str, backend: str, layout: str, request: pytest.FixtureRequest
-) -> None:
-    """In batches that only decode, mixed ones with chunks, and after preemptions."""
-    directory: Path = request.getfixturevalue(f"{kind}_dir")
-    expected = greedy(directory, PROMPTS, TOKENS)
-    for settings in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 4}):
-        llm, tokens = generate(directory, attention_backend=backend, kv_layout=layout, **settings)
-        assert tokens == expected, settings
-        assert ("attention", backend) in [row[:2] for row in llm.engine.core.described().summary]
 
 
 @pytest.mark.compiler
@@ -178,18 +157,6 @@ def test_a_compiler_that_fails_is_run_once(
         with pytest.raises(build.BuildError, match="boom"):
             build.load_library("linear")
     assert runs.read_text() == "once\n"
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_a_cached_build_needs_no_compiler(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert select_backend("cpu", NEEDS).name == "cpu"
-    build.load_library.cache_clear()
-    build._found.cache_clear()
-    use_compiler(empty_cache, "", monkeypatch)
-    assert select_backend("auto", NEEDS).name == "cpu"
 
 
 @pytest.mark.parametrize(

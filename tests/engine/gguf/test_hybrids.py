@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 
-from kvserve import LLM
 from kvserve.engine.gguf.tensors import GgufTensors
 from kvserve.engine.models.delta_layers import DeltaTransformer
 from kvserve.log import ConfigError
-from tests.checkpoints import edited_tensors, generate, random_prompts, read_spec, write_checkpoint
+from tests.checkpoints import edited_tensors, generate, random_prompts, write_checkpoint
 from tests.engine.models.decoding import check_parity, make, row_of, tokens
 from tests.engine.models.hybrids import write_hybrid
-from tests.engine.recorder import Recorder
+from tests.engine.models.test_hybrids_quantized import logits_of
 from tests.gguf_files import Kind, dequantised, write_gguf
 
 PROMPTS, TOKENS = random_prompts([5, 90, 1, 33]), 24
@@ -50,12 +49,6 @@ def written(family: str, directory: Path, **changes: Any) -> Path:
     kind = FAMILIES[family]
     fields = SHAPE if kind != "qwen3_5_text" else {n: x for n, x in SHAPE.items() if "exp" not in n}
     return write_hybrid(kind, directory, **{**fields, **changes})
-
-
-def logits_of(llm: LLM) -> torch.Tensor:
-    recorder = Recorder(llm)
-    tokens(llm, PROMPTS, TOKENS)
-    return torch.stack([torch.stack(recorder.logits[at]) for at in range(len(PROMPTS))])
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3next as it was first"])
@@ -246,15 +239,6 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     llm = make(write_gguf(directory, tmp_path / "m.gguf", "qwen35", facts=facts))
     assert len(llm.engine.core.runner.model.layers) == 4
     assert tokens(llm, PROMPTS[:2], 8) == wanted
-
-
-def test_experts_of_other_families_are_refused(tmp_path: Path) -> None:
-    directory = write_checkpoint("llama", tmp_path / "model")
-    file = write_gguf(
-        directory, tmp_path / "m.gguf", "llama", facts=lambda w: w.add_expert_count(4)
-    )
-    with pytest.raises(ConfigError, match="has 4 experts, which of llama are read of safetensors"):
-        read_spec(file)
 
 
 def test_blocks_across_heads_are_widened_first(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def change(writer: gguf.GGUFWriter, key: str, value: int) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "experts": (lambda w: w.add_expert_count(4), "has 4 experts"),
+    "experts": (lambda w: w.add_expert_count(4), "has 4 experts, which of llama are read"),
     "part": (lambda w: w.add_uint16("split.count", 3), "is one of several parts"),
     "key": (lambda w: w.add_logit_scale(2.0), "sets llama.logit_scale to 2.0"),
     "causal": (lambda w: w.add_causal_attention(False), "llama.attention.causal to False"),

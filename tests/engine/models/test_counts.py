@@ -19,7 +19,7 @@ from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer
 from kvserve.log import ConfigError
-from tests.checkpoints import edit_config, write_checkpoint
+from tests.checkpoints import edit_config, write_checkpoint, write_tokenizer
 from tests.engine.models.decoding import make
 from tests.gguf_files import write_gguf
 
@@ -32,6 +32,25 @@ COUNTS = (
 
 def config_of(directory: Path, **settings: Any) -> ModelConfig:
     return ModelConfig(model=str(directory), **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "config.json"),
+        ("[]", "config.json"),
+        ('{"architectures": ["T5Model"]}', "T5Model"),
+        ('{"architectures": ["LlamaForCausalLM"], "model_type": "nothing"}', "num_hidden_layers"),
+    ],
+)
+def test_a_configs_fault_is_not_the_tokenizers(text: str, named: str, tmp_path: Path) -> None:
+    """Whose library reads it too."""
+    directory = write_tokenizer(write_checkpoint("llama", tmp_path))
+    (directory / "config.json").write_text(text)
+    for read in (load_tokenizer, lambda config: choose_spec(directory, config)):
+        with pytest.raises(ConfigError, match=named) as refused:
+            read(config_of(directory))
+        assert "--tokenizer" not in str(refused.value)
 
 
 @pytest.mark.parametrize("format", ["auto", "dummy"])

@@ -87,23 +87,20 @@ def test_a_small_one_runs_or_is_refused_in_a_line(kind: str, tmp_path: Path) -> 
         assert [len(answer) for answer in tokens(llm, [[3, 4, 5], [6] * 9], 3)] == [3, 3]
 
 
-def test_what_sees_later_tokens_is_no_decoder(tmp_path: Path) -> None:
-    """An encoder's config of a model that may be either; it was served as if it were causal."""
-    write_config("bert", tmp_path, **FIELDS)
-    with pytest.raises(ConfigError, match="BertSelfAttention sees later tokens, too"):
-        make(tmp_path, load_format="dummy")
-
-
-def test_layers_whose_states_were_not_compared_do_not_run(tmp_path: Path) -> None:
-    """ZAYA's have keys and values, and convolutions of what the row has read; it was served as if
-    these had no state, and answered otherwise than transformers."""
-    write_config("zaya", tmp_path)
-    with pytest.raises(ConfigError, match="ZayaForCausalLM: layer 0 is hybrid, not keys and"):
-        choose_spec(tmp_path, ModelConfig(model=str(tmp_path), load_format="dummy"))
-
-
-def test_a_mask_of_a_layers_own_is_not_left_out(tmp_path: Path) -> None:
-    """Doge's weighs tokens; it was served as if it had none, and answered otherwise."""
-    write_config("doge", tmp_path, **FIELDS)
-    with pytest.raises(ConfigError, match="DogeAttention makes a mask of its own"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        # An encoder's config of a model that may be either; it was served as if it were causal.
+        ("bert", "BertSelfAttention sees later tokens, too"),
+        # Its layers have keys and values, and convolutions of what the row has read.
+        ("zaya", "ZayaForCausalLM: layer 0 is hybrid, not keys and"),
+        # It weighs tokens.
+        ("doge", "DogeAttention makes a mask of its own"),
+    ],
+)
+def test_what_answered_otherwise_than_transformers_is_refused(
+    kind: str, message: str, tmp_path: Path
+) -> None:
+    write_config(kind, tmp_path, **({} if kind == "zaya" else FIELDS))
+    with pytest.raises(ConfigError, match=message):
         make(tmp_path, load_format="dummy")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from kvserve import LLM
 from kvserve.engine.models import checkpoint, plain_storage
 from kvserve.log import ConfigError
 from tests.checkpoints import edit_config, edited_tensors, greedy, random_prompts, write_checkpoint
 from tests.engine.models.decoding import make, row_of, tokens
-from tests.gguf_files import Kind, write_gguf
-from tests.waiting import WAIT
 
 INDEX = "model.safetensors.index.json"
 
@@ -157,12 +151,6 @@ def test_broken_checkpoints(break_it: Callable[[Path], Any], message: str, tmp_p
     assert str(directory) in message and "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "nowhere", "owner/unheard-of"])
-def test_unknown_models(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--model: .*{name}"):
-        LLM(name)
-
-
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
     directory = write_checkpoint("llama", tmp_path)
     prompts = random_prompts([7])
@@ -264,66 +252,6 @@ def test_overrides_replace_fields(tmp_path: Path) -> None:
     edit_config(directory, rope_parameters=rope)
     prompts = random_prompts([7])
     assert tokens(llm, prompts, 10) == greedy(directory, prompts, 10)
-
-
-SIZES = {
-    "vocab_size": 32_000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-}
-GIGABYTES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, {"vocab_size": 128_000, "intermediate_size": 4096}),
-    "qwen3-moe": (
-        Qwen3MoeForCausalLM,
-        {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512},
-    ),
-    "gpt-oss": (
-        GptOssForCausalLM,
-        {"num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 512},
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*GIGABYTES, "gguf"])
-def test_loading_takes_little_more_than_the_weights(kind: str, tmp_path: Path) -> None:
-    """One gigabyte in one file, as bfloat16; peak resident memory above what was there before."""
-    model_class, sizes = GIGABYTES["llama" if kind == "gguf" else kind]
-    config = model_class.config_class(**SIZES | sizes, architectures=[model_class.__name__])
-    model = model_class._from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path, max_shard_size="8GB")
-    del model
-    path, size = tmp_path, (tmp_path / "model.safetensors").stat().st_size
-    assert size > 1e9
-    if kind == "gguf":  # a quarter of the size; some of it is widened
-        kinds = dict.fromkeys(("q_proj", "k_proj", "gate_proj", "down_proj", "lm_head"), Kind.Q4_0)
-        path = write_gguf(tmp_path, tmp_path / "model.gguf", "llama", kinds)
-    script = """
-        import sys, torch
-        from pathlib import Path
-        from kvserve.config import ModelConfig
-        from kvserve.engine.models.hub import read_config
-        from kvserve.engine.models.loader import load_model
-        from kvserve.engine.models.spec import parse_spec
-
-        def status(field):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-        path = Path(sys.argv[1])
-        spec = parse_spec(*read_config(path))
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        before = status("VmRSS")
-        model = load_model(path, ModelConfig(), spec, torch.bfloat16, "cpu")
-        print(status("VmHWM") - before)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT)
-    print(f"peak / size: {int(done.stdout) / size:.3f}")
-    assert int(done.stdout) < 1.1 * size
-    assert kind == "gguf" or int(done.stdout) > 0.95 * size
 
 
 @pytest.mark.parametrize("most", [0, 2**20])

@@ -304,6 +304,18 @@ def test_a_tied_table_is_the_head(
     assert sum(part.nbytes for part in model.parameters()) < 1.02 * stored
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe", "gpt-oss"])
+def test_nothing_is_held_twice_as_it_is_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 512}
+    write_checkpoint(kind, tmp_path, **sizes, num_hidden_layers=4)
+    with edited_tensors(tmp_path) as tensors:  # each piece is widened
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+    loaded_in_pieces(tmp_path, monkeypatch)
+
+
 def loaded_in_pieces(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Transformer:
     """In float32. All tensors together never take more than 1.15 times the result."""
     monkeypatch.setattr(plain_storage, "_PIECE_BYTES", 2**20)

@@ -18,18 +18,16 @@ from kvserve.engine.policies.registry import policy_class
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.engine.runner.plan import make_plan
 from kvserve.engine.sampling.grammar import SequenceGrammar
-from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.log import ConfigError
 from kvserve.outputs import RequestOutput
 from kvserve.sampling_params import StructuredOutput
 from kvserve.scheduler.layout import Granularity
 from kvserve.scheduler.messages.output import SchedulerOutput
-from tests.checkpoints import random_prompts, read_spec
+from tests.checkpoints import random_prompts
 from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models.decoding import make, row_of
 from tests.engine.policies.cases import CASES, UNEVEN_CASES
 from tests.engine.test_pressure import PROMPTS, before_steps, watch
-from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
 from tests.thinning import thinned
 
@@ -154,17 +152,6 @@ def test_every_policy_generates_what_a_plain_loop_does(
     assert stats.generation_tokens_total == expected.generation_tokens_total
     assert stats.iteration_tokens_total == expected.iteration_tokens_total, "computed in vain"
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
-
-
-@pytest.mark.slow
-def test_a_baseline_stays_one_on_a_gpu(llama_dir: Path) -> None:
-    """And its model is one that the kernels run."""
-    assert read_spec(llama_dir).head_dim in HEAD_DIMS
-    with pretend_cuda() as queue:
-        llm = make_plain(llama_dir, KARA, num_gpu_blocks_override=200)
-        generate(llm, PROMPTS[:2], [KARA] * 2)
-        states = [row_of(llm, name)[1] for name in ("cuda graphs", "overlapped steps")]
-    assert queue.graphs == 0 and states == ["off", "off"]
 
 
 @pytest.mark.parametrize("sizes", [SIZES, ()], ids=["captured", "recorded"])

@@ -5,30 +5,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import Tensor
 
 from bench.harness.setup.checkpoint import random_statistics
 from kvserve import LLM, SamplingParams
 from kvserve.config import KV_CACHE_DTYPES, EngineConfig, ModelConfig
-from kvserve.engine.cache.entry_table import EntryTable
-from kvserve.engine.cache.kv_cache import KVCache
-from kvserve.engine.cache.log_form import LogForm
 from kvserve.engine.compression.query_statistics import FILE
 from kvserve.engine.models.implementation import choose_spec
 from kvserve.engine.policies.registry import make_policy, policy_names
 from kvserve.engine.runner.plan import EnginePlan, make_plan
-from kvserve.entry_format import TILE, entry_format
-from kvserve.kernels.storage import COMPILED, TORCH, StorageKernels
-from kvserve.kernels.store.int4_log import Int4Queries, quantize
+from kvserve.entry_format import entry_format
 from kvserve.log import ConfigError
-from kvserve.scheduler.layout import Granularity, KVLayout, LayerKinds
+from kvserve.scheduler.layout import Granularity
 from tests.checkpoints import random_prompts
 
 
@@ -169,55 +161,6 @@ def check_bytes(plan: EnginePlan, shape: Shape) -> None:
         or plan.layout.block_size == 16
         or plan.log_block_tokens < 16 / plan.layout.block_size + 2
     )
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=IDS)
-@pytest.mark.parametrize(
-    "kernels", [TORCH, pytest.param(COMPILED, marks=pytest.mark.compiler)], ids=["torch", "cpu"]
-)
-def test_what_was_logged_is_read_back(shape: Shape, kernels: StorageKernels) -> None:
-    """Bit for bit as the reference rounds it, to the last token of a block."""
-    for form, layout, (log, size, dtype) in product(KV_CACHE_DTYPES, Granularity, logs_of(shape)):
-        entries = entry_format(form, dtype.itemsize)
-        held = KVLayout(2, shape.kv_heads, shape.dim, max(size, TILE * entries.few), layout)
-        few = EntryTable.plain(2, shape.kv_heads, shape.dim, "cpu") if entries.few else None
-        layers = () if few is None else few.layers(entries, held, LayerKinds(2))
-        if not log.block_tokens(held, entries, dtype.itemsize):
-            assert log.least_block(held, entries, dtype.itemsize) > held.block_size
-            continue
-        blocks = 2 + 2 * held.rows
-        forms: dict[str, Any] = {"form": entries, "few": layers, "kernels": kernels}
-        cache = KVCache(held, blocks, log, dtype, "cpu", **forms)
-        tokens, place = cache.query_log.block_tokens, held.layers_per_block - 1
-        q = torch.randn(2 * tokens, shape.heads, shape.dim).to(dtype)
-        shares = torch.randn(2 * tokens, shape.heads)
-        slots = torch.rand(held.rows, 2 * tokens).argsort(-1)  # of two blocks a row, behind two
-        slots += 2 * tokens * torch.arange(1, 1 + held.rows)[:, None]
-        cache.query_log.store(place, slots, q, shares)
-        lanes = slots.repeat_interleave(log.heads // held.rows, dim=0)[None]
-        found = cache.query_log.read(lanes, torch.tensor([place]))
-        check_read(found, log, q.transpose(0, 1)[None], shares.T[None])
-        assert not cache.kv[1].any()
-
-
-def logs_of(shape: Shape) -> Iterator[tuple[LogForm, int, torch.dtype]]:
-    """Forms of the log, tokens of a block, and types of what is computed."""
-    for at, (dtype, logged) in enumerate(product((torch.float32, torch.bfloat16), LOGGED[1:])):
-        yield LogForm(shape.heads, logged), (4, 16)[at % 2], dtype
-    yield LogForm(shape.kv_heads, "model", "group_mean"), 16, torch.bfloat16
-
-
-def check_read(found: Tensor | Int4Queries, log: LogForm, q: Tensor, shares: Tensor) -> None:
-    if isinstance(found, Int4Queries):
-        wanted = quantize(q, shares)
-        # Compiled code may round a number between two levels to the other one.
-        assert (found.codes != wanted.codes).float().mean() < 2e-3
-        assert torch.equal(found.scales, wanted.scales)
-        return
-    if log.reduction == "group_mean":
-        q = q.unflatten(1, (log.heads, -1)).float().mean(2).to(q.dtype)
-    within = 2**-7 if log.reduction == "group_mean" else 0.0
-    torch.testing.assert_close(found, q.to(found.dtype), rtol=within, atol=within / 4)
 
 
 def run(

@@ -18,6 +18,7 @@ from kvserve.scheduler.layout import KVLayout
 from kvserve.scheduler.messages.output import RowMove, RowMoves
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.guesses import SPECULATIVE, Oracle
+from tests.engine.models.decoding import row_of
 from tests.engine.runner.test_cuda_graph import KARA, generate, make_llm, make_plain
 from tests.pretend_cuda import pretend_cuda
 from tests.scheduler.traffic import preempt_now_and_then
@@ -84,7 +85,8 @@ def test_steps_without_tokens_are_waited_for(tiny_dir: Path) -> None:
         assert generate(llm, PROMPTS, policies) == expected
     stats = llm.stats()
     assert stats.preemptions_total and stats.compaction_seconds_total > 0
-    assert queue.waits - waited == stats.steps_total
+    assert queue.waits - waited == stats.steps_total and not queue.graphs
+    assert [row_of(llm, name)[1] for name in ("cuda graphs", "overlapped steps")] == ["off"] * 2
 
 
 def test_a_copy_of_nothing_waits_all_the_same() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import traceback
@@ -26,13 +25,6 @@ from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.counting import lines_run
 from tests.waiting import WAIT
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x"]}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
@@ -40,22 +32,6 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     directory = write_checkpoint("llama", tmp_path_factory.mktemp("model"), vocab_size=300)
     write_tokenizer(directory)
     return LLM(str(directory), dtype="float32", max_model_len=500)
-
-
-def texts(llm: LLM, spec: Any, **params: Any) -> list[str]:
-    wanted = SamplingParams(structured_outputs=spec, max_tokens=80, n=4, **params)
-    (output,) = llm.generate("go", wanted, use_tqdm=False)
-    assert {choice.finish_reason for choice in output.outputs} == {"stop"}
-    return [choice.text for choice in output.outputs]
-
-
-def test_each_kind(llm: LLM) -> None:
-    for text in texts(llm, {"json": SCHEMA}):
-        value = json.loads(text)
-        assert value.keys() == {"a", "b"} and 0 <= value["a"] <= 99 and value["b"] == "x"
-    assert set(texts(llm, {"choice": ["yes", 'n"o']})) <= {"yes", 'n"o'}
-    assert all(re.fullmatch(r"[ab]{3}-\d{2}", t) for t in texts(llm, {"regex": r"[ab]{3}-\d{2}"}))
-    assert all(re.fullmatch("x(y|z)", t) for t in texts(llm, {"grammar": 'start: "x" ("y" | "z")'}))
 
 
 def test_json_object(llm: LLM) -> None:
@@ -80,28 +56,6 @@ def test_a_grammar_survives_preemption(llm: LLM) -> None:
     outputs = small.generate(["abc"] * 4, params, use_tqdm=False)
     assert small.stats().preemptions_total > 0
     assert all(re.fullmatch("[a-z]{100}", out.outputs[0].text) for out in outputs)
-
-
-def test_reasoning_is_free_and_its_budget_holds(llm: LLM) -> None:
-    assert llm.tokenizer is not None
-    [end] = llm.tokenizer.encode("!", add_special_tokens=False)
-    params = SamplingParams(
-        structured_outputs={"choice": ["yes", "no"]},
-        thinking_end=end,
-        thinking_token_budget=12,
-        logit_bias={end: -100.0},
-        max_tokens=40,
-        n=3,
-    )
-    (output,) = llm.generate("go", params, use_tqdm=False)
-    for choice in output.outputs:
-        ended = [at for at, token in enumerate(choice.token_ids) if token in (end, 1)]
-        assert choice.token_ids[ended[0]] == end or choice.finish_reason == "stop"
-        if choice.token_ids[ended[0]] == end:
-            assert ended[0] == 12 and choice.text.rpartition("!")[2] in ("yes", "no")
-    free = params.__class__(thinking_end=end, thinking_token_budget=0, max_tokens=3, seed=1)
-    (output,) = llm.generate("go", free, use_tqdm=False)
-    assert output.outputs[0].token_ids[0] == end
 
 
 def compiler(llm: LLM, **settings: Any) -> GrammarCompiler:

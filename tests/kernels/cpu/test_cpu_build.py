@@ -46,6 +46,8 @@ def test_processes_that_start_at_once_share_one_build(tmp_path: Path) -> None:
     started = [start_build(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     (library,) = {process.communicate(timeout=WAIT)[0].strip() for process in started}
     assert [str(file) for file in tmp_path.glob("kvserve/*")] == [library]
+    without_compiler = start_build(XDG_CACHE_HOME=str(tmp_path), PATH="")
+    assert without_compiler.communicate(timeout=WAIT)[0].strip() == library
 
 
 def test_a_cut_build_is_made_anew(tmp_path: Path) -> None:

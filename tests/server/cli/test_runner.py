@@ -107,39 +107,24 @@ def until_running(url: str, number: int) -> None:
         wait_until(lambda: http.get("/v1/kv/stats").json()["num_running"] == number)
 
 
-def test_what_does_not_finish_in_time_is_told_so(serve: Serve) -> None:
-    def client(url: str) -> tuple[httpx.Response, httpx.Response]:
+@pytest.mark.parametrize("number", ENDING)
+def test_whatever_ends_it_ends_it_in_order(serve: Serve, number: signal.Signals) -> None:
+    """All but two ended it at once: streams were cut, and a folder was left. A terminal that closes
+    says so twice."""
+
+    def client(url: str) -> tuple[httpx.Response, str]:
         until_healthy(url, 200)
         stuck = {"prompt": "STUCK", "max_tokens": 40}
         stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
         with ThreadPoolExecutor(2) as others:
             asked = [others.submit(complete, url, body) for body in (stuck, stream)]
             until_running(url, 2)
-            os.kill(os.getpid(), signal.SIGINT)
-        return asked[0].result(), asked[1].result()
-
-    status, (answer, streamed), said = serve(client, "--shutdown-timeout", "0.2")
-    assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
-    assert '"code":"draining"' in streamed.text and streamed.text.endswith("[DONE]\n\n")
-    assert status == 0 and "Traceback" not in said
-
-
-@pytest.mark.parametrize("number", ENDING)
-def test_whatever_ends_it_ends_it_in_order(serve: Serve, number: signal.Signals) -> None:
-    """All but two ended it at once: streams were cut, and a folder was left. A terminal that closes
-    says so twice."""
-
-    def client(url: str) -> str:
-        until_healthy(url, 200)
-        stream = {"prompt": "HALF", "max_tokens": 400, "stream": True}
-        with ThreadPoolExecutor(1) as other:
-            asked = other.submit(complete, url, stream)
-            until_running(url, 1)
             for _ in range(1 + (number not in AT_ONCE)):
                 os.kill(os.getpid(), number)
-        return asked.result().text
+        return asked[0].result(), asked[1].result().text
 
-    status, text, said = serve(client, "--shutdown-timeout", "0.1")
+    status, (answer, text), said = serve(client, "--shutdown-timeout", "0.1")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
     assert '"code":"draining"' in text and text.endswith("[DONE]\n\n")
     assert status == 0 and "Traceback" not in said and "stopping" not in said
 

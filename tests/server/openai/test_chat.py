@@ -115,20 +115,6 @@ def test_a_plain_answer(thinking: RunningServer, stream: bool) -> None:
     assert "tools" not in thinking.rendered[1]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"type": "json_object", "schema": {"type": "integer"}},
-        {"type": "json_schema", "schema": {"type": "integer"}, "name": "a"},
-    ],
-)
-def test_a_schema_beside_its_type_is_read(thinking: RunningServer, form: Any) -> None:
-    """Kind: a part of a known field that nobody looks at. llama.cpp's clients send the first."""
-    assert thinking.chat("SAY[5]", response_format=form).status_code == 200
-    wanted = thinking.params.structured_output
-    assert wanted is not None and json.loads(wanted.value) == {"type": "integer"}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_calls(thinking: RunningServer, stream: bool) -> None:
     says = '[{"name": "weather", "parameters": {"city": "Bern"}}]'
@@ -255,6 +241,14 @@ def test_structured_output_of_requests(server: RunningServer) -> None:
     cases: list[tuple[dict[str, Any], tuple[str, str, str]]] = [
         ({"response_format": {"type": "json_object"}}, ("json_object", "", "response_format")),
         ({"response_format": named}, ("json", '{"type": "object"}', "response_format")),
+        # A schema beside its type; llama.cpp's clients send the first.
+        *(
+            ({"response_format": form}, ("json", '{"type": "object"}', "response_format"))
+            for form in (
+                {"type": "json_object", "schema": schema},
+                {"type": "json_schema", "schema": schema, "name": "a"},
+            )
+        ),
         ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+", "structured_outputs")),
         ({"guided_choice": ["a", "b"]}, ("choice", '["a", "b"]', "guided_choice")),
         ({"guided_json": '{"type":"object"}'}, ("json", '{"type": "object"}', "guided_json")),

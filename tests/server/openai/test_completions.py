@@ -212,12 +212,6 @@ def test_log_probabilities_of_chats(
     assert server.chat("a", max_tokens=1).json()["choices"][0]["logprobs"] is None
 
 
-def test_echo(server: RunningServer) -> None:
-    assert server.complete("abc", echo=True, max_tokens=1).json()["choices"][0]["text"] == "abc0 "
-    choices = server.complete([[97], [98]], echo=True, max_tokens=1, n=2).json()["choices"]
-    assert [choice["text"] for choice in choices] == ["a0 ", "a0 ", "b0 ", "b0 "]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_long_lists_of_log_probabilities_are_encoded_beside_the_loop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, stream: bool

@@ -151,6 +151,15 @@ HISTORIES: dict[str, tuple[list[Any], list[str]]] = {
         [called(call(call_id="a"), call(arguments='{"n": "4"}', call_id="b")), result("sun", "b")],
         ["Zürich", "4", "sun"],
     ),
+    "arguments that never end": ([called(call(arguments="[" * 5000)), result()], ["rain"]),
+    "all at once": (
+        [
+            {"role": "user", "content": [{"type": "text", "text": text} for text in "tx"]},
+            called(call(call_id="a"), call(arguments='{"n": "4"}', call_id="b")),
+            *(result("rain", "b"), result("sun", "a"), *turns("U")),
+        ],
+        ["t\nx", "Zürich", "4", "rain", "sun", "words0."],
+    ),
 }
 
 

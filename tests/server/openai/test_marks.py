@@ -25,19 +25,14 @@ IN_REASONING = {
     "bare xml": ("<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", 1),
     "glm": ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", 1),
     "llama3_json": ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', 1),
-    "mistral": ('[TOOL_CALLS]f[ARGS]{"a": 1}', 1),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
         '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         1,
     ),
-    "kimi_k2": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
-        '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
-        1,
-    ),
-    "pythonic": ("<|tool_call_start|>[f(a=1)]<|tool_call_end|>", 1),
-    **{name: (CALLS[name], 1) for name in ("hunyuan_a13b", "minimax_m2", "gemma4", "olmo3")},
+    "kimi_k2": (f"{CALLS['kimi_k2']}<|tool_calls_section_end|>", 1),
+    "pythonic": (f"{CALLS['pythonic']}<|tool_call_end|>", 1),
+    **{n: (CALLS[n], 1) for n in ("mistral", "hunyuan_a13b", "minimax_m2", "gemma4", "olmo3")},
     "nemotron": ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>', 1),
 }
 

@@ -64,14 +64,14 @@ def test_usage_in_every_chunk(server: RunningServer) -> None:
 
 
 def test_several_prompts_and_choices(server: RunningServer) -> None:
-    response = server.complete(["a", "SLOW"], n=2, max_tokens=3, echo=True, **USAGE)
-    texts = dict.fromkeys(range(4), "")
-    *parts, last = events(response.text)
-    for part in parts:
-        [choice] = part["choices"]
-        texts[choice["index"]] += choice["text"]
-    assert texts == {0: "a0 1 2 ", 1: "a0 1 2 ", 2: "SLOW0 1 2 ", 3: "SLOW0 1 2 "}
-    assert last["usage"]["completion_tokens"] == 12
+    for options in (USAGE, {}):
+        response = server.complete(["a", "SLOW"], n=2, max_tokens=3, echo=True, **options)
+        texts = dict.fromkeys(range(4), "")
+        parts = events(response.text) if options else [response.json()]
+        for choice in (choice for part in parts for choice in part["choices"]):
+            texts[choice["index"]] += choice["text"]
+        assert texts == {0: "a0 1 2 ", 1: "a0 1 2 ", 2: "SLOW0 1 2 ", 3: "SLOW0 1 2 "}
+        assert parts[-1]["usage"]["completion_tokens"] == 12
 
 
 def test_a_failure_in_mid_stream(start_server: StartServer) -> None:

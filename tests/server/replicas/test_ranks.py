@@ -75,28 +75,20 @@ def test_a_dead_rank_is_503_and_an_error_to_open_requests() -> None:
         ranks.server.stop()
 
 
-@pytest.mark.parametrize(
-    "case", ["SIGTERM", "terminal", "Ctrl-C", "first rank", "idle rank", "server"]
-)
+TO_ALL = {"SIGTERM": signal.SIGTERM, "terminal": signal.SIGHUP, "Ctrl-C": signal.SIGINT}
+"""As an init system, a terminal that is closed (often twice) and a shell send them."""
+
+
+@pytest.mark.parametrize("case", [*TO_ALL, "first rank", "idle rank", "server"])
 def test_no_process_is_left(case: str) -> None:
     ranks = Ranks()
     process = ranks.server.process
     try:
-        if case == "SIGTERM":  # to all of them, as an init system does
+        if case in TO_ALL:
             end = ranks.stream(200)
-            for pid in (ranks.rank, ranks.engine, process.pid):
-                os.kill(pid, signal.SIGTERM)
+            for pid in (ranks.rank, ranks.engine, *[process.pid] * (1 + (case == "terminal"))):
+                os.kill(pid, TO_ALL[case])
             assert end().endswith("data: [DONE]\n\n")
-            assert process.wait(WAIT) == 0
-        elif case == "terminal":  # that is closed tells all of them, often twice
-            end = ranks.stream(200)
-            for pid in (ranks.rank, ranks.engine, process.pid, process.pid):
-                os.kill(pid, signal.SIGHUP)
-            assert end().endswith("data: [DONE]\n\n")
-            assert process.wait(WAIT) == 0
-        elif case == "Ctrl-C":
-            for pid in (ranks.rank, ranks.engine, process.pid):
-                os.kill(pid, signal.SIGINT)
             assert process.wait(WAIT) == 0
         elif case == "first rank":
             end = ranks.stream()

@@ -22,7 +22,6 @@ from kvserve.scheduler.messages.event import Events
 from kvserve.scheduler.messages.output import SchedulerOutput
 from tests.checkpoints import random_prompts, write_checkpoint
 from tests.engine.dense_reference import dense_pass, load_dense
-from tests.engine.guesses import SPECULATIVE, Oracle
 from tests.engine.models.decoding import make
 from tests.engine.models.decoding import tokens as tokens_of
 from tests.engine.policies.cases import UNEVEN_BLOCK as BLOCK
@@ -109,19 +108,6 @@ def test_so_they_are_where_other_layers_have_windows_or_states(
     assert events and len(np.unique((events[0].held >= 0).sum(axis=2))) > 1
     dense = dense_pass(load_dense(directory), PROMPT + tokens[:-1], events)
     torch.testing.assert_close(logits, dense.logits[len(PROMPT) - 1 :], atol=within, rtol=within)
-
-
-@EACH
-def test_guesses_do_not_matter(label: str, run_alone: Any, llama_dir: Path) -> None:
-    """Tokens and kept sets; right guesses are entries like others, wrong ones are gone."""
-    expected, events, _ = run_alone(label)
-    llm = make_llm(llama_dir, UNEVEN_CASES[label], speculative_config=SPECULATIVE)
-    oracle = Oracle(llm, lambda _: expected, 0.8)
-    tokens, found, _ = alone(llm)
-    assert tokens == expected and oracle.guessed > oracle.confirmed > 5
-    assert [event.seen for event in found] == [event.seen for event in events]
-    for one, other in zip(found, events, strict=True):
-        assert np.array_equal(one.held, other.held)
 
 
 @EACH
