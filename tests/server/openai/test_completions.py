@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.openai import logprobs
 from kvserve.server.openai.fields import _parse_prompt
@@ -129,6 +129,13 @@ def test_kv_cache_details(server: RunningServer) -> None:
     }
     batch = server.complete(["abc", "abc"], max_tokens=16, kv_policy="kara").json()
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4
+
+
+def test_prompts_of_one_request_have_one_policy_and_table() -> None:
+    details = KVCacheDetails("kara", logical_tokens=3, entry_table="0e6c")
+    output = RequestOutput("a", None, [1], [], kv_cache_details=details)
+    both = usage([output, output])["kv_cache_details"]
+    assert (both["policy"], both["entry_table"], both["logical_tokens"]) == ("kara", "0e6c", 6)
 
 
 def test_usage_counts_guesses_where_there_may_be_some() -> None:
