@@ -23,6 +23,16 @@ from tests.server.test_refusals import USER, check
 from tests.waiting import WAIT, wait_until
 
 
+def test_a_field_has_its_name_there_and_the_noun_stays() -> None:
+    names = {"prompt": "input"}
+    for said, expected in (
+        ("prompt must not be empty", "input must not be empty"),
+        ("a prompt of 9 tokens needs 3 blocks", "a prompt of 9 tokens needs 3 blocks"),
+    ):
+        renamed = RequestError(said, param="prompt").renamed(names)
+        assert (str(renamed), renamed.param) == (expected, "input")
+
+
 def test_refusals_are_freed_at_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their frames hold the whole body; 40 of 20,000 biases once held 120 MiB."""
     bodies = (

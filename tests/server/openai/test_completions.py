@@ -263,6 +263,10 @@ def test_truncated_prompts(server: RunningServer) -> None:
         response = server.complete([97, 98, 99], truncate_prompt_tokens=limit, max_tokens=1)
         assert response.status_code == 200
         assert server.engine.seen[-1][0] == kept
+    for side, left in (("left", "bc0 "), ("right", "\x01a0 ")):  # the echo is what was read
+        body = {"truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1}
+        [choice] = server.complete("abc", echo=True, **body).json()["choices"]
+        assert choice["text"] == left
     first = {"truncate_prompt_tokens": 2, "truncation_side": "right", "max_tokens": 1}
     assert server.complete([97, 98, 99], **first).status_code == 200
     assert server.engine.seen[-1][0] == [97, 98]
