@@ -154,6 +154,7 @@ REFUSED: dict[str, list[Case]] = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format needs"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "must match pattern"),
         ({"tool_choice": 5}, "tool_choice", "must be a string or an object, got 5"),
+        ({"input": [{"type": "function_call"}]}, "input[0].tool_calls[0].name"),
         ({"max_output_tokens": 2**63}, "max_output_tokens", "max_output_tokens must be"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),

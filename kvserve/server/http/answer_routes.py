@@ -174,7 +174,7 @@ async def _converse(
     if most is not None and most <= state.engine.info.max_model_len - len(plan.prompt):
         plan = replace(plan, params=replace(plan.params, max_tokens=most))
     fields = {"max_tokens": chat.token_limit_field, "prompt": "messages"}
-    names = {theirs: own.get(name, name) for theirs, name in fields.items()}
+    names = {**own, **{theirs: own.get(name, name) for theirs, name in fields.items()}}
     made = writer(request_id, model, plan=plan)
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, names)
     skipped = [own.get(name, name) for name in chat.skipped]

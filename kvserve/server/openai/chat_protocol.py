@@ -261,10 +261,10 @@ class StandsForChat(BaseModel):
         return made
 
     def _renamed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """An error of the chat request, whose functions of tools are the tools themselves here."""
+        """An error of the chat request: the functions of its tools and calls are those themselves
+        here."""
         own, (body, *path) = self.own_names, error["loc"]
-        tools = path[:1] == ["tools"]
-        path = [own.get(part, part) for part in path if not (tools and part == "function")]
+        path = [own.get(part, part) for part in path if part != "function"]
         cause = error.get("ctx", {}).get("error")
         if isinstance(cause, RequestError):
             error = {**error, "ctx": {"error": cause.renamed(own)}}
