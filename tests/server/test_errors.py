@@ -183,7 +183,8 @@ def test_a_full_queue(start_server: StartServer) -> None:
             assert response.headers["Retry-After"] == "1"
             assert other.post("/v1/completions", json={"prompt": "a"}).is_success
             # What could never be queued is wrong, not early.
-            check(other.post("/v1/completions", json={"prompt": "a", "n": 4}), 400, "prompt")
+            for name, many in (("n", {"prompt": "a", "n": 4}), ("prompt", {"prompt": ["a"] * 4})):
+                check(other.post("/v1/completions", json=many), 400, name)
         # The client comes again once it is refused, and by then the others have left.
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [lambda _: running.close()]}
         http: Any  # some clients name httpx by another name

@@ -61,7 +61,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = body.sampling_params(state.default_sampling, client=CLIENT.get())
     request_id = _name(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
-    state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
+    state.check_queue(len(body.prompt), params.n, params.client)  # before texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
     echoes = await beside(lambda: _echoes(state, body, prompts))
