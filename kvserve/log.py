@@ -79,9 +79,8 @@ class RequestError(ValueError):
         name = names.get(self.param)
         if name is None:
             return self
-        words = re.sub(
-            rf"\b{re.escape(str(self.param))}\b(?! is too long)", name, str(self), count=1
-        )
+        word = rf"(?<!\ba )\b{re.escape(str(self.param))}\b(?! is too long)"  # not the noun
+        words = re.sub(word, name, str(self), count=1)
         return RequestError(words, param=name, code=self.code)
 
 

@@ -38,6 +38,10 @@ def answer(llm: LLM, prompt: Any, **params: Any) -> Any:
         ([5], {"stop_token_ids": [259], "min_tokens": 1}, "stop_token_ids"),
         ([5], {"thinking_end": 259, "thinking_token_budget": 3}, "thinking_end"),
         ([5], {"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        (
+            *([5], {"allowed_token_ids": [7], "stop_token_ids": [7, 9], "min_tokens": 2}),
+            "allowed_token_ids",
+        ),
         ([5], {"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ([5], {"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
         ([5], {"structured_outputs": {"json": {"type": "text"}}}, "structured_outputs"),

@@ -23,6 +23,16 @@ from tests.server.test_refusals import USER, check
 from tests.waiting import WAIT, wait_until
 
 
+def test_a_field_has_its_name_there_and_the_noun_stays() -> None:
+    names = {"prompt": "input"}
+    for said, expected in (
+        ("prompt must not be empty", "input must not be empty"),
+        ("a prompt of 9 tokens needs 3 blocks", "a prompt of 9 tokens needs 3 blocks"),
+    ):
+        renamed = RequestError(said, param="prompt").renamed(names)
+        assert (str(renamed), renamed.param) == (expected, "input")
+
+
 def test_refusals_are_freed_at_once(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their frames hold the whole body; 40 of 20,000 biases once held 120 MiB."""
     bodies = (
@@ -157,7 +167,8 @@ def test_a_full_queue(start_server: StartServer) -> None:
             assert response.headers["Retry-After"] == "1"
             assert other.post("/v1/completions", json={"prompt": "a"}).is_success
             # What could never be queued is wrong, not early.
-            check(other.post("/v1/completions", json={"prompt": "a", "n": 4}), 400, "prompt")
+            for name, many in (("n", {"prompt": "a", "n": 4}), ("prompt", {"prompt": ["a"] * 4})):
+                check(other.post("/v1/completions", json=many), 400, name)
         # The client comes again once it is refused, and by then the others have left.
         hooks: dict[str, list[Callable[..., Any]]] = {"response": [lambda _: running.close()]}
         http: Any  # some clients name httpx by another name

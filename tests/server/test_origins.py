@@ -57,3 +57,4 @@ def test_a_compressed_body_is_named(local: RunningServer) -> None:
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     answer = local.http.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 415 and "Content-Encoding: gzip" in answer.text
+    assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -133,7 +133,9 @@ REFUSED: dict[str, list[Case]] = {
                 (5, "got 5"),
             )
         ),
-        (tool(name="a b"), "tools[0].function.name"),
+        (tool(name="a b"), "tools[0].function.name", "name must match pattern"),
+        ({"guided_json": 5}, "guided_json", "must be a string or an object, got 5"),
+        ({"messages": of_user({"type": "text"})}, "messages[0].content", "need a text"),
         *(
             (tool(name="f", parameters={"type": kind}), "tools[0].function.parameters", "of an obj")
             for kind in ("string", "array", "null", ["null"], 5)
@@ -159,7 +161,11 @@ REFUSED: dict[str, list[Case]] = {
         *(({"include": wrong}, "include") for wrong in (5, 0, "", {"a": 1})),
         # Under the names that fields have here, not those of the chat request made of them.
         ({"reasoning": {"effort": "lots"}}, "reasoning"),
-        ({"text": {"format": {}}}, "text", "text.type must be"),
+        ({"text": {"format": {}}}, "text.format", "text.format.type must be"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format needs"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "must match pattern"),
+        ({"tool_choice": 5}, "tool_choice", "must be a string or an object, got 5"),
+        ({"input": [{"type": "function_call"}]}, "input[0].tool_calls[0].name"),
         ({"max_output_tokens": 2**63}, "max_output_tokens", "max_output_tokens must be"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
@@ -190,7 +196,15 @@ REFUSED: dict[str, list[Case]] = {
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role"),
         ({"messages": of_user({"type": "tool_result", "content": 5})}, "messages", "tool_result"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"tools": [{"name": "a b"}]}, "tools[0].name"),
+        (
+            {"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
+            *("tools[0].input_schema", "input_schema must be"),
+        ),
+        ({"messages": [5]}, "messages[0]", "must be an object, got 5"),
+        ({"messages": of_user(5)}, "messages[0].content[0]", "must be an object, got 5"),
+        ({"system": 5}, "system", "must be a string or a valid list, got 5"),
         *ELSEWHERE,
         ({"stop_sequences": "a"}, "stop_sequences"),
     ],

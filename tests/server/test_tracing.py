@@ -44,7 +44,9 @@ def test_a_span_per_request(start_server: StartServer) -> None:
     assert "gen_ai.usage.completion_tokens" not in refused.attributes
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+@pytest.mark.parametrize("absent", ["opentelemetry.sdk.trace", "opentelemetry.exporter"])
+def test_without_the_extra(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other packages bring a part of it."""
+    monkeypatch.setitem(__import__("sys").modules, absent, None)
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
         Tracer("http://localhost:4317", MODEL)

@@ -81,8 +81,8 @@ def _read(part: Any, role: str, reading: Reading) -> bool:
 
 
 def unread(kind: Any, param: str | None, place: str = "") -> RequestError:
-    said = f"{place}content parts of type {kind!r} are not supported; only text is"
-    return RequestError(said, param=param)
+    why = "need a text" if str(kind).endswith("text") else "are not supported; only text is"
+    return RequestError(f"{place}content parts of type {kind!r} {why}", param=param)
 
 
 def part_text(part: Mapping[str, Any], depth: int = 0) -> str | None:

@@ -41,7 +41,7 @@ def policy_refusal(policy: Policy, spec: ModelSpec, form: EntryFormat, none: str
     elif spec.soft_cap and (wants.query_reduction or wants.recomputed_reduction):
         why = f"the model caps its logits, and {name} scores by logits that are not"
     elif mixed and prunes:
-        why = f"{name} drops tokens between layers, and some have sliding windows"
+        why = f"{name} drops tokens between layers; some have windows or states"
     elif mixed and wants.event_kind is EventKind.CODED:
         why = f"{name} is not built for layers with sliding windows or states"
     elif mixed and wants.recomputed_reduction is not None:

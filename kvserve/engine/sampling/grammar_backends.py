@@ -131,7 +131,9 @@ def refused(wanted: StructuredOutput, reason: str) -> RequestError:
     if any(word in reason for word in ("panic", ".rs:", "unwrap()")):
         logger.error("a grammar made its backend fail: %.2000s", reason)
         reason = "it failed there; it may be too complex"
-    reason = reason.partition("<state>")[0].strip()  # behind it comes the library's state
+    reason = reason.partition("<state>")[0]  # behind it comes the library's state
+    lines = [line.strip() for line in reason.splitlines()]
+    reason = " ".join(line for line in lines if line.strip("^"))  # that points at the one above
     reason = _STOPPED.get(reason, reason)
     if keywords := _UNIMPLEMENTED.search(reason):
         reason = (

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.messages import NewSequence
+from kvserve.log import RequestError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.messages.output import NewRequest
 
@@ -37,7 +38,12 @@ class RowRules:
 
     @classmethod
     def of(cls, new: NewSequence) -> RowRules:
-        """Those of a request that ``has_rules``."""
+        """Those of a request that ``has_rules``; ``RequestError`` if they leave no token."""
+        banned = {word[0] for word in new.bad_words if len(word) == 1}
+        banned |= {*new.stop_token_ids} if new.min_tokens else set()
+        if new.allowed_token_ids and banned.issuperset(new.allowed_token_ids):
+            said = "allowed_token_ids: bad_words and min_tokens leave none of them"
+            raise RequestError(said, param="allowed_token_ids")
         longest = max(map(len, new.bad_words), default=1)
         return cls(
             (new.presence_penalty, new.frequency_penalty, new.repetition_penalty),

@@ -70,7 +70,8 @@ class MessagesRequest(StandsForChat):
     own_names: ClassVar = {
         "max_completion_tokens": "max_tokens",
         "stop": "stop_sequences",
-        "response_format": "output_config",
+        "response_format": "output_config.format",
+        "parameters": "input_schema",
         "reasoning_effort": "output_config",
         "thinking_token_budget": "thinking",
     }

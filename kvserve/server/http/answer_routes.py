@@ -50,7 +50,7 @@ anthropic = APIRouter(prefix="/v1", tags=["Anthropic"], route_class=JsonRoute)
 
 _HEADER_MOST = 1000
 _NOT_IN_HEADERS = re.compile(r"[^\x20-\x7e]")
-_UNSHOWN = ("kv_trace", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
+_UNSHOWN = ("kv_trace", "logprobs", "prompt_logprobs", "return_token_ids")
 """Fields of chat requests that answers of other APIs have no place for."""
 
 
@@ -61,7 +61,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = body.sampling_params(state.default_sampling, client=CLIENT.get())
     request_id = _name(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
-    state.check_queue(len(body.prompt) * params.n, params.client)  # before many texts are tokenized
+    state.check_queue(len(body.prompt), params.n, params.client)  # before texts are tokenized
     prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
     prompts = [truncate(state, body, ids) for ids in prompts]
     echoes = await beside(lambda: _echoes(state, body, prompts))
@@ -160,8 +160,8 @@ async def _converse(
     ``most`` tokens are what an agent's own model would give: those that fit are what it gets.
     """
     own = chat.own_names
-    unshown = {name: getattr(chat, name) for name in _UNSHOWN} | {"n": (chat.n or 1) > 1}
-    for name, value in unshown.items():
+    counts = {"n": (chat.n or 1) > 1, "top_logprobs": bool(chat.top_logprobs)}
+    for name, value in ({name: getattr(chat, name) for name in _UNSHOWN} | counts).items():
         if own and value is not None and value is not False:
             why = f"{name} goes with /v1/chat/completions"
             raise RequestError(why, param=name, code="unsupported_field")
@@ -174,7 +174,7 @@ async def _converse(
     if most is not None and most <= state.engine.info.max_model_len - len(plan.prompt):
         plan = replace(plan, params=replace(plan.params, max_tokens=most))
     fields = {"max_tokens": chat.token_limit_field, "prompt": "messages"}
-    names = {theirs: own.get(name, name) for theirs, name in fields.items()}
+    names = {**own, **{theirs: own.get(name, name) for theirs, name in fields.items()}}
     made = writer(request_id, model, plan=plan)
     generation = Generation(state, [plan.prompt], plan.params, request_id, request.headers, names)
     skipped = [own.get(name, name) for name in chat.skipped]
@@ -224,8 +224,11 @@ def _echoes(
     if not body.echo:
         return None
     tokenizer, as_ids = state.require_tokenizer("echo"), bool(body.return_tokens_as_token_ids)
+    cut = body.truncate_prompt_tokens is not None
     both = zip(body.prompt, prompts, strict=True)
-    texts = (p if isinstance(p, str) else decode(state, ids, "prompt") for p, ids in both)
+    texts = (
+        p if isinstance(p, str) and not cut else decode(state, ids, "prompt") for p, ids in both
+    )
     return [Echo(tokenizer, text, as_ids) for text in texts]
 
 

@@ -255,16 +255,20 @@ class StandsForChat(BaseModel):
         try:
             made = parse(ChatCompletionRequest, fields)
         except RequestValidationError as exc:
-            first, *_ = exc.errors()
-            cause = first.get("ctx", {}).get("error")
-            if isinstance(cause, RequestError) and cause.param in self.own_names:
-                raise cause.renamed(self.own_names) from None
-            body, *path = first["loc"]
-            renamed = {**first, "loc": (body, *(self.own_names.get(part, part) for part in path))}
-            raise RequestValidationError([renamed]) from None
+            raise RequestValidationError([self._renamed(each) for each in exc.errors()]) from None
         made._skipped[:0] = skipped
         made._thinks, made._own_names = thinks, self.own_names
         return made
+
+    def _renamed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """An error of the chat request: the functions of its tools and calls are those themselves
+        here."""
+        own, (body, *path) = self.own_names, error["loc"]
+        path = [own.get(part, part) for part in path if part != "function"]
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, RequestError):
+            error = {**error, "ctx": {"error": cause.renamed(own)}}
+        return {**error, "loc": (body, *path)}
 
 
 class TokenizeChatRequest(ChatPrompt):

@@ -43,7 +43,7 @@ def _summed(details: Sequence[KVCacheDetails]) -> Json:
     first, *rest = (asdict(item) for item in details)
     for other in rest:
         for name, value in other.items():
-            if name != "policy":
+            if not isinstance(value, str):  # policy and table are the same for all
                 first[name] += value
     return first
 

@@ -68,7 +68,7 @@ class ResponsesRequest(StandsForChat):
     left_out = IGNORED
     own_names: ClassVar = {
         "messages": "input",
-        "response_format": "text",
+        "response_format": "text.format",
         "max_completion_tokens": "max_output_tokens",
         "reasoning_effort": "reasoning",
     }

@@ -200,6 +200,8 @@ class CompletionWriter(ChoicesWriter):
     def _parts(
         self, index: int, cursor: _Cursor, choice: CompletionOutput, output: RequestOutput
     ) -> list[Json]:
+        if not (choice.token_ids or choice.finished):
+            return []  # its prompt, or its blocks, come later than those of other choices
         first, start = not cursor.started, cursor.tokens
         text, tokens = self._advance(cursor, choice)
         echo = None if self._echoes is None else self._echoes[index // self._n]

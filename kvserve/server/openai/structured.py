@@ -50,7 +50,7 @@ def _response_format(value: Mapping[str, Any]) -> StructuredOutput | None:
     described = value.get("json_schema", value)
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(schema, dict):
-        raise RequestError("response_format.json_schema.schema must be an object", param=name)
+        raise RequestError("response_format needs a schema, which is an object", param=name)
     return StructuredOutput.parse({"json": schema}, name)
 
 

@@ -28,6 +28,7 @@ _TYPES = {
     408: "invalid_request_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     431: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -178,7 +179,7 @@ def _http_error(exc: StarletteHTTPException, request: Request) -> ApiError:
 
 def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first error, by the field's name: a list of all would hide the one that matters."""
-    first = errors[0]
+    first = _of_union(errors)
     kind, param = first["type"], _param(first["loc"][1:])
     cause = first.get("ctx", {}).get("error")
     if kind == "json_invalid":
@@ -194,11 +195,26 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{param} is required", param=param, code="missing_field")
     if kind == "int_parsing_size":
         first = {**first, "msg": "Input should be an integer of at most 64 bits"}
-    what = re.sub("^Input should be", "must be", str(first["msg"]))
+    what = re.sub("^(Input|String) should", "must", str(first["msg"]))
+    what = re.sub("a valid dictionary( or instance of \\w+)?", "an object", what)
     given = shown(first["input"])
     given = given if len(given) <= 80 else f"{given[:77]}..."
     message = f"{param} {what}, got {given}"
     return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _of_union(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first error; of a field that may also be a text, what its other form says."""
+    first, *others = errors
+    *place, kind = first["loc"]
+    if kind != "str":
+        return first
+    others = [each for each in others if [*each["loc"][: len(place)]] == place]
+    deepest = max(others, key=lambda each: len(each["loc"]))
+    if within := deepest["loc"][len(place) + 1 :]:
+        return {**deepest, "loc": (*place, *within)}
+    either = str(deepest["msg"]).removeprefix("Input should be")
+    return {**first, "loc": place, "msg": f"Input should be a string or{either}"}
 
 
 def _param(loc: Sequence[str | int]) -> str | None:

@@ -45,7 +45,7 @@ class Generation:
         self.request_id = request_id
         self.num_sequences = len(prompts) * params.n
         self.client = params.client
-        state.check_queue(self.num_sequences, self.client)
+        state.check_queue(len(prompts), params.n, self.client)
         context = state.engine.info.max_model_len
         self._prompt_numbers = check_logprobs(params, prompts, context, state.generations)
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)

@@ -140,18 +140,17 @@ class ServerState:
                 code="policy_not_allowed",
             )
 
-    def check_queue(self, count: int, client: str) -> None:
-        """429 if the queue has no room for ``count`` more sequences, 400 if it never has.
+    def check_queue(self, prompts: int, n: int, client: str) -> None:
+        """429 if the queue has no room for ``n`` more sequences a prompt, 400 if it never has.
 
         An eighth more places are for clients that have fewer sequences than that: a client that
         fills the queue turns away itself, not others.
         """
         most = self.config.scheduler.max_num_seqs + self.settings.max_queued_requests
+        count, name = prompts * n, "prompt" if prompts > 1 else "n"
         if count > most:
-            raise RequestError(
-                f"prompt: {count} sequences at once, and this server queues at most {most}",
-                param="prompt",
-            )
+            said = f"{name}: {count} sequences at once, and this server queues at most {most}"
+            raise RequestError(said, param=name)
         own = count + sum(each.num_sequences for each in self.generations if each.client == client)
         spare = max(most // 8, 1)
         room = most + spare if own <= spare else most

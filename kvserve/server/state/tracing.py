@@ -23,6 +23,8 @@ class Tracer:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            exporter = exporter or _exporter(endpoint)
         except ImportError:
             raise ConfigError(
                 f"--otlp-traces-endpoint: OpenTelemetry is not installed: {install('otel')}"
@@ -30,7 +32,7 @@ class Tracer:
         self._model = model
         self._propagator = TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "kvserve"}))
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("kvserve")
 
     def start(self, headers: Mapping[str, str], request_id: str, params: SamplingParams) -> Any:

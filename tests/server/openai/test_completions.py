@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.outputs import CompletionOutput, RequestOutput, SpeculationDetails
+from kvserve.outputs import CompletionOutput, KVCacheDetails, RequestOutput, SpeculationDetails
 from kvserve.sampling_params import SamplingParams
 from kvserve.server.openai import logprobs
 from kvserve.server.openai.fields import _parse_prompt
@@ -131,6 +131,13 @@ def test_kv_cache_details(server: RunningServer) -> None:
     assert batch["usage"]["kv_cache_details"]["compactions"] == 4
 
 
+def test_prompts_of_one_request_have_one_policy_and_table() -> None:
+    details = KVCacheDetails("kara", logical_tokens=3, entry_table="0e6c")
+    output = RequestOutput("a", None, [1], [], kv_cache_details=details)
+    both = usage([output, output])["kv_cache_details"]
+    assert (both["policy"], both["entry_table"], both["logical_tokens"]) == ("kara", "0e6c", 6)
+
+
 def test_usage_counts_guesses_where_there_may_be_some() -> None:
     """Sums over prompts and choices; nothing is said by an engine that never guesses."""
     output = RequestOutput("a", None, [1, 2], [CompletionOutput(0)])
@@ -250,6 +257,10 @@ def test_truncated_prompts(server: RunningServer) -> None:
         response = server.complete([97, 98, 99], truncate_prompt_tokens=limit, max_tokens=1)
         assert response.status_code == 200
         assert server.engine.seen[-1][0] == kept
+    for side, left in (("left", "bc0 "), ("right", "\x01a0 ")):  # the echo is what was read
+        body = {"truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1}
+        [choice] = server.complete("abc", echo=True, **body).json()["choices"]
+        assert choice["text"] == left
     first = {"truncate_prompt_tokens": 2, "truncation_side": "right", "max_tokens": 1}
     assert server.complete([97, 98, 99], **first).status_code == 200
     assert server.engine.seen[-1][0] == [97, 98]

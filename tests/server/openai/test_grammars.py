@@ -391,6 +391,21 @@ def test_what_cannot_be_enforced_is_named(served: Served, schema: Any, word: str
     )
 
 
+def test_what_the_library_refuses_is_said_in_a_line_under_the_clients_name(served: Served) -> None:
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "string", "pattern": "(?<=a)"}}
+    for path, name, body in (
+        ("/v1/responses", "text.format", {"input": "a", "text": {"format": schema}}),
+        (
+            *("/v1/messages", "output_config.format"),
+            {"messages": [{"role": "user", "content": "a"}], "output_config": {"format": schema}},
+        ),
+    ):
+        error = served.post(path, body).json()["error"]
+        assert error["param"] == name
+        assert error["message"].startswith(f"{name}: the grammar backend refuses it: regex parse")
+        assert "\n" not in error["message"] and "look-around" in error["message"]
+
+
 def test_gbnf_is_a_grammar_too(served: Served) -> None:
     gbnf = 'root ::= word "-" [0-9]{2}\nword ::= "a" | "b"'
     either = {"tools": [SHORT], "logit_bias": bias(served, "a", "b")}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from kvserve.outputs import CompletionOutput, Logprob, RequestOutput
+from kvserve.server.openai.logprobs import Echo
+from kvserve.server.openai.protocol import CompletionRequest
+from kvserve.server.openai.streaming import CompletionWriter
 from tests.server.conftest import MODEL, RunningServer, StartServer
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, FakeTokenizer
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -72,6 +77,27 @@ def test_several_prompts_and_choices(server: RunningServer) -> None:
             texts[choice["index"]] += choice["text"]
         assert texts == {0: "a0 1 2 ", 1: "a0 1 2 ", 2: "SLOW0 1 2 ", 3: "SLOW0 1 2 "}
         assert parts[-1]["usage"]["completion_tokens"] == 12
+
+
+def test_a_choice_that_begins_later_has_the_prompt_once() -> None:
+    asked: dict[str, Any] = {"prompt": "ab", "n": 2, "echo": True, "logprobs": 0}
+    asked["return_token_ids"] = True
+    echoes = [Echo(FakeTokenizer(), "ab", False)]
+    writer = CompletionWriter(CompletionRequest(**asked), "", "id", MODEL, echoes=echoes)
+    choices = [CompletionOutput(i, logprobs=[], text_offsets=[]) for i in range(2)]
+    output = RequestOutput("a", None, [97, 98], choices)
+    output.prompt_logprobs = [None, {98: Logprob(-1.0, 1, "b")}]
+    parts = []
+    for choice in choices:
+        choice.text, choice.token_ids, choice.text_offsets = "c", [99], [0]
+        choice.logprobs = [{99: Logprob(-1.0, 1, "c")}]
+        asyncio.run(writer.prepare(0, output))
+        written = [json.loads(chunk[len("data: ") :]) for chunk in writer.chunks(0, output)]
+        parts += [part for chunk in written for part in chunk["choices"]]
+    assert [part["index"] for part in parts] == [0, 1]
+    for part in parts:
+        assert (part["text"], part["prompt_token_ids"]) == ("abc", [97, 98])
+        assert part["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
 def test_a_failure_in_mid_stream(start_server: StartServer) -> None:
