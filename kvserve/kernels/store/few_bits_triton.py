@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.store.few_bits import FewBlocks, FewVectors, scales
+from kvserve.kernels.store.few_bits import FewBlocks, FewVectors
+from kvserve.kernels.store.few_levels import scales
 from kvserve.kernels.store.turning_triton import EXACT, turned
 
 if TYPE_CHECKING:

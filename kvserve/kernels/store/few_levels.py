@@ -91,6 +91,12 @@ def quantize(
     return torch.empty_like(levels).scatter_(-1, order, levels), codes
 
 
+def numbers_of(levels: Tensor, codes: Tensor, bits: int, factor: float) -> Tensor:
+    """What they stand for, turned: float32 [..., D], of levels [..., D] and codes [...]."""
+    steps = scales().to(codes.device)[codes.long()] * factor
+    return (levels.float() - (2 ** (bits - 1) - 0.5)) * steps[..., None]
+
+
 def packed(levels: Tensor, bits: int) -> Tensor:
     """Bytes of a vector's strips: uint8 [..., D] -> [..., strips * S]."""
     strips, width = few(bits).strips(levels.shape[-1])
