@@ -18,7 +18,8 @@ from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
 from kvserve.kernels.dispatch import capability
 from kvserve.kernels.storage import TORCH, TRITON, StorageKernels
-from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.store.entries import FewLayer, Shaping
+from kvserve.kernels.store.few_bits import FewBlocks
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 from kvserve.kernels.store.slot_mapping import slot_mapping
 from kvserve.scheduler.layout import Granularity

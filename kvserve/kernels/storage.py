@@ -10,7 +10,6 @@ from torch import Tensor
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.late import LateModule
 
-move_few = LateModule("kernels.move.move_few")
 move_few_triton = LateModule("kernels.move.move_few_triton")
 move_kv = LateModule("kernels.move.move_kv")
 move_kv_triton = LateModule("kernels.move.move_kv_triton")
@@ -29,13 +28,16 @@ turning_triton = LateModule("kernels.store.turning_triton")
 
 
 class FewKernels(NamedTuple):
-    """The same of entries in few bits (``few_bits.py``, ``move_few.py``, ``turning.py``)."""
+    """The same of entries in few bits (``few_bits.py``, ``turning.py``), and what makes ``blocks``
+    of a pool and turns any vectors."""
 
     store: Callable[..., None]
     gather: Callable[..., Tensor]
     move: Callable[..., None]
     turn: Callable[..., Tensor]
     store_layers: Callable[..., None] = few_bits.store_layers_torch
+    blocks: Callable[..., Any] = few_bits.FewBlocks
+    turn_vectors: Callable[..., Tensor] = turning.turn_torch
 
 
 class StorageKernels(NamedTuple):
@@ -63,9 +65,7 @@ TORCH = StorageKernels(
     quantized_entries.store_levels_torch,
     *(move_levels.gather_levels_torch, move_levels.move_levels_torch),
     FewKernels(
-        few_bits.store_few_torch,
-        move_few.gather_few_torch,
-        move_few.move_few_torch,
+        *(few_bits.store_few_torch, few_bits.gather_few_torch, few_bits.move_few_torch),
         turning.turn_torch,
     ),
 )
@@ -76,9 +76,7 @@ COMPILED = StorageKernels(
     quantized_entries.store_levels_cpu,
     *(move_levels.gather_levels_cpu, move_levels.move_levels_cpu),
     FewKernels(
-        few_bits.store_few_cpu,
-        move_few.gather_few_cpu,
-        move_few.move_few_cpu,
+        *(few_bits.store_few_cpu, few_bits.gather_few_cpu, few_bits.move_few_cpu),
         turning.turn_cpu,
         few_bits.store_layers_cpu,
     ),
@@ -92,8 +90,7 @@ TRITON = StorageKernels(
     *(move_levels_triton.gather_levels_triton, move_levels_triton.move_levels_triton),
     FewKernels(
         few_bits_triton.store_few_triton,
-        move_few_triton.gather_few_triton,
-        move_few_triton.move_few_triton,
+        *(move_few_triton.gather_few_triton, move_few_triton.move_few_triton),
         turning_triton.turn_triton,
     ),
     store_kv_triton.rotate_and_store_triton,

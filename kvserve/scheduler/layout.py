@@ -8,8 +8,10 @@ groups, R rows per sequence, G = LG * R KV groups.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Granularity(enum.Enum):
@@ -55,6 +57,19 @@ class LayerKinds:
         """Each layer's number among those of its kind."""
         kinds = [layer in self.windowed for layer in range(self.count)]
         return tuple(kinds[:layer].count(kind) for layer, kind in enumerate(kinds))
+
+
+class LayerState(NamedTuple):
+    """What one layer keeps of a row: a convolution's newest inputs ``[channels, columns]`` in the
+    model's dtype, and a recurrent state of any shape in float32 (``None``: it has none)."""
+
+    layer: int
+    tail: tuple[int, int]
+    recurrent: tuple[int, ...] | None
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes of a row, of numbers of ``itemsize`` bytes in the model's dtype."""
+        return itemsize * math.prod(self.tail) + 4 * math.prod(self.recurrent or (0,))
 
 
 @dataclass(frozen=True)

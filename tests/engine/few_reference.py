@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import VectorForm
-from kvserve.kernels.store.few_bits import FewVectors, Shaping, unpacked
+from kvserve.kernels.store.entries import Shaping
+from kvserve.kernels.store.few_bits import FewVectors
+from kvserve.kernels.store.few_levels import unpacked
 
 
 def hadamard(dim: int) -> Tensor:

@@ -22,7 +22,7 @@ from kvserve.engine.policies.base import Policy
 from kvserve.engine.policies.scoring import Observation
 from kvserve.engine.runner.model_runner import LaunchedStep
 from kvserve.kernels.move.move_kv import gather_kv_torch
-from kvserve.kernels.store.few_bits import FewBlocks, bytes_at
+from kvserve.kernels.store.few_bits import FewBlocks
 from kvserve.kernels.store.quantized_entries import QuantizedVectors
 from kvserve.kernels.store.slot_mapping import places_of, slot_mapping
 from kvserve.scheduler.arrays import IntArray
@@ -250,7 +250,7 @@ class Recorder:
 
 def _bytes_of(blocks: FewBlocks, layer: int, slots: Tensor) -> Tensor:
     """What is stored of the entries in slots [Hkv, n]: uint8 [Hkv, n, bytes]."""
-    return torch.cat([bytes_at(blocks, held, slots) for held in blocks.layer(layer)], dim=-1)
+    return torch.cat([blocks.bytes_at(held, slots) for held in blocks.layer(layer)], dim=-1)
 
 
 def vectors_of(levels: Tensor, cache: KVCache, layer: int) -> tuple[Stored | QuantizedVectors, ...]:

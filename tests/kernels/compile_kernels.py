@@ -61,8 +61,8 @@ from kvserve.kernels.score.seen import Seen
 from kvserve.kernels.score.token_to_chunk_triton import token_to_chunk_triton
 from kvserve.kernels.score.window_scores_triton import window_scores_triton
 from kvserve.kernels.store.coded_entries import Codes
-from kvserve.kernels.store.entries import Entries
-from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.store.entries import Entries, FewLayer, Shaping
+from kvserve.kernels.store.few_bits import FewBlocks
 from kvserve.kernels.store.few_bits_triton import store_few_triton
 from kvserve.kernels.store.int4_log import Int4Queries
 from kvserve.kernels.store.int4_log_triton import gather_int4_triton, store_int4_triton

@@ -16,7 +16,8 @@ from kvserve.kernels.attend.paged_attention import Newest, paged_attention_torch
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attend.paged_attention_triton import paged_attention_triton
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
-from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping, store_few_torch
+from kvserve.kernels.store.entries import FewLayer, Shaping
+from kvserve.kernels.store.few_bits import FewBlocks, store_few_torch
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks, store_levels_torch
 from kvserve.kernels.store.remainder import Remainder
 

@@ -7,15 +7,8 @@ import torch
 from torch import Tensor
 
 from kvserve.entry_format import few
-from kvserve.kernels.store.few_bits import (
-    PLAIN,
-    SHAPED,
-    Shaping,
-    packed,
-    quantize,
-    scales,
-    unpacked,
-)
+from kvserve.kernels.store.entries import Shaping
+from kvserve.kernels.store.few_levels import PLAIN, SHAPED, packed, quantize, scales, unpacked
 from kvserve.kernels.store.turning import turn_cpu, turn_torch
 from tests.engine.few_reference import hadamard, rounded
 from tests.thinning import thinned

@@ -12,10 +12,9 @@ from kvserve.entry_format import TILE, EntryFormat, few
 from kvserve.kernels.attend.paged_attention import Newest, Rest, paged_attention_torch
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
+from kvserve.kernels.store.entries import FewLayer, Shaping
 from kvserve.kernels.store.few_bits import (
     FewBlocks,
-    FewLayer,
-    Shaping,
     store_few_torch,
     store_layers_cpu,
     store_layers_torch,
@@ -114,5 +113,5 @@ def test_lanes_are_written_as_the_reference_writes_them(
         store(blocks, (1, 0), torch.randperm(128, generator=made)[None, :60], k, v)
         pools.append(pool)
     assert torch.equal(*pools)
-    with pytest.raises(ValueError, match="1 layers for 2"):
+    with pytest.raises(ValueError, match="new entries of"):
         store_layers_cpu(blocks, (1,), torch.zeros(1, 60, dtype=torch.int64), k, v)

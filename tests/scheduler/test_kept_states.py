@@ -9,7 +9,8 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.kept_states import KeptStates, StateMove
-from kvserve.scheduler.blocks.state_group import BOUNDARY, LayerState, StateSpec
+from kvserve.scheduler.blocks.state_group import BOUNDARY, StateSpec
+from kvserve.scheduler.layout import LayerState
 from kvserve.scheduler.messages.output import SchedulerOutput
 from kvserve.scheduler.messages.saved_row import NO_PLACE
 from kvserve.scheduler.messages.sequence import Sequence, SequenceStatus

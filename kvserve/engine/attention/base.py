@@ -16,8 +16,7 @@ from kvserve.scheduler.arrays import IntArray
 
 if TYPE_CHECKING:
     from kvserve.kernels.store.coded_entries import Codes
-    from kvserve.kernels.store.entries import Entries
-    from kvserve.kernels.store.few_bits import FewHeads
+    from kvserve.kernels.store.entries import AnyLevels, Entries
 
 
 class RowRemainders(Protocol):
@@ -177,7 +176,7 @@ class LayerCache(Protocol):
         """The same of entries that ``ForwardBatch.newest`` sees: numbers as they were computed."""
         ...
 
-    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+    def rest_keys_values(self, layer: int) -> tuple[AnyLevels, AnyLevels]:
         """Blocks of one layer of what ``ForwardBatch.rest`` sees."""
         ...
 

@@ -24,7 +24,8 @@ from kvserve.engine.models.rotary import Rotary
 from kvserve.engine.models.transformer import Layer, Transformer
 from kvserve.entry_format import BITS, NEWEST
 from kvserve.folders import cache_folder
-from kvserve.kernels.store.few_bits import SHAPED, VALUES, Shaping, quantize, scales
+from kvserve.kernels.store.entries import Shaping
+from kvserve.kernels.store.few_levels import SHAPED, VALUES, numbers_of, quantize
 from kvserve.kernels.store.remainder import capped
 from kvserve.kernels.store.turning import turn_torch
 from kvserve.log import ConfigError, logger
@@ -316,9 +317,7 @@ def turn_torch_both(matrix: Tensor) -> Tensor:
 
 def _held(x: Tensor, bits: int, factor: float, shaping: Shaping | None = None) -> Tensor:
     """What turned vectors [T, H, D] are held as."""
-    levels, codes = quantize(x, bits, factor, shaping)
-    step = scales().to(x.device)[codes.long()] * factor
-    return (levels.float() - (2 ** (bits - 1) - 0.5)) * step[..., None]
+    return numbers_of(*quantize(x, bits, factor, shaping), bits, factor)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

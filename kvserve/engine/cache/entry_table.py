@@ -1,12 +1,13 @@
 """A model's table: what its keys have in common, where its queries look, and what its layers lose
-by each bit. Entries in few bits are written by it (``kernels/store/few_bits.py``)."""
+by each bit. Entries in few bits are written by it (``kernels/store/few_levels.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvserve.entry_format import BITS, EntryFormat, bits_of_layers, few
-from kvserve.kernels.store.few_bits import FewLayer, Shaping
+from kvserve.kernels.store.entries import FewLayer, Shaping
 from kvserve.scheduler.layout import KVLayout, LayerKinds
 
 _FORMAT = "kvserve entry table 1"
@@ -49,37 +50,30 @@ class EntryTable:
 
     def of_rank(self, rank: int, size: int) -> EntryTable:
         """The heads of one of ``size`` ranks."""
-        parts = {
-            name: x.chunk(size, dim=1)[rank].contiguous()
-            for name in ("mean", "feedback", "order")
-            if (x := getattr(self, name)) is not None
-        }
-        return replace(self, **parts)
+        return self._with(lambda x: x.chunk(size, dim=1)[rank].contiguous())
 
     def to(self, device: str) -> EntryTable:
         """On another device."""
-        parts = {
-            name: x.to(device)
-            for name in ("mean", "feedback", "order")
-            if (x := getattr(self, name)) is not None
-        }
-        return replace(self, **parts)
+        return self._with(lambda x: x.to(device))
+
+    def _with(self, change: Callable[[Tensor], Any]) -> EntryTable:
+        found = {name: getattr(self, name) for name in ("mean", "feedback", "order")}
+        return replace(self, **{n: change(x) for n, x in found.items() if x is not None})
 
     def layers(
         self, form: EntryFormat, layout: KVLayout, kinds: LayerKinds
     ) -> tuple[FewLayer, ...]:
         """What each layer's entries are, and where they are in their block."""
         found: dict[int, FewLayer] = {}
+        sizes = layout.block_size, layout.head_dim, layout.heads_per_block
+        parts = self.mean, self.feedback, self.order
         for group in _sharing(layout, kinds):
-            at, bits = 0, self.bits(form, layout.head_dim, group)
-            for layer, (key, value) in zip(group, bits, strict=True):
-                parts = (self.mean, self.feedback, self.order)
-                shaping = Shaping(*(None if x is None else x[layer] for x in parts))  # type: ignore[arg-type]
-                found[layer] = FewLayer(few(key), few(value), at, shaping)
-                held = EntryFormat("", few(key), few(value))
-                at += held.block_bytes(
-                    layout.block_size, layout.head_dim, 1, layout.heads_per_block
-                )
+            shapings = [
+                Shaping(*(None if x is None else x[layer] for x in parts))  # type: ignore[arg-type]
+                for layer in group
+            ]
+            bits = self.bits(form, layout.head_dim, group)
+            found.update(zip(group, side_by_side(bits, shapings, *sizes), strict=True))
         return tuple(found[layer] for layer in range(kinds.count))
 
     def bits(self, form: EntryFormat, dim: int, group: list[int]) -> list[tuple[int, int]]:
@@ -88,14 +82,8 @@ class EntryTable:
         if not form.average:
             return [(form.key.bits, form.value.bits)] * len(group)
         there, noise = bits_of_layers(dim), self.noise.tolist()
-        kinds = [(layer, kind) for layer in group for kind in (0, 1)]
-        found = _shared_out(
-            [[noise[layer][kind][BITS.index(bits)] for bits in there] for layer, kind in kinds],
-            [few(bits).levels(dim) for bits in there],
-            form.level_bytes(dim, len(group)),
-        )
-        bits = [there[place] for place in found]
-        return list(zip(bits[::2], bits[1::2], strict=True))
+        lost = [[of[BITS.index(bits)] for bits in there] for layer in group for of in noise[layer]]
+        return _shared_out(lost, there, dim, form.level_bytes(dim, len(group)))
 
     def bits_of_heads(
         self, lanes: list[tuple[int, int]], dim: int, left: int, most: list[int]
@@ -108,16 +96,11 @@ class EntryTable:
         else:
             noise = self.by_head[layer, head]
         there = bits_of_layers(dim, least=1)
-        found = _shared_out(
-            [
-                [of[bits - 1] for bits in there if bits <= max(bound, there[0])]
-                for of, bound in zip(noise.reshape(-1, 4).tolist(), most, strict=True)
-            ],
-            [few(bits).levels(dim) for bits in there],
-            left,
-        )
-        bits = [there[place] for place in found]
-        return list(zip(bits[::2], bits[1::2], strict=True))
+        lost = [
+            [of[bits - 1] for bits in there if bits <= max(bound, there[0])]
+            for of, bound in zip(noise.reshape(-1, 4).tolist(), most, strict=True)
+        ]
+        return _shared_out(lost, there, dim, left)
 
     def save(self, path: Path) -> None:
         """To a file that is there as a whole or not at all."""
@@ -147,9 +130,24 @@ class EntryTable:
         return cls(parts["mean"], *given, noise, facts["name"], by_head)
 
 
-def _shared_out(noise: list[list[float]], sizes: list[int], left: int) -> list[int]:
-    """Which of ``sizes``, ascending, each of n vectors gets of ``left`` bytes: the first, then one
-    step at a time where the ``noise``, by vector and size, falls most for its bytes."""
+def side_by_side(
+    bits: Sequence[tuple[int, int]], shapings: Sequence[Shaping], size: int, dim: int, heads: int
+) -> list[FewLayer]:
+    """Layers of so many ``bits``, one behind the other in blocks of ``size`` tokens."""
+    found, at = [], 0
+    for (key, value), shaping in zip(bits, shapings, strict=True):
+        held = EntryFormat("", few(key), few(value))
+        found.append(FewLayer(held.key, held.value, at, shaping))
+        at += held.block_bytes(size, dim, 1, heads)
+    return found
+
+
+def _shared_out(
+    noise: list[list[float]], there: tuple[int, ...], dim: int, left: int
+) -> list[tuple[int, int]]:
+    """Which of the bits ``there``, ascending, keys and values (in turns) get of ``left`` bytes: the
+    first, then one step at a time where the ``noise``, by vector, falls most for its bytes."""
+    sizes = [few(bits).levels(dim) for bits in there]
     chosen, left = [0] * len(noise), left - sizes[0] * len(noise)
 
     def step(at: int) -> tuple[float, int]:
@@ -165,7 +163,8 @@ def _shared_out(noise: list[list[float]], sizes: list[int], left: int) -> list[i
             chosen[at], left = chosen[at] + 1, left - more
             if chosen[at] + 1 < len(noise[at]):
                 heappush(steps, step(at))
-    return chosen
+    found = [there[place] for place in chosen]
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _sharing(layout: KVLayout, kinds: LayerKinds) -> Iterator[list[int]]:

@@ -23,12 +23,10 @@ from kvserve.scheduler.messages.output import RowMove, RowMoves
 
 if TYPE_CHECKING:
     from kvserve.engine.cache.query_log import QueryLog
-    from kvserve.kernels.store.entries import Entries
-    from kvserve.kernels.store.few_bits import FewHeads, FewLayer
+    from kvserve.kernels.store.entries import AnyLevels, Entries, FewLayer
 
 _query_log = Late("engine.cache.query_log:QueryLog")
 _quantized_blocks = Late("kernels.store.quantized_entries:QuantizedBlocks")
-_few_blocks = Late("kernels.store.few_bits:FewBlocks")
 _quantized_entries = Late("engine.cache.level_entries:QuantizedEntries")
 _few_entries = Late("engine.cache.level_entries:FewEntries")
 _window_entries = Late("engine.cache.window_entries:window_entries")
@@ -91,8 +89,8 @@ class KVCache:
         self.entries = RawEntries(self.kv, kernels)
         if few:
             sizes = layout.heads_per_block, layout.block_size, layout.head_dim
-            parts = _few_blocks(self.kv.flatten(1), few, *sizes)
-            self.entries = _few_entries(parts, kernels, dtype, self.layers.full)
+            blocks = kernels.few.blocks(self.kv.flatten(1), few, *sizes)
+            self.entries = _few_entries(blocks, kernels, dtype, self.layers.full)
         elif self.form.quantized:
             blocks = _quantized_blocks(self.kv, self.form, layout.block_size, layout.head_dim)
             self.entries = _quantized_entries(blocks, kernels, dtype)
@@ -105,7 +103,7 @@ class KVCache:
         """Called with each layer's queries [T, Hq, D], for who measures them."""
         self._kernels = kernels
         self._newest: RawEntries | None = None
-        self.rest: list[tuple[FewHeads, FewHeads]] = []
+        self.rest: list[tuple[AnyLevels, AnyLevels]] = []
         """By a layer's number among those that see all tokens: what ``ForwardBatch.rest`` sees."""
         self.writers: list[Writer] = []
         """In the order of ``ForwardBatch.further``."""
@@ -216,7 +214,7 @@ class KVCache:
         blocks = self._newest.memory[:, place]
         return blocks[:, 0], blocks[:, 1], group
 
-    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+    def rest_keys_values(self, layer: int) -> tuple[AnyLevels, AnyLevels]:
         """As ``keys_values``, of the rest, which has one layer group."""
         return self.rest[self.layers.places[layer]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from kvserve.engine.cache.entry_store import RawEntries, on_device
 from kvserve.kernels.move.move_levels import gather_key_levels_cpu, mean_levels
 from kvserve.kernels.storage import COMPILED, StorageKernels
 from kvserve.kernels.store.entries import Entries
-from kvserve.kernels.store.few_bits import FewBlocks
 from kvserve.kernels.store.quantized_entries import LevelKeys, QuantizedBlocks
 from kvserve.kernels.store.remainder import Remainder
-from kvserve.kernels.store.turning import turn_torch
 from kvserve.scheduler.arrays import IntArray
+
+if TYPE_CHECKING:
+    from kvserve.kernels.store.few_bits import FewBlocks
 
 
 class QuantizedEntries(RawEntries):
@@ -69,7 +71,7 @@ class FewEntries(RawEntries):
     ) -> None:
         self.memory, self.store_rotated = blocks.pool, None
         self.blocks = blocks
-        self._few, self.store_layers = kernels.few, kernels.few.store_layers
+        self.few = kernels.few
         self._dtype = dtype
         self._full = list(full)
         means = [blocks.layers[layer].shaping.mean for layer in full]
@@ -80,36 +82,35 @@ class FewEntries(RawEntries):
         return layer
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        self._few.store(self.blocks, layer, slots, k, v)
+        self.few.store(self.blocks, layer, slots, k, v)
 
     def layer(self, layer: int) -> tuple[Entries, Entries]:
         return self.blocks.layer(layer)
 
     def keys(self, slots: Tensor, layers: IntArray | None) -> Tensor:
-        return self._few.gather(self.blocks, self._named(layers), slots, self._dtype)
+        return self.few.gather(self.blocks, self._named(layers), slots, self._dtype)
 
     def values(self, slots: Tensor, layers: IntArray | None) -> Tensor:
-        return self._few.gather(self.blocks, self._named(layers), slots, self._dtype, True)
+        return self.few.gather(self.blocks, self._named(layers), slots, self._dtype, True)
 
     def numbers(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers in slots [L, Hkv, S], unrounded: float32 [L, Hkv, S, D]."""
         read = self.blocks, self._full, slots, torch.float32
-        return self._few.gather(*read), self._few.gather(*read, True)
+        return self.few.gather(*read), self.few.gather(*read, True)
 
     def move(self, src: Tensor, dst: Tensor, runs: int) -> None:
-        self._few.move(self.blocks, self._full, src, dst, runs)
+        self.few.move(self.blocks, self._full, src, dst, runs)
 
     def turn(self, x: Tensor, layer: int | None = None) -> Tensor:
         mean = None if layer is None else self.blocks.layers[layer].shaping.mean
-        return self._few.turn(x, mean)
+        return self.few.turn(x, mean)
 
     def turn_remainder(self, left: Remainder, layers: Tensor | None, *, back: bool) -> Remainder:
         means = self._means if layers is None else self._means[layers]
+        turn, (keys, values) = self.few.turn_vectors, left.numbers()
         if back:
-            keys, values = (turn_torch(x.float()) for x in left.numbers())
-            return Remainder(keys + means, values, left.bias)
-        keys, values = left.numbers()
-        return Remainder(turn_torch(keys, means), turn_torch(values), left.bias)
+            return Remainder(turn(keys) + means, turn(values), left.bias)
+        return Remainder(turn(keys, means), turn(values), left.bias)
 
     def _named(self, layers: IntArray | None) -> list[int]:
         return self._full if layers is None else [self._full[place] for place in layers]

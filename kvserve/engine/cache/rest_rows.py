@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvserve.engine.attention.base import ForwardBatch
+from kvserve.engine.cache.entry_table import side_by_side
 from kvserve.engine.cache.kv_cache import KVCache
 from kvserve.engine.cache.level_entries import FewEntries
 from kvserve.engine.cache.row_groups import KINDS, RowGroup
 from kvserve.engine.device.transfer import to_device
 from kvserve.engine.models.transformer import Transformer
-from kvserve.entry_format import TILE, EntryFormat, bits_of_layers, few, mean_levels
-from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, bytes_at, entries_at
+from kvserve.entry_format import TILE, EntryFormat, bits_of_layers, mean_levels
 from kvserve.log import ConfigError
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.rest_group import RestSpec
@@ -67,20 +67,17 @@ class RestRows(RowGroup):
 
     def attach(self, cache: KVCache, model: Transformer, max_len: int) -> None:
         assert isinstance(cache.entries, FewEntries) and model.entry_table is not None
-        layout, size, at = cache.layout, self.spec.block_tokens, 0
+        layout, size = cache.layout, self.spec.block_tokens
         held, self._heads = cache.entries.blocks, layout.num_kv_heads
         left = cache.kv[0].nbytes // size - 2 * self.spec.lanes
         lanes = [(layer, head) for layer in cache.layers.full for head in range(self._heads)]
         forms = [(held.layers[layer].key, held.layers[layer].value) for layer, _ in lanes]
         most = [form.bits for both in forms for form in both]
         bits = model.entry_table.bits_of_heads(lanes, layout.head_dim, left, most)
-        layers = []
-        for (layer, head), (key, value) in zip(lanes, bits, strict=True):
-            shaping = held.layers[layer].shaping.heads(head, 1)
-            layers.append(FewLayer(few(key), few(value), at, shaping))
-            lane = EntryFormat("", few(key), few(value))
-            at += lane.block_bytes(size, layout.head_dim, 1, 1)
-        self.blocks = FewBlocks(cache.kv.flatten(1), tuple(layers), 1, size, layout.head_dim)
+        shapings = [held.layers[layer].shaping.heads(head, 1) for layer, head in lanes]
+        layers = tuple(side_by_side(bits, shapings, size, layout.head_dim, 1))
+        pool = cache.kv.flatten(1)
+        self.blocks = cache.entries.few.blocks(pool, layers, 1, size, layout.head_dim)
         self._entries = cache.entries
         self._equal = [
             (lane, held.layer(layer)[kind], own)
@@ -103,7 +100,7 @@ class RestRows(RowGroup):
         bytes of those that the rest holds in as many bits."""
         lanes, blocks = slots.flatten(0, 1), self._entries.blocks
         copies = [
-            bytes_at(blocks, held, lanes[lane : lane + 1], lane % self._heads)
+            blocks.bytes_at(held, lanes[lane : lane + 1], lane % self._heads)
             for lane, held, _ in self._equal
         ]
         return *self._entries.numbers(slots), copies
@@ -113,9 +110,9 @@ class RestRows(RowGroup):
         rest has as many bits."""
         everywhere, lanes = slots[None], range(self.spec.lanes)
         new = (x.flatten(0, 1)[:, :, None] for x in (keys, values))  # [L * Hkv, S, 1, D]
-        self._entries.store_layers(self.blocks, lanes, everywhere, *new)
+        self._entries.few.store_layers(self.blocks, lanes, everywhere, *new)
         for (_, _, own), copy in zip(self._equal, copies, strict=True):
-            own.tiles[entries_at(self.blocks, own, everywhere)] = copy
+            own.tiles[self.blocks.entries_at(own, everywhere)] = copy
 
     def over(
         self, batch: ForwardBatch, rows: Tensor, columns: IntArray, rounded_at: Tensor

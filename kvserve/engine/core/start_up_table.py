@@ -138,9 +138,10 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     rows.append(("chunked prefill", *chunks))
     caching = "on" if config.cache.enable_prefix_caching else "off"
     because = "--enable-prefix-caching"
-    if spec.states:
-        state_row, because = _state_rows(plan)
-        rows.append(state_row)
+    for group in plan.groups:
+        if group.told is not None:
+            row, because = group.told
+            rows.append(row)
     rows.append(("prefix caching", caching, because))
     kept, why = config.cache.continuations, None
     if kept == "on":
@@ -155,24 +156,6 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     name, state, why = log_row(plan.log, plan.device)
     weight = log_weight(policy.event_trigger, layout.block_size, plan.log_block_tokens)
     return [*rows, (name, state, why + weight), *_statistics_rows(plan)]
-
-
-def _state_rows(plan: EnginePlan) -> tuple[Row, str]:
-    """What states take, and what prefix caching does with them."""
-    from kvserve.scheduler.blocks.state_group import BOUNDARY, StateSpec
-
-    group = next(group for group in plan.groups if isinstance(group, StateSpec))
-    rows, kept, each = group.max_rows, group.num_kept, group.row_bytes / 2**20
-    state = f"{len(group.layers)} layers, {each:.3f} MiB a sequence, {rows * each:.1f} MiB"
-    why = "on each rank, " * (group.ranks > 1) + f"beside the pool, for {rows}: --max-num-seqs"
-    if not kept:
-        return ("states", state, why), "--enable-prefix-caching, with memory for kept states"
-    because = (
-        f"prompts begin where a state is kept: at the last {BOUNDARY} tokens of a prompt, where "
-        f"prompts part, and every {group.every} tokens; --enable-prefix-caching"
-    )
-    state += f" and {kept * each:.1f} MiB kept for later prompts"
-    return ("states", state, why), because
 
 
 def _rest_tokens(plan: EnginePlan) -> int:

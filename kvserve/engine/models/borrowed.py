@@ -27,10 +27,8 @@ from kvserve.engine.models.operators import select_operators
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Transformer, attend
 from kvserve.engine.models.wrapper import open_text_part
-from kvserve.late import Late
 from kvserve.log import ConfigError
 
-_recurrent = Late("engine.models.recurrent:Recurrent")
 NAME = "kvserve"
 
 
@@ -173,7 +171,7 @@ def load_borrowed(
 
     AttentionInterface.register(NAME, _attend)
     config = text_config(directory, overrides)
-    kind = _recurrent if spec.states else Borrowed
+    kind = spec.decoder or Borrowed
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
     try:
         with torch.device("meta"):  # before any weight is read

@@ -13,6 +13,7 @@ from kvserve.engine.models.spec import ModelSpec, RopeSpec
 from kvserve.late import Late
 from kvserve.log import ConfigError
 
+_recurrent = Late("engine.models.recurrent:Recurrent")
 _states_of = Late("engine.models.recurrent:states_of")
 _FULL = {"full_attention", "attention"}
 _WINDOWED = {"sliding_attention", "chunked_attention"}
@@ -67,6 +68,7 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
     kinds = set(getattr(config, "layer_types", None) or ())
     if "chunked_attention" in kinds:  # up to a chunk's length it is full attention
         context = min(context, config.attention_chunk_size)
+    states = _states_of(config, architecture) if kept else ()
     return ModelSpec(
         architecture=architecture,
         num_layers=len(attending),
@@ -90,7 +92,8 @@ def _spec(config: Any, architecture: str) -> ModelSpec:
         sharing=len(places_of(config)) - len(attending),
         borrowed=True,
         stored_as=getattr(config, "stored_as", ""),
-        states=_states_of(config, architecture) if kept else (),
+        states=states,
+        decoder=_recurrent if states else None,
     )
 
 

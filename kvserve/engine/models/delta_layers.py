@@ -8,6 +8,7 @@ others do; a gate then decides how much of each number counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,10 +24,26 @@ from kvserve.engine.models.linear import linear
 from kvserve.engine.models.operators import Operators
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.transformer import Layer, LayerBase, Transformer, attend
+from kvserve.folders import install
+from kvserve.kernels.build import why_missing
 from kvserve.kernels.layer.gated_delta import RowChunks
+from kvserve.kernels.layer.gated_delta_cpu import DTYPES, MAX_DIM, MAX_TAPS
 from kvserve.late import LateModule
 
 _KERNELS = [LateModule(f"kernels.layer.gated_delta_{name}") for name in ("cpu", "triton")]
+
+
+def refusal(spec: Any, dtype: str, device: str) -> str | None:
+    """Why these layers do not run those of a ``DeltaSpec`` in ``dtype`` on the device."""
+    if device == "cpu" and dtype not in {"auto", *(str(known)[6:] for known in DTYPES)}:
+        return f"has layers whose kernels take float32 and bfloat16, not {dtype}"
+    if device == "cpu" and (missing := why_missing("gated_delta")) is not None:
+        return f"has layers whose kernels are not there: {missing}"
+    if device != "cpu" and find_spec("triton") is None:
+        return f"has layers whose kernels are not there: Triton is not ({install('cuda')})"
+    if max(spec.key_dim, spec.value_dim) > MAX_DIM or not 1 < spec.taps <= MAX_TAPS:
+        return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
+    return None
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 from kvserve.config import ModelConfig
 from kvserve.engine.models.checkpoint import Checkpoint
 from kvserve.engine.models.families import ExpertSpec, Fields
 from kvserve.engine.models.spec import ModelSpec, architecture_of, parse_spec
-from kvserve.folders import install
-from kvserve.kernels.build import why_missing
-from kvserve.kernels.layer.gated_delta_cpu import DTYPES, MAX_DIM, MAX_TAPS
+from kvserve.late import Late
 from kvserve.log import ConfigError, shown
-from kvserve.scheduler.blocks.state_group import LayerState
+from kvserve.scheduler.layout import LayerState
 
+_decoder = Late("engine.models.delta_layers:DeltaTransformer")
+_layers_refusal = Late("engine.models.delta_layers:refusal")
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_DTYPES = {"auto", *(str(dtype)[6:] for dtype in DTYPES)}
 _NEXT = "Qwen3NextForCausalLM"
 _EXPERTS = {"Qwen3_5MoeForCausalLM": (256, 8), _NEXT: (512, 10)}
 """How many a layer has, and how many a token goes to, unless config.json says."""
@@ -67,6 +65,17 @@ class DeltaSpec:
         heads = self.key_heads // ranks, self.heads // ranks
         own = replace(self, key_heads=heads[0], heads=heads[1])
         return replace(part, delta=own, states=tuple(own.state(x.layer) for x in part.states))
+
+    def as_stored(self, spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
+        """``spec``, whose part this is, of a checkpoint that has experts in one tensor each, or one
+        by one."""
+        first = "model.layers.0.mlp.experts.gate_up_proj"
+        if f"{first}_scale_inv" in checkpoint.names:
+            raise ConfigError(
+                f"--model: {checkpoint.file(first)} has {first} in FP8, all experts in one tensor; "
+                "kvserve reads experts in FP8 one by one, as Qwen publishes them"
+            )
+        return replace(spec, delta=replace(self, stacked=first in checkpoint.names))
 
     def state(self, layer: int) -> LayerState:
         """What a layer keeps of a row."""
@@ -127,30 +136,13 @@ def _with_experts(config: Fields) -> list[bool]:
     return [not none and n not in dense and (n + 1) % step == 0 for n in range(layers)]
 
 
-def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """The spec of a checkpoint that has experts in one tensor each, or one by one."""
-    first = "model.layers.0.mlp.experts.gate_up_proj"
-    if f"{first}_scale_inv" in checkpoint.names:
-        raise ConfigError(
-            f"--model: {checkpoint.file(first)} has {first} in FP8, all experts in one tensor; "
-            "kvserve reads experts in FP8 one by one, as Qwen publishes them"
-        )
-    return replace(spec, delta=replace(spec.delta, stacked=first in checkpoint.names))
-
-
 def _refusal(config: Fields, model: ModelConfig, device: str) -> str | None:
     """Why our own layers do not run it here."""
     delta, rope, raw = _delta_of(config), _rope_of(config), config.raw
-    if device == "cpu" and model.dtype not in _DTYPES:
-        return f"has layers whose kernels take float32 and bfloat16, not {model.dtype}"
-    if device == "cpu" and (missing := why_missing("gated_delta")) is not None:
-        return f"has layers whose kernels are not there: {missing}"
-    if device != "cpu" and find_spec("triton") is None:
-        return f"has layers whose kernels are not there: Triton is not ({install('cuda')})"
+    if (why := _layers_refusal(delta, model.dtype, device)) is not None:
+        return str(why)
     if device != "cpu" and model.dtype not in ("auto", "bfloat16") and _experts_of(config):
         return f"has experts, whose products are in bfloat16 on a GPU, not in {model.dtype}"
-    if max(delta.key_dim, delta.value_dim) > MAX_DIM or not 1 < delta.taps <= MAX_TAPS:
-        return f"has heads of more than {MAX_DIM} dimensions, or no taps up to {MAX_TAPS}"
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         return "rotates parts of heads by scaled RoPE, which is not built"
     if raw.get("attn_output_gate") is False or raw.get("attention_bias"):
@@ -193,6 +185,7 @@ def _spec_of(config: Fields, delta: DeltaSpec) -> ModelSpec:
         norms_from_one=True,
         rope=replace(spec.rope, parameters={"partial_rotary_factor": share}),
         states=states,
+        decoder=_decoder,
         experts=experts,
         delta=replace(
             delta,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvserve.engine.device.distributed import RankGroup
-from kvserve.engine.models.delta_layers import DeltaLayer, DeltaTransformer
 from kvserve.engine.models.delta_spec import DeltaSpec
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.weights import BY_INPUTS, Target
 from kvserve.kernels.layer.weight_levels import Levels
+
+if TYPE_CHECKING:
+    from kvserve.engine.models.delta_layers import DeltaTransformer
 
 _PROJECTED, _OF_RULE = ["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -71,16 +73,17 @@ def weight_targets(model: DeltaTransformer) -> list[tuple[str, Target]]:
             experts = [whole[expert] for expert in range(whole.shape[0])]
         parts = [part for one in experts for part in _parts(model, matrix, one, stacked=stacked)]
         targets += [(name, part) for name, own in zip(names, parts, strict=True) for part in own]
+    with_rule = {state.layer for state in spec.states}
+    layer: Any
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."
         for own, name in _NORMS.items():
             targets.append((f"{prefix}{name}.weight", Target.whole(getattr(layer, own))))
-        mlp: Any = layer.mlp
         if spec.experts is not None:
-            router, gate = Target.whole(mlp.experts.router), Target.whole(mlp.gate)
+            router, gate = Target.whole(layer.mlp.experts.router), Target.whole(layer.mlp.gate)
             targets.append((f"{prefix}mlp.gate.weight", router))
             targets.append((f"{prefix}mlp.shared_expert_gate.weight", gate))
-        if isinstance(layer, DeltaLayer):
+        if index in with_rule:
             rule, taps = f"{prefix}linear_attn.", layer.taps.t()[:, None]
             targets += [
                 *((f"{rule}conv1d.weight", x) for x in _sections(taps, delta.sections, group)),

@@ -27,8 +27,6 @@ _load_borrowed = Late("engine.models.borrowed:load_borrowed")
 fill_randomly = Late("engine.models.random_weights:fill_randomly")
 _named = Late("engine.models.mismatch:named")
 _open_text_part = Late("engine.models.wrapper:open_text_part")
-_as_stored = Late("engine.models.delta_spec:as_stored")
-_delta_transformer = Late("engine.models.delta_layers:DeltaTransformer")
 _hold_levels = Late("engine.models.held:hold_levels")
 _read_levels = Late("engine.models.held:read_levels")
 _storage_of = Late("engine.models.held:storage_of")
@@ -59,7 +57,7 @@ def load_model(
     if checkpoint is not None and spec.tied_embeddings and has_own_head(checkpoint, spec):
         spec = replace(spec, tied_embeddings=False)
     if checkpoint is not None and spec.delta is not None:
-        spec = cast(ModelSpec, _as_stored(spec, checkpoint))
+        spec = spec.delta.as_stored(spec, checkpoint)
     holding = Holding()
     if _has_levels(spec, checkpoint):
         holding = _hold_levels(spec, checkpoint, dtype, device, group)
@@ -81,7 +79,7 @@ def load_model(
 
 def decoder_of(spec: ModelSpec) -> Callable[..., Any]:
     """The class of a model whose layers are our own."""
-    return Transformer if spec.delta is None else _delta_transformer
+    return spec.decoder or Transformer
 
 
 def _has_levels(spec: ModelSpec, checkpoint: Checkpoint | None) -> bool:

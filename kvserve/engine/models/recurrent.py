@@ -23,7 +23,7 @@ from kvserve.engine.models.borrowed import Borrowed, Step
 from kvserve.engine.models.borrowed_spec import refused
 from kvserve.engine.models.spec import ModelSpec
 from kvserve.engine.models.states import LayerStates
-from kvserve.scheduler.blocks.state_group import LayerState
+from kvserve.scheduler.layout import LayerState
 
 _WITH_STATES = {"linear_attention", "conv", "hybrid"}
 

@@ -21,7 +21,7 @@ from kvserve.engine.models.families import (
 )
 from kvserve.late import Late
 from kvserve.log import ConfigError, shown
-from kvserve.scheduler.layout import LayerKinds
+from kvserve.scheduler.layout import LayerKinds, LayerState
 
 if TYPE_CHECKING:
     from kvserve.engine.models.quantization import Quantization
@@ -86,8 +86,10 @@ class ModelSpec(Flags):
     """Further layers, that read the keys and values of these and have none."""
     borrowed: bool = False
     """Whether its layers are transformers' own modules (``borrowed.py``)."""
-    states: tuple[Any, ...] = ()
-    """What layers keep beside entries: ``LayerState`` each. ``num_layers`` counts the others."""
+    states: tuple[LayerState, ...] = ()
+    """What layers keep beside entries. ``num_layers`` counts the others."""
+    decoder: Any = None
+    """The class of a model whose layers keep states, if it is none of the usual."""
     delta: Any = None
     """Of our own layers with states: ``DeltaSpec``. Attention has gates then."""
 

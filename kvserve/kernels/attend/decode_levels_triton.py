@@ -16,10 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvserve.kernels.attend.attend_triton import capped
-from kvserve.kernels.attend.level_keys import products, query_operand
-from kvserve.kernels.attend.level_values import value_channels, value_operand
+from kvserve.kernels.attend.levels_triton import (
+    products,
+    query_operand,
+    value_channels,
+    value_operand,
+)
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.store.level_words import first_of, steps_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -275,3 +278,34 @@ def remainder_logit(
         logit = capped(logit, soft_cap)
     begins = tl.zeros_like(logit) + bias > float("-inf")
     return tl.where(begins, logit + bias * 1.4426950408889634, float("-inf"))  # log2(e)
+
+
+@Helper
+def first_of(skipped, STRIDE: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr):
+    """Where a block's vectors (of ``DIM`` channels) begin behind the first ``skipped`` ones."""
+    WIDTH: tl.constexpr = DIM * (FORM % 16) // 8
+    return skipped // 16 * STRIDE if FORM > 64 else skipped * WIDTH
+
+
+@Helper
+def steps_of(held, log, TILE: tl.constexpr, STRIDE: tl.constexpr, FORM: tl.constexpr):
+    """Steps or lows of a tile's rows: bfloat16, or codes of few bits."""
+    quad = tl.arange(0, TILE // 4)
+    if FORM > 64:
+        words = held.to(tl.pointer_type(tl.int32)) + (quad // 4 * (STRIDE // 4) + quad % 4)
+        words = tl.load(words)
+        code = of_rows(words & 255, words >> 8 & 255, words >> 16 & 255, words >> 24 & 255)
+        steps = tl.exp2(code.to(tl.float32) * 0.0625 + log)
+    else:
+        pairs = tl.load(held.to(tl.pointer_type(tl.int64)) + quad)
+        a, b = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+        bits = of_rows(a << 16, a & -65536, b << 16, b & -65536)
+        steps = bits.to(tl.float32, bitcast=True)
+    return steps
+
+
+@Helper
+def of_rows(first, second, third, fourth):
+    """Of the four entries of each quarter, [N] -> in the order of rows [4 N]."""
+    each = tl.join(tl.join(first, second), tl.join(third, fourth))
+    return each.permute(2, 1, 0).reshape(4 * first.shape[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,8 @@ from torch import Tensor
 
 from kvserve.kernels.attend.query_segments import QuerySegments, Shares
 from kvserve.kernels.store.coded_entries import Codes, read_codes
-from kvserve.kernels.store.entries import AnyEntries, Entries
+from kvserve.kernels.store.entries import AnyEntries, AnyLevels, Entries
 from kvserve.kernels.store.remainder import Remainder, capped
-
-if TYPE_CHECKING:
-    from kvserve.kernels.store.few_bits import FewHeads
 
 
 class Newest(NamedTuple):
@@ -33,8 +30,8 @@ class Rest(NamedTuple):
     """What events of a row did not keep, older than all other entries that tokens see: ``keys``,
     ``values`` [num_blocks, B, Hkv, D], ``tables`` and ``chunks`` as those of the others."""
 
-    keys: FewHeads
-    values: FewHeads
+    keys: AnyLevels
+    values: AnyLevels
     tables: Tensor
     chunks: QuerySegments
 

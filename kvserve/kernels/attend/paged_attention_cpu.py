@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 512
 _COMPILED = Compiled("paged_attention")
+_NUMBERS = *[None] * 3, *[0] * 3, None, None, 0, 0
+"""``AnyLevels.passed`` of what is no levels."""
 _check_newest = Late("kernels.attend.paged_attention:check_newest")
 _REFUSALS = {
     1: "chunk {} is of table row {}, which is not there",
@@ -114,28 +116,9 @@ def _attend(
     out = torch.empty(q.shape, dtype=q.dtype if log_sums is None else torch.float32)
     num_rows, per_row, columns = tables.shape
     defines: tuple[str, ...] = WIDE[q.shape[2] > USUAL_DIM]
-    steps: tuple[Tensor | None, ...] = (None,) * 3
-    head_stride = 0
-    few: tuple[Tensor | float | None, ...] = (0, 0, None, None, 0, 0)
-    if isinstance(keys, Tensor) or isinstance(values, Tensor):
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor), "checked"
-        k, v = keys, values
-    else:
-        from kvserve.kernels.store.few_bits import FewHeads, FewVectors
-
-        defines = defines_of(keys.form, values.form)
-        if isinstance(keys, FewHeads):
-            k = v = keys.pool
-            few = 0, 0, keys.lanes, keys.factors, 0, 0
-        elif isinstance(keys, FewVectors) and isinstance(values, FewVectors):
-            k = v = keys.tiles
-            head_stride = k.stride(1)
-            few = keys.form.bits, values.form.bits, None, None, keys.factor, values.factor
-        else:
-            assert not isinstance(values, FewHeads | FewVectors), "checked"
-            assert not isinstance(keys, FewVectors), "checked"
-            k, v, head_stride = keys.levels, values.levels, keys.levels.stride(2)
-            steps = keys.step, values.step, values.low
+    held: tuple[Any, ...] = keys, values, *_NUMBERS
+    if not isinstance(keys, Tensor) and not isinstance(values, Tensor):
+        defines, held = defines_of(keys.form, values.form), keys.passed(values)
     coded: tuple[Tensor | None, ...] = (None,) * 6
     widths = 0, 0, 0, 0
     if codes is not None:
@@ -143,12 +126,11 @@ def _attend(
         coded = counts, slots, vectors, slot_tables, vector_tables, turns
         widths = slots.shape[1], slot_tables.shape[2], vector_tables.shape[2], len(turns)
     _COMPILED(
-        *(q, out, k, v, tables),
+        *(q, out, *held[:2], tables),
         *(chunks.rows, chunks.starts, chunks.last, chunks.first, chunks.always),
         *(sinks, *(shares or (None,) * 2), log_sums, *(begun or (None,) * 3)),
-        *(*(remainder or (None,) * 3), *coded, *steps),
-        *(head_stride, *few, *widths),
-        *(q.stride(0), k.stride(0), len(q), len(chunks.rows), keys.shape[0], num_rows),
+        *(*(remainder or (None,) * 3), *coded, *held[2:], *widths),
+        *(q.stride(0), held[0].stride(0), len(q), len(chunks.rows), keys.shape[0], num_rows),
         *(columns, keys.shape[1], q.shape[1], keys.shape[2] * per_row, per_row),
         *(q.shape[2], torch.get_num_threads()),
         *(scale, soft_cap, q.dtype is torch.bfloat16),

@@ -21,9 +21,7 @@ from kvserve.kernels.attend.query_segments import QuerySegments, Shares, check_a
 from kvserve.kernels.checks import HEAD_DIMS
 from kvserve.kernels.dispatch import Tile, interprets, num_processors, tile_of
 from kvserve.kernels.store.coded_entries import Codes
-from kvserve.kernels.store.entries import Entries
-from kvserve.kernels.store.few_bits import FewVectors
-from kvserve.kernels.store.held_arguments import told_of
+from kvserve.kernels.store.entries import Entries, told_of
 from kvserve.kernels.store.remainder import Remainder
 
 _MAX_SPLITS = 64
@@ -214,7 +212,7 @@ def _tile_of(q: Tensor, keys: Entries, chunks: QuerySegments, packed: int, coded
         return tile._replace(rows=queries, warps=max(tile.warps, min(4, queries // 8)))
     if isinstance(keys, Tensor):
         return tile
-    fewer = 1 + isinstance(keys, FewVectors)  # widening takes registers
+    fewer = 1 + keys.form.few  # widening takes registers
     return tile._replace(rows=tile.rows // 2, columns=max(16, tile.columns // fewer))
 
 

@@ -1,4 +1,4 @@
-"""``move_few.py`` in Triton."""
+"""Entries in few bits (``few_bits.py``) on a GPU: read as numbers, and moved."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
 from kvserve.kernels.move.move_kv import Vectors
-from kvserve.kernels.store.held_arguments import told_of
+from kvserve.kernels.store.entries import told_of
 from kvserve.kernels.store.quantized_entries_triton import bfloat16_as_float
 
 if TYPE_CHECKING:

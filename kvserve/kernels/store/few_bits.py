@@ -1,30 +1,4 @@
-"""Keys and values in 1 to 4 bits: how a vector is written, once, and which numbers it stands for.
-
-Vectors are held *turned*: x = H (k - mean) or H v, where H is a Hadamard matrix (``turning.py``)
-and the mean one of the model's keys. No softmax sees a mean that all keys of a head share, and a
-query that is turned as well, H q, reads turned keys as they are; what is read of values is turned
-back once for each query.
-
-Of a turned vector of D channels, in float32, no product fused with a sum:
-
-1. m is the sum of x_i x_i in ascending order, over D. The code c is 16 log2 of the root of m,
-   rounded to nearest, plus 128, from 0 to 255: a byte, which stands for s = 2^((c - 128) / 16).
-2. A step is a s, where a is a constant of the form. Levels count h = 2^(bits - 1) below 0; a level
-   stands for (level - h + 1/2) step.
-3. A level is floor(x_i / step) + h, from 0 to 2 h - 1.
-4. Keys of a model with a table are *shaped* so that their error points where queries do not look:
-   GPTQ's rule (arXiv 2210.17323, algorithm 1) on the entry itself. Channels are visited in the
-   order o of the table, from the last to the first: t_i = x_o(i), less F_ji e_j for each j > i, the
-   last j first. The level is that of t_i, and e_i is what it stands for less x_o(i). F is unit
-   lower triangular.
-
-Division by a step is a product with its reciprocal. What is not finite becomes something finite.
-
-A *strip* has S bytes of an entry, with levels of *fields* of S channels each: field f is channels
-f S to (f + 1) S - 1, from the lowest bits up. Of 4, 2 and 1 bits there is one strip of 2, 4 and 8
-fields. Of 3 bits there are three: strip i has fields 2 i and 2 i + 1 in bits 0 to 5; bits 6 and 7
-of the first two are the lower bits of fields 6 and 7, bits 7 and 6 of the third their highest. S is
-a multiple of 4, so there may be channels behind D, which are nothing.
+"""Entries in 1 to 4 bits (``few_levels.py``) in blocks: written, read as numbers, and moved.
 
 A *tile* is 16 entries of one head: strips of keys, strips of values, 16 codes of keys, 16 of
 values. A strip of keys has four bytes of each entry side by side, entry after entry, then the next
@@ -34,46 +8,32 @@ entries. So both are read as they meet queries and weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvserve.entry_format import TILE, VectorForm, few
+from kvserve.entry_format import TILE, VectorForm
 from kvserve.kernels.calls import Compiled, as_int64, slot_outside
-from kvserve.kernels.store.slot_mapping import by_row
+from kvserve.kernels.store.entries import FewLayer, Told
+from kvserve.kernels.store.few_levels import (
+    PLAIN,
+    SHAPED,
+    VALUES,
+    numbers_of,
+    packed,
+    quantize,
+    unpacked,
+)
 from kvserve.kernels.store.turning import turn_torch
 
-_STORE = Compiled("store_few", "few_bits")
-PLAIN = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352}
-"""Steps of least error, in roots of the mean square of a Gaussian (Max, 1960, table II)."""
-SHAPED = {1: 2.1, 2: 1.15, 3: 0.70, 4: 0.38}
-"""Wider ones for errors that are fed back, which widen what is rounded."""
-VALUES = {1: 2.15, 2: 1.15, 3: 0.63, 4: 0.36}
-"""Wider ones for values: a step of least error makes numbers smaller, and so what attention adds up
-of many of them."""
-_THRESHOLDS = tuple(2 ** ((2 * k - 1) / 16) for k in range(1, 9))
-
-
-class Shaping(NamedTuple):
-    """Of one layer's keys, by KV head: what they are less, and where errors may point.
-
-    ``mean`` float32 [Hkv, D], before turning. ``feedback`` float32 [Hkv, D, D], F, and ``order``
-    int64 [Hkv, D], o; both ``None``: rounded plainly.
-    """
-
-    mean: Tensor
-    feedback: Tensor | None = None
-    order: Tensor | None = None
-
-    def heads(self, first: int, count: int) -> Shaping:
-        """Of some heads alone."""
-        mean, *beside = (x if x is None else x[first : first + count] for x in self)
-        assert mean is not None
-        return Shaping(mean, *beside)
+_STORE, _GATHER, _MOVE = (
+    Compiled(name, "few_bits") for name in ("store_few", "gather_few", "move_few")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +66,22 @@ class FewVectors:
         return replace(self, tiles=self.tiles.index_select(dim, blocks))
 
     @property
+    def told(self) -> Told:
+        """Of its form."""
+        bits, width = self.form.bits, self.form.strips(self.dim)[1]
+        block, head, tile, _ = self.tiles.stride()
+        codes, log = self.tiles[..., self.codes_at :], math.log2(self.factor) - 8
+        numbers = (8 if bits == 3 else 8 // bits) * width
+        parts = self.tiles[..., self.at :], codes, codes
+        return Told(64 + bits, *parts, (block, tile, head), numbers, width, log)
+
+    def passed(self, values: FewVectors) -> tuple[object, ...]:
+        """As of ``AnyLevels``."""
+        bits, factors = (self.form.bits, values.form.bits), (self.factor, values.factor)
+        few = *bits, None, None, *factors
+        return self.tiles, self.tiles, *[None] * 3, self.tiles.stride(1), *few
+
+    @property
     def places(self) -> Tensor:
         """Where in a tile the bytes of its 16 entries are: int64 [16, bytes of a vector + 1], the
         code behind the levels."""
@@ -118,13 +94,8 @@ class FewVectors:
 
     def numbers(self, held: Tensor) -> Tensor:
         """What the bytes of vectors stand for: uint8 [..., bytes + 1] -> float32 [..., D]."""
-        levels = unpacked(held[..., :-1], self.form.bits, self.dim).float()
-        half = 2 ** (self.form.bits - 1) - 0.5
-        return (levels - half) * self.steps(held[..., -1])[..., None]
-
-    def steps(self, codes: Tensor) -> Tensor:
-        """uint8 [...] -> float32 [...]."""
-        return scales().to(codes.device)[codes.long()] * self.factor
+        bits, levels = self.form.bits, unpacked(held[..., :-1], self.form.bits, self.dim)
+        return numbers_of(levels, held[..., -1], bits, self.factor)
 
 
 @cache
@@ -137,85 +108,6 @@ def _places(form: VectorForm, dim: int, at: int, codes_at: int, of_keys: bool) -
         inside = entry // 4 * (4 * width) + byte * 4 + entry % 4
     levels = [at + strip * TILE * width + inside for strip in range(strips)]
     return torch.cat([*levels, codes_at + entry], dim=1)
-
-
-@cache
-def scales() -> Tensor:
-    """What codes stand for: float32 [256]."""
-    return 2 ** ((torch.arange(256, dtype=torch.float64) - 128) / 16).float()
-
-
-def codes_of(x: Tensor) -> Tensor:
-    """uint8 codes of turned vectors, float32 [..., D] -> [...]."""
-    total = torch.zeros_like(x[..., 0])
-    for channel in x.unbind(-1):
-        total = total + channel * channel
-    mantissa, exponent = torch.frexp(total / x.shape[-1])  # from 1/2 to 1
-    above = sum((mantissa * 2 >= torch.tensor(t, device=x.device)).int() for t in _THRESHOLDS)
-    code = 8 * (exponent - 1) + above + 128
-    code = torch.where(total > 0, code, 0).clamp(0, 255)
-    return torch.where(total.isfinite(), code, 255).to(torch.uint8)
-
-
-def levels_of(x: Tensor, step: Tensor, bits: int) -> Tensor:
-    """Levels of x [...], uint8, by steps."""
-    half = 2 ** (bits - 1)
-    levels = torch.floor(x * (1.0 / step)) + half
-    return levels.nan_to_num(0.0).clamp(0, 2 * half - 1).to(torch.uint8)
-
-
-def quantize(
-    x: Tensor, bits: int, factor: float, shaping: Shaping | None = None
-) -> tuple[Tensor, Tensor]:
-    """Levels uint8 [T, H, D] and codes uint8 [T, H] of turned vectors, float32 [T, H, D]."""
-    codes = codes_of(x)
-    step = scales().to(x.device)[codes.long()] * factor
-    if shaping is None or shaping.feedback is None or shaping.order is None:
-        return levels_of(x, step[..., None], bits), codes
-    half, dim = 2 ** (bits - 1) - 0.5, x.shape[-1]
-    order, feedback = shaping.order.expand_as(x), shaping.feedback
-    wanted = x.gather(-1, order)
-    left, levels = wanted.clone(), torch.empty_like(wanted, dtype=torch.uint8)
-    for i in reversed(range(dim)):
-        levels[..., i] = levels_of(left[..., i], step, bits)
-        error = (levels[..., i].float() - half) * step - wanted[..., i]
-        left[..., :i] -= feedback[:, i, :i] * error[..., None]
-    return torch.empty_like(levels).scatter_(-1, order, levels), codes
-
-
-def packed(levels: Tensor, bits: int) -> Tensor:
-    """Bytes of a vector's strips: uint8 [..., D] -> [..., strips * S]."""
-    strips, width = few(bits).strips(levels.shape[-1])
-    fields = 8 if bits == 3 else 8 // bits
-    padded = torch.nn.functional.pad(levels, (0, fields * width - levels.shape[-1]))
-    field = padded.unflatten(-1, (fields, width)).unbind(-2)
-    if strips == 1:
-        return torch.stack([x << (bits * f) for f, x in enumerate(field)]).sum(0, dtype=torch.uint8)
-    low = [field[2 * i] | field[2 * i + 1] << 3 for i in range(3)]
-    low[0], low[1] = (x | (field[6 + i] & 3) << 6 for i, x in enumerate(low[:2]))
-    low[2] = low[2] | (field[6] >> 2) << 7 | (field[7] >> 2) << 6
-    return torch.cat(low, dim=-1)
-
-
-def unpacked(held: Tensor, bits: int, dim: int) -> Tensor:
-    """Levels of strips: uint8 [..., strips * S] -> [..., D]."""
-    strips, width = few(bits).strips(dim)
-    strip = held.unflatten(-1, (strips, width)).unbind(-2)
-    if strips == 1:
-        fields = [strip[0] >> (bits * f) & (1 << bits) - 1 for f in range(8 // bits)]
-    else:
-        fields = [x >> shift & 7 for x in strip for shift in (0, 3)]
-        fields += [strip[0] >> 6 | strip[2] >> 5 & 4, strip[1] >> 6 | strip[2] >> 4 & 4]
-    return torch.cat(fields, dim=-1)[..., :dim]
-
-
-class FewLayer(NamedTuple):
-    """One layer of a pool: what its entries are, and where they are in a block."""
-
-    key: VectorForm
-    value: VectorForm
-    at: int
-    shaping: Shaping
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +135,10 @@ class FewHeads:
     def __getitem__(self, at: Any) -> FewHeads:
         """Of some blocks, to be widened."""
         return replace(self, heads=tuple(head[at] for head in self.heads))
+
+    def passed(self, values: FewHeads) -> tuple[object, ...]:
+        """As of ``AnyLevels``."""
+        return self.pool, self.pool, *[None] * 3, *[0] * 3, self.lanes, self.factors, 0, 0
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers, turned: [..., B, Hkv, D]."""
@@ -279,6 +175,18 @@ class FewBlocks:
         bits, factors = (keys.form.bits, values.form.bits), (keys.factor, values.factor)
         return keys.tiles, *sizes, *bits, *factors, *self.layers[layer].shaping
 
+    def bytes_at(self, held: FewVectors, slots: Tensor, first: int = 0) -> Tensor:
+        """Bytes of the vectors in slots [n, S] of n heads, from number ``first`` on: uint8 [n, S,
+        bytes + 1]."""
+        return held.tiles[self.entries_at(held, slots, first)]
+
+    def entries_at(self, held: FewVectors, slots: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+        """Where they are in ``held.tiles``."""
+        block, place = slots // self.block_size, slots % self.block_size
+        head = torch.arange(first, first + len(slots), device=slots.device) % self.heads
+        at = held.places.to(slots.device)[place % TILE]
+        return block[..., None], head[:, None, None], (place // TILE)[..., None], at
+
     def layer(self, layer: int) -> tuple[FewVectors, FewVectors]:
         """Its keys and values: [num_blocks, B, Hb, D] twice."""
         return self._views[layer]
@@ -288,11 +196,8 @@ class FewBlocks:
         some, views = self.layers[first : first + count], self._views[first : first + count]
         lanes = torch.tensor([[x.at, x.key.bits, x.value.bits] for x in some])
         factors = torch.tensor([[keys.factor, values.factor] for keys, values in views])
-        keys, values = zip(*views, strict=True)
-        return (
-            FewHeads(keys, self.pool, lanes, factors),
-            FewHeads(values, self.pool, lanes, factors),
-        )
+        keys, values = (FewHeads(x, self.pool, lanes, factors) for x in zip(*views, strict=True))
+        return keys, values
 
     def _view(self, layer: FewLayer) -> tuple[FewVectors, FewVectors]:
         forms, pool, dim = (layer.key, layer.value), self.pool, self.dim
@@ -303,11 +208,10 @@ class FewBlocks:
         tiles = pool.as_strided(shape, strides, pool.storage_offset() + layer.at)
         shaped = layer.shaping.feedback is not None
         keys = (SHAPED if shaped else PLAIN)[forms[0].bits]
-        at = 0, levels[0]
-        codes = sum(levels), sum(levels) + TILE
+        values, codes = VALUES[forms[1].bits], sum(levels)
         return (
-            FewVectors(forms[0], dim, tiles, at[0], codes[0], keys, True),
-            FewVectors(forms[1], dim, tiles, at[1], codes[1], VALUES[forms[1].bits], False),
+            FewVectors(forms[0], dim, tiles, 0, codes, keys, True),
+            FewVectors(forms[1], dim, tiles, levels[0], codes + TILE, values, False),
         )
 
 
@@ -318,30 +222,11 @@ def store_few_torch(
     key, value: [T, R * Hb, D]."""
     shaping = blocks.layers[layer].shaping
     turned = turn_torch(key, shaping.mean, torch.float32), turn_torch(value, dtype=torch.float32)
-    block, place = slots // blocks.block_size, slots % blocks.block_size
+    lanes = slots.repeat_interleave(blocks.heads, dim=0)
     for held, x in zip(blocks.layer(layer), turned, strict=True):
         levels, codes = quantize(x, held.form.bits, held.factor, shaping if held.of_keys else None)
         new = torch.cat([packed(levels, held.form.bits), codes[..., None]], dim=-1)
-        at = held.places.to(slots.device)[place % TILE]  # [R, T, bytes]
-        head = torch.arange(blocks.heads, device=slots.device)[:, None]
-        lead = block[..., None, None], head, (place // TILE)[..., None, None]
-        held.tiles[(*lead, at[:, :, None])] = by_row(new, slots)
-
-
-def bytes_at(blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0) -> Tensor:
-    """Bytes of the vectors in slots [n, S] of n heads, from number ``first`` on: uint8 [n, S, bytes
-    + 1]."""
-    return held.tiles[entries_at(blocks, held, slots, first)]
-
-
-def entries_at(
-    blocks: FewBlocks, held: FewVectors, slots: Tensor, first: int = 0
-) -> tuple[Tensor, ...]:
-    """Where they are in ``held.tiles``."""
-    block, place = slots // blocks.block_size, slots % blocks.block_size
-    head = torch.arange(first, first + len(slots), device=slots.device) % blocks.heads
-    at = held.places.to(slots.device)[place % TILE]
-    return block[..., None], head[:, None, None], (place // TILE)[..., None], at
+        held.tiles[blocks.entries_at(held, lanes)] = new.transpose(0, 1)
 
 
 def store_layers_torch(
@@ -355,38 +240,74 @@ def store_layers_torch(
 def store_few_cpu(blocks: FewBlocks, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
     """For float32 or bfloat16. ``ValueError`` for shapes that do not fit each other;
     ``IndexError``, with nothing written, for a slot that is not there."""
-    _store(blocks, (layer,), slots, key, value, (0, 0))
+    store_layers_cpu(blocks, (layer,), slots, key[None], value[None])
 
 
 def store_layers_cpu(
     blocks: FewBlocks, layers: Sequence[int], slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """Errors as of ``store_few_cpu``."""
-    if not len(layers) == len(key) == len(value):
-        raise ValueError(f"store_few: {len(layers)} layers for {len(key)} of new entries")
-    _store(blocks, layers, slots, key[0], value[0], (key.stride(0), value.stride(0)))
-
-
-def _store(
-    blocks: FewBlocks,
-    layers: Sequence[int],
-    slots: Tensor,
-    key: Tensor,
-    value: Tensor,
-    apart: tuple[int, int],
-) -> None:
-    """``key`` and ``value`` are the first layer's; how far ``apart`` are those of the others?"""
     tables, tokens = slots.shape
-    shape, dtypes = (tokens, tables * blocks.heads, blocks.dim), (torch.float32, torch.bfloat16)
+    shape = len(layers), tokens, tables * blocks.heads, blocks.dim
+    dtypes = torch.float32, torch.bfloat16
     for new in (key, value):
-        dense = new.stride()[1:] == (blocks.dim, 1) and new.dtype is key.dtype
+        dense = new.stride()[2:] == (blocks.dim, 1) and new.dtype is key.dtype
         if new.shape != shape or not dense or new.dtype not in dtypes:
             raise ValueError(
                 f"store_few: new entries of {new.dtype} {list(new.shape)} for slots "
                 f"{list(slots.shape)}: {list(shape)} of {dtypes} is needed, tokens dense"
             )
-    _STORE(
-        *(blocks.told(layers), key, value, as_int64(slots), len(layers), *apart),
-        *(key.stride(0), value.stride(0), tokens, tables, key.dtype is torch.bfloat16),
-        refused=blocks.slot_outside,
-    )
+    apart = key.stride(0), value.stride(0), key.stride(1), value.stride(1)
+    told = blocks.told(layers), key, value, as_int64(slots), len(layers), *apart
+    _STORE(*told, tokens, tables, key.dtype is torch.bfloat16, refused=blocks.slot_outside)
+
+
+def gather_few_torch(
+    blocks: FewBlocks, layers: list[int], slots: Tensor, dtype: torch.dtype, values: bool = False
+) -> Tensor:
+    """Keys (or values) of ``layers [L']``, as they came but for their rounding: [L', Hkv, S, D].
+    slots: int64 [L', Hkv, S]."""
+    found = []
+    for layer, own in zip(layers, slots, strict=True):
+        held, mean = blocks.layer(layer)[int(values)], blocks.layers[layer].shaping.mean
+        numbers = turn_torch(held.numbers(blocks.bytes_at(held, own)).transpose(0, 1))
+        found.append((numbers if values else numbers + mean).transpose(0, 1))
+    return torch.stack(found).to(dtype)
+
+
+def move_few_torch(
+    blocks: FewBlocks, layers: list[int], src: Tensor, dst: Tensor, runs: int = 1
+) -> None:
+    """Copy entries, bit for bit, as ``move_kv_torch``: int64 slots [L, Hkv, S]."""
+    for layer, source, target in zip(layers, src, dst, strict=True):
+        for held in blocks.layer(layer):
+            moved = blocks.bytes_at(held, source)
+            held.tiles[blocks.entries_at(held, target)] = moved
+
+
+def gather_few_cpu(
+    blocks: FewBlocks, layers: list[int], slots: Tensor, dtype: torch.dtype, values: bool = False
+) -> Tensor:
+    """To float32 or bfloat16. ``IndexError`` as of the store."""
+    slots = as_int64(slots)
+    out = torch.empty(*slots.shape, blocks.dim, dtype=dtype)
+    _check_layers(layers, slots)
+    places = out, slots, *slots.shape, values, dtype is torch.bfloat16
+    _GATHER(blocks.told(layers), *places, refused=blocks.slot_outside)
+    return out
+
+
+def move_few_cpu(
+    blocks: FewBlocks, layers: list[int], src: Tensor, dst: Tensor, runs: int = 1
+) -> None:
+    """Entry after entry. ``IndexError`` as of the store."""
+    if src.shape != dst.shape:
+        raise ValueError(f"move_few: slots {list(src.shape)} to {list(dst.shape)}")
+    _check_layers(layers, src)
+    places = as_int64(src), as_int64(dst), *src.shape
+    _MOVE(blocks.told(layers), *places, refused=blocks.slot_outside)
+
+
+def _check_layers(layers: list[int], slots: Tensor) -> None:
+    if len(layers) != len(slots):
+        raise ValueError(f"few bits: slots {list(slots.shape)} of {len(layers)} layers")

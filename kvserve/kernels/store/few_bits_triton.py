@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
-from kvserve.kernels.store.few_bits import FewBlocks, FewVectors, scales
-from kvserve.kernels.store.level_words import beside_each_other
+from kvserve.kernels.store.few_bits import FewBlocks, FewVectors
+from kvserve.kernels.store.few_levels import scales
 from kvserve.kernels.store.turning_triton import EXACT, turned
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def some_fields(a, b, c, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.cons
     if COUNT > 1:
         left = some_fields(a, b, c, FIRST, COUNT // 2, BITS)
         right = some_fields(a, b, c, FIRST + COUNT // 2, COUNT // 2, BITS)
-        found = beside_each_other(left, right)
+        found = tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
     elif BITS != 3:
         found = a >> FIRST * BITS & (1 << BITS) - 1
     elif FIRST == 6:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvserve.entry_format import EntryFormat, VectorForm
 from kvserve.kernels.calls import Compiled, as_int64, slot_outside
+from kvserve.kernels.store.entries import Told
 from kvserve.kernels.store.slot_mapping import by_row
 
 _STORE_LEVELS = Compiled("store_levels", "storage")
@@ -56,6 +57,19 @@ class QuantizedVectors:
         """``index_select`` of every part."""
         levels, step, *low = (part.index_select(dim, blocks) for part in self.parts)
         return QuantizedVectors(self.form, levels, step, *low)
+
+    @property
+    def told(self) -> Told:
+        """Of its form."""
+        step = self.step.view(torch.int16)
+        low = step if self.low is None else self.low.view(torch.int16)
+        strides, dim = self.levels.stride()[:-1], self.shape[-1]
+        return Told(self.form.code, self.levels, step, low, strides, dim)
+
+    def passed(self, values: QuantizedVectors) -> tuple[object, ...]:
+        """As of ``AnyLevels``; of few bits there is nothing."""
+        steps, few = (self.step, values.step, values.low), (0, 0, None, None, 0, 0)
+        return self.levels, values.levels, *steps, self.levels.stride(2), *few
 
     def __setitem__(self, at: Any, new: QuantizedVectors) -> None:
         for part, values in zip(self.parts, new.parts, strict=True):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvserve.kernels.checks import check_head_dim
 from kvserve.kernels.dispatch import Helper, Kernel
+from kvserve.kernels.store.entries import told_of
 from kvserve.kernels.store.few_bits_triton import levels_at
-from kvserve.kernels.store.held_arguments import told_of
 from kvserve.kernels.store.quantized_entries import QuantizedBlocks
 
 if TYPE_CHECKING:

@@ -331,6 +331,11 @@ class GroupSpec:
         """Bytes that it takes beside the pool."""
         return 0
 
+    @property
+    def told(self) -> tuple[tuple[str, str, str], str] | None:
+        """Its row of the start-up table, and what prefix caching goes by because of it."""
+        return None
+
     def blocks_for(self, layout: KVLayout, num_tokens: int) -> int:
         """Most blocks of a sequence of ``num_tokens``, beside those of keys and values."""
         return 0

@@ -6,9 +6,7 @@ may begin with (``kept_states.py``): there are no blocks, and no tables.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from kvserve.scheduler.blocks.block_pool import BlockPool
 from kvserve.scheduler.blocks.block_table import Rows
 from kvserve.scheduler.blocks.cache_group import CacheGroup, GroupSpec
 from kvserve.scheduler.blocks.kept_states import KeptStates
-from kvserve.scheduler.layout import KVLayout
+from kvserve.scheduler.layout import KVLayout, LayerState
 from kvserve.scheduler.messages.output import TableUpdate
 from kvserve.scheduler.messages.saved_row import GroupRow, SavedTable
 from kvserve.scheduler.row_schema import per_row
@@ -25,21 +23,6 @@ from kvserve.scheduler.row_schema import per_row
 BOUNDARY = 64
 """States are kept at multiples of so many tokens: chunks that end there give the numbers of longer
 ones, where modules compute in pieces as long."""
-STATE_BYTES = 4
-"""Of a number of a recurrent state: transformers' modules keep them in float32."""
-
-
-class LayerState(NamedTuple):
-    """What one layer keeps of a row: a convolution's newest inputs ``[channels, columns]`` in the
-    model's dtype, and a recurrent state of any shape in float32 (``None``: it has none)."""
-
-    layer: int
-    tail: tuple[int, int]
-    recurrent: tuple[int, ...] | None
-
-    def row_bytes(self, itemsize: int) -> int:
-        """Bytes of a row, of numbers of ``itemsize`` bytes in the model's dtype."""
-        return itemsize * math.prod(self.tail) + STATE_BYTES * math.prod(self.recurrent or (0,))
 
 
 class StateGroup(CacheGroup):
@@ -107,6 +90,20 @@ class StateSpec(GroupSpec):
     def nbytes(self) -> int:
         """Of all rows and places, on one rank."""
         return self.row_bytes * (self.max_rows + self.num_kept)
+
+    @property
+    def told(self) -> tuple[tuple[str, str, str], str]:
+        rows, kept, each = self.max_rows, self.num_kept, self.row_bytes / 2**20
+        state = f"{len(self.layers)} layers, {each:.3f} MiB a sequence, {rows * each:.1f} MiB"
+        why = "on each rank, " * (self.ranks > 1) + f"beside the pool, for {rows}: --max-num-seqs"
+        if not kept:
+            return ("states", state, why), "--enable-prefix-caching, with memory for kept states"
+        because = (
+            f"prompts begin where a state is kept: at the last {BOUNDARY} tokens of a prompt, "
+            f"where prompts part, and every {self.every} tokens; --enable-prefix-caching"
+        )
+        state += f" and {kept * each:.1f} MiB kept for later prompts"
+        return ("states", state, why), because
 
     def make(
         self, pool: BlockPool, layout: KVLayout, max_rows: int, max_model_len: int

@@ -16,7 +16,7 @@ from kvserve.engine.attention.select import Needs, select_backend
 from kvserve.engine.attention.torch_sdpa import TorchAttention
 from kvserve.kernels import build
 from kvserve.kernels.attend.paged_attention_cpu import paged_attention_cpu
-from kvserve.kernels.store.few_bits import FewHeads
+from kvserve.kernels.store.entries import AnyLevels
 from kvserve.log import ConfigError
 from tests.engine.test_parity import PROMPTS, generate
 from tests.kernels.paged_case import SCALE, Case, Shape, make
@@ -31,7 +31,7 @@ class StoredCase:
     def __init__(self, case: Case, group: int) -> None:
         self._found = case.keys.nan_to_num(), case.values.nan_to_num(), group
 
-    def rest_keys_values(self, layer: int) -> tuple[FewHeads, FewHeads]:
+    def rest_keys_values(self, layer: int) -> tuple[AnyLevels, AnyLevels]:
         raise AssertionError("there is no rest")
 
     def newest_keys_values(self, layer: int) -> tuple[Tensor, Tensor, int]:

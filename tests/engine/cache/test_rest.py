@@ -18,7 +18,7 @@ from kvserve.engine.cache.rest_rows import RestRows, rest_spec
 from kvserve.engine.compression.rest_events import RestEvents
 from kvserve.entry_format import FORMATS, EntryFormat, bits_of_layers, few
 from kvserve.kernels.attend.paged_attention import paged_attention_torch
-from kvserve.kernels.store.few_bits import packed, quantize
+from kvserve.kernels.store.few_levels import packed, quantize
 from kvserve.kernels.store.turning import turn_torch
 from kvserve.log import ConfigError, RequestError
 from kvserve.scheduler.compression.rest_events import HostRestEvents
@@ -73,7 +73,7 @@ def test_all_tokens_are_seen_as_the_reference_sees_them(
 
 def test_the_rest_is_what_was_dropped(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each event appends what it does not keep, written anew from what was held, by the rule of
-    ``few_bits.py`` in each lane's bits."""
+    ``few_levels.py`` in each lane's bits."""
     llm = engine(directory, KARA, enforce_eager=True, kv_cache_dtype="2bit", block_size=32)
     runner = llm.engine.core.runner
     (rest,) = (group for group in runner.batch.groups if isinstance(group, RestRows))

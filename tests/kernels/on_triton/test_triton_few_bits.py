@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvserve.entry_format import few
 from kvserve.kernels.storage import TORCH, TRITON
-from kvserve.kernels.store.few_bits import FewBlocks, FewLayer, Shaping
+from kvserve.kernels.store.entries import FewLayer, Shaping
+from kvserve.kernels.store.few_bits import FewBlocks
 from tests.thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("device")
