@@ -266,9 +266,11 @@ class Observer:
         elif len(part.places):  # from the log: [E', L', Hlog, Q, D]
             log, stride = cache.query_log, scope.log_stride
             places = (part.positions[:, None] // stride + part.places // stride)[:, None, None]
-            logged = layout.num_layers, log.heads
+            logged = lanes, log.heads
+            if len(log_tables) > 1:
+                log_tables = at_layers(log_tables, at, 0)
             slots = slots_of(log_tables, part.rows, places, logged, log.block_tokens)
-            found = log.read(at_layers(slots, at, 0), at)
+            found = log.read(slots, at)
             if isinstance(found, Tensor):
                 queries = by_window(found, count)
             else:
