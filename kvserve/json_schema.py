@@ -140,10 +140,8 @@ def _with_null(node: dict[str, Any]) -> dict[str, Any]:
 
 class _PropertyNames:
     """``propertyNames``, which llguidance does not read, as a pattern of the properties that
-    nothing else names: pydantic writes it for a dict whose keys are an enum.
-
-    ``$ref`` may name a long enum many times, so the patterns' characters are counted.
-    """
+    nothing else names: pydantic writes it for a dict whose keys are an enum, zod for any record.
+    ``$ref`` may name a long enum many times, so the patterns' characters are counted."""
 
     def __init__(self, root: Any, name: str, field: str) -> None:
         self._root, self._name, self._field = root, name, field
@@ -156,6 +154,9 @@ class _PropertyNames:
         if not (isinstance(names, dict) and isinstance(own, dict)) or "patternProperties" in node:
             return node
         kept = names.keys() - _SAID_OF_NAMES
+        rest = {key: value for key, value in node.items() if key != "propertyNames"}
+        if not kept and names.get("type", "string") == "string":
+            return rest
         if kept == {"enum"} and isinstance(names["enum"], list):
             self._count(names["enum"])
             allowed = dict.fromkeys(one for one in names["enum"] if isinstance(one, str))
@@ -167,9 +168,8 @@ class _PropertyNames:
             self._count([pattern])
         else:
             return node
-        made = {**node, "properties": own, "additionalProperties": False}
+        made = {**rest, "properties": own, "additionalProperties": False}
         made["patternProperties"] = {pattern: node.get("additionalProperties", True)}
-        del made["propertyNames"]
         return made
 
     def _count(self, names: list[Any]) -> None:
