@@ -43,7 +43,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
        else pip install "$torch"; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY kvserve ./kvserve
-COPY bench ./bench
+COPY bench/harness ./bench/harness
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install -c constraints-cpu.txt ".${EXTRAS:+[$EXTRAS]}"
 # The CPU's kernels, for each level of CPUs: the image itself has no compiler. Not in /src, where

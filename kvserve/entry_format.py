@@ -6,7 +6,7 @@ whole numbers of few bits, or e4m3 numbers. Of 8 bits, and values of 4 beside su
 *lane* is one KV head of one layer; its part of a block is one run of bytes: all keys' levels, all
 values' levels, then the keys' steps, the values' steps and their lows. Keys and values that both
 have *few* bits are turned before they are rounded, and have a code of one byte
-(``kernels/store/few_bits.py``).
+(``kernels/store/few_levels.py``).
 """
 
 from __future__ import annotations

@@ -57,6 +57,12 @@ def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
             assert llm.stats().preemptions_total > 0, "the pool was meant to be too small"
 
 
+@pytest.mark.compiler
+def test_auto_is_the_compiled_backend(llama_dir: Path) -> None:
+    summary = make(llama_dir).engine.core.described().summary
+    assert ("attention", "cpu") in [row[:2] for row in summary]
+
+
 KEEP_ALL = {"name": "kara", "window": 24, "buffer": 5, "ratio": 1, "chunk_budget": 0, "period": 3}
 
 

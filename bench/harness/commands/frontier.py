@@ -34,6 +34,13 @@ OTHERS = (
 )
 """Each with the budget that holds the bytes of the first of ``DROPPING``. Means over groups of
 heads fill a block's log whatever the number of heads is."""
+_PLACE = Path(__file__).resolve().parents[3]
+_RUN = """\
+import runpy, sys
+sys.path[0] = sys.argv.pop(1)
+runpy.run_module("kvserve", run_name="__main__", alter_sys=True)
+"""
+"""``python -m kvserve``, which finds packages where this one is, and not in the working folder."""
 _COLUMNS = (
     *columns("policy", "kv_cache_dtype", "of_full", "kl", "kl_error", "facts"),
     *columns("output_tok_s", "ratio_to_first", "n"),
@@ -107,9 +114,8 @@ class Frontier:
         self._commands.append(" ".join(["kvserve", *given]))
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "result.json")
-            done = subprocess.run(
-                [sys.executable, "-m", "kvserve", *given, "--save-result", str(file)], check=False
-            )
+            command = [sys.executable, "-c", _RUN, str(_PLACE), *given, "--save-result", str(file)]
+            done = subprocess.run(command, check=False)
             if done.returncode:
                 raise ConfigError(f"`{self._commands[-1]}` ended with status {done.returncode}")
             rows: list[Row] = json.loads(file.read_text())["rows"]

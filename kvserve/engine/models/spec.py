@@ -89,7 +89,7 @@ class ModelSpec(Flags):
     states: tuple[LayerState, ...] = ()
     """What layers keep beside entries. ``num_layers`` counts the others."""
     decoder: Any = None
-    """The class of a model whose layers keep states, if it is none of the usual."""
+    """The class of a model whose layers keep states; ``None``: ``Transformer``, or ``Borrowed``."""
     delta: Any = None
     """Of our own layers with states: ``DeltaSpec``. Attention has gates then."""
 

@@ -42,7 +42,7 @@ class RowRules:
         banned = {word[0] for word in new.bad_words if len(word) == 1}
         banned |= {*new.stop_token_ids} if new.min_tokens else set()
         if new.allowed_token_ids and banned.issuperset(new.allowed_token_ids):
-            said = "allowed_token_ids: bad_words and min_tokens leave none of them"
+            said = "allowed_token_ids: bad_words or min_tokens leave none of them"
             raise RequestError(said, param="allowed_token_ids")
         longest = max(map(len, new.bad_words), default=1)
         return cls(

@@ -1,7 +1,7 @@
 """Entries in few bits, on a GPU: turned, rounded, fed back and stored.
 
-The reference is in ``few_bits.py``. Levels and codes are the same, bit for bit: no product is fused
-with a sum, and sums have the reference's order.
+The reference is in ``few_levels.py``. Levels and codes are the same, bit for bit: no product is
+fused with a sum, and sums have the reference's order.
 """
 
 from __future__ import annotations

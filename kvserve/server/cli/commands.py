@@ -182,7 +182,7 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(COMMANDS[name].module)
     except ModuleNotFoundError as error:
-        if error.name not in ("bench", "bench.harness"):
+        if str(error.name).partition(".")[0] != "bench":
             raise
         words = "kvserve's package bench is not found: start `kvserve` itself, or in a folder"
         raise UsageError(f"{words} that has no `bench` of its own") from None

@@ -62,9 +62,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     request_id = _name(body, request, "cmpl")
     whole = body.truncate_prompt_tokens is not None
     state.check_queue(len(body.prompt), params.n, params.client)  # before texts are tokenized
-    prompts = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
-    prompts = [truncate(state, body, ids) for ids in prompts]
-    echoes = await beside(lambda: _echoes(state, body, prompts))
+    given = await encode(state, body.prompt, body.add_special_tokens, whole=whole)
+    prompts = [truncate(state, body, ids) for ids in given]
+    echoes = await beside(lambda: _echoes(state, body, given, prompts))
     fingerprint = state.fingerprint(body.kv_policy)
     own = {"max_tokens": body.token_limit_field}
     generation = Generation(state, prompts, params, request_id, request.headers, own)
@@ -218,16 +218,19 @@ async def _respond(
 
 
 def _echoes(
-    state: ServerState, body: CompletionRequest, prompts: Sequence[list[int]]
+    state: ServerState,
+    body: CompletionRequest,
+    given: Sequence[list[int]],
+    prompts: Sequence[list[int]],
 ) -> list[Echo] | None:
-    """What ``echo`` puts before the completions."""
+    """What ``echo`` puts before the completions: ``prompts``, which are all of what was ``given``,
+    or a part."""
     if not body.echo:
         return None
     tokenizer, as_ids = state.require_tokenizer("echo"), bool(body.return_tokens_as_token_ids)
-    cut = body.truncate_prompt_tokens is not None
-    both = zip(body.prompt, prompts, strict=True)
     texts = (
-        p if isinstance(p, str) and not cut else decode(state, ids, "prompt") for p, ids in both
+        text if isinstance(text, str) and len(ids) == len(whole) else decode(state, ids, "prompt")
+        for text, whole, ids in zip(body.prompt, given, prompts, strict=True)
     )
     return [Echo(tokenizer, text, as_ids) for text in texts]
 

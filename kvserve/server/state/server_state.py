@@ -147,7 +147,7 @@ class ServerState:
         fills the queue turns away itself, not others.
         """
         most = self.config.scheduler.max_num_seqs + self.settings.max_queued_requests
-        count, name = prompts * n, "prompt" if prompts > 1 else "n"
+        count, name = prompts * n, "prompt" if prompts > most or n == 1 else "n"
         if count > most:
             said = f"{name}: {count} sequences at once, and this server queues at most {most}"
             raise RequestError(said, param=name)

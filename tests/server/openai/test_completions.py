@@ -261,6 +261,10 @@ def test_truncated_prompts(server: RunningServer) -> None:
         body = {"truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1}
         [choice] = server.complete("abc", echo=True, **body).json()["choices"]
         assert choice["text"] == left
+    [choice] = server.complete("abc", echo=True, **{**body, "truncate_prompt_tokens": 50}).json()[
+        "choices"
+    ]
+    assert choice["text"] == "abc0 "  # nothing was cut
     first = {"truncate_prompt_tokens": 2, "truncation_side": "right", "max_tokens": 1}
     assert server.complete([97, 98, 99], **first).status_code == 200
     assert server.engine.seen[-1][0] == [97, 98]
