@@ -277,7 +277,9 @@ class TokenGroup(CacheGroup):
     def _ends(self, rows: Rows, ends: IntArray) -> IntArray:
         """Places up to logical positions: ``[n, 1]``, 0 for rows that hold nothing."""
         first = self._from[rows]
-        return np.where(ends > first, _places(ends, first, self._stride[rows]), 0)[:, None]
+        if not (behind := ends > first).any():
+            return np.zeros_like(ends)[:, None]
+        return np.where(behind, _places(ends, first, self._stride[rows]), 0)[:, None]
 
 
 def _places(positions: Any, first: Any, stride: Any) -> Any:
