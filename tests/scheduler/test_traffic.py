@@ -12,6 +12,10 @@ import pytest
 
 from kvserve.scheduler.arrays import IntArray
 from kvserve.scheduler.blocks.block_table import BlockTable
+from kvserve.scheduler.blocks.swap_memory import SwapMemory
+from kvserve.scheduler.messages.output import SchedulerOutput
+from kvserve.scheduler.messages.saved_row import NO_PLACE
+from kvserve.scheduler.step.scheduler import Scheduler
 from tests.scheduler.traffic import (
     CODES,
     IN_PROMPT,
@@ -78,15 +82,37 @@ def test_random_operations(seeds: range) -> None:
     assert len(seen) == 10, seen
 
 
-def test_a_step_that_has_an_event_preempts_nobody_to_do_something() -> None:
+def test_a_step_that_has_an_event_preempts_nobody_to_do_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A row that was computed again lost its blocks behind each of its events, which go first, and
     got them back in the same step: two others were due, and no step had room for their events."""
+    schedule, bare = Scheduler.schedule, list[bool]()
+
+    def noted(self: Scheduler) -> SchedulerOutput:
+        output = schedule(self)
+        events = output.events
+        bare.append(bool(events.compactions) and not (output.num_tokens or events.observations))
+        return output
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
     Traffic(614, set(range(27)), further=True).run(200)
+    assert any(bare), "no step had an event and nothing else"
 
 
-def test_a_continuation_that_makes_room_for_its_next_turn_leaves_it_the_remainder() -> None:
+def test_a_continuation_that_makes_room_for_its_next_turn_leaves_it_the_remainder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was resumed in the step after the one that saved it, and evicted as it was."""
+    release, pinned = SwapMemory.release_place, list[bool]()
+
+    def noted(self: SwapMemory, place: int) -> None:
+        pinned.append(place == self.pinned != NO_PLACE)
+        release(self, place)
+
+    monkeypatch.setattr(SwapMemory, "release_place", noted)
     Traffic(858, {*range(16), *range(23, 27)}, continuations=True).run(200)
+    assert any(pinned), "no turn evicted what it resumed"
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ REFUSED: dict[str, list[Case]] = {
         ),
         ({"messages": [5]}, "messages[0]", "must be an object, got 5"),
         ({"messages": of_user(5)}, "messages[0].content[0]", "must be an object, got 5"),
-        ({"system": 5}, "system", "must be a string or a valid list, got 5"),
+        ({"system": 5}, "system", "must be a string or a list, got 5"),
         *ELSEWHERE,
         ({"stop_sequences": "a"}, "stop_sequences"),
     ],

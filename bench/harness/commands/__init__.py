@@ -1,1 +1,1 @@
-"""The commands `bench`, `eval`, `inspect` and `tune`."""
+"""The commands `bench`, `calibrate`, `eval`, `inspect` and `tune`."""

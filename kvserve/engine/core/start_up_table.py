@@ -139,8 +139,8 @@ def _cache_rows(plan: EnginePlan, num_blocks: int) -> list[Row]:
     caching = "on" if config.cache.enable_prefix_caching else "off"
     because = "--enable-prefix-caching"
     for group in plan.groups:
-        if group.told is not None:
-            row, because = group.told
+        if group.shown is not None:
+            row, because = group.shown
             rows.append(row)
     rows.append(("prefix caching", caching, because))
     kept, why = config.cache.continuations, None

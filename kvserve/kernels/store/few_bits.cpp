@@ -1,5 +1,5 @@
-// Entries in few bits: few_levels.py has the form and the reference, whose levels these equal, bit for
-// bit. So no product is fused with a sum here, and sums have the reference's order.
+// Entries in few bits: few_levels.py has the form and the reference, whose levels these equal, bit
+// for bit. So no product is fused with a sum here, and sums have the reference's order.
 //
 // New entries are turned, rounded and fed back with 16 tokens in the lanes of a register.
 

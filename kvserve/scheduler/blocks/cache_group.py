@@ -334,7 +334,7 @@ class GroupSpec:
         return 0
 
     @property
-    def told(self) -> tuple[tuple[str, str, str], str] | None:
+    def shown(self) -> tuple[tuple[str, str, str], str] | None:
         """Its row of the start-up table, and what prefix caching goes by because of it."""
         return None
 

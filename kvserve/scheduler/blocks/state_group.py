@@ -92,7 +92,7 @@ class StateSpec(GroupSpec):
         return self.row_bytes * (self.max_rows + self.num_kept)
 
     @property
-    def told(self) -> tuple[tuple[str, str, str], str]:
+    def shown(self) -> tuple[tuple[str, str, str], str]:
         rows, kept, each = self.max_rows, self.num_kept, self.row_bytes / 2**20
         state = f"{len(self.layers)} layers, {each:.3f} MiB a sequence, {rows * each:.1f} MiB"
         why = "on each rank, " * (self.ranks > 1) + f"beside the pool, for {rows}: --max-num-seqs"

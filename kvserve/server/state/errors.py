@@ -197,6 +197,7 @@ def _validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         first = {**first, "msg": "Input should be an integer of at most 64 bits"}
     what = re.sub("^(Input|String) should", "must", str(first["msg"]))
     what = re.sub("a valid dictionary( or instance of \\w+)?", "an object", what)
+    what = what.replace("a valid list", "a list")
     given = shown(first["input"])
     given = given if len(given) <= 80 else f"{given[:77]}..."
     message = f"{param} {what}, got {given}"
