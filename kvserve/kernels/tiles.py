@@ -31,16 +31,15 @@ class Tile(NamedTuple):
 # tile of keys and values is under way when one is waited for, and the one after that is asked for
 # as soon as it is multiplied. Two warps issue fewer instructions for a tile than four. 12.0 has as
 # little shared memory as 8.x.
-_SMALL = {
-    "decode": Tile(16, 64, 4, 2),
-    "decode codes": Tile(16, 32, 4, 2),
-    "decode levels": Tile(16, 32, 1, 3, programs=8, longest=2048),
-    "prefill": Tile(64, 64, 8, 2, programs=1),
-    "prefill codes": Tile(64, 32, 8, 2, programs=1),
-    "scores": Tile(64, 64, 4, 2),
-}
 TILES = {
-    (8, 0): _SMALL,
+    (8, 0): {
+        "decode": Tile(16, 64, 4, 2),
+        "decode codes": Tile(16, 32, 4, 2),
+        "decode levels": Tile(16, 32, 1, 3, programs=8, longest=2048),
+        "prefill": Tile(64, 64, 8, 2, programs=1),
+        "prefill codes": Tile(64, 32, 8, 2, programs=1),
+        "scores": Tile(64, 64, 4, 2),
+    },
     (9, 0): {
         "decode": Tile(16, 32, 2, 3, programs=5, longest=2048),
         "decode codes": Tile(16, 32, 4, 3),
@@ -49,7 +48,14 @@ TILES = {
         "prefill codes": Tile(128, 32, 8, 2, programs=1),
         "scores": Tile(64, 64, 4, 3),
     },
-    (12, 0): dict(_SMALL),
+    (12, 0): {
+        "decode": Tile(16, 64, 4, 2),
+        "decode codes": Tile(16, 32, 4, 2),
+        "decode levels": Tile(16, 32, 1, 3, programs=8, longest=2048),
+        "prefill": Tile(64, 64, 8, 2, programs=1),
+        "prefill codes": Tile(64, 32, 8, 2, programs=1),
+        "scores": Tile(64, 64, 4, 2),
+    },
 }
 # float32 is multiplied exactly, outside of the tensor cores.
 FLOAT32_TILES = {
